@@ -1,0 +1,68 @@
+"""varlen packs, balances, feeds and runs variable-length sequences for LLM training.
+
+Public names are loaded when first used, so that `import varlen` costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import varlen.pack
+
+# `varlen.pack` is a room and `vl.pack` a verb. Python binds a room's name to its parent when the room is
+# first imported; imported here and unbound, it can never hide the verb later.
+del pack  # type: ignore[name-defined]  # noqa: F821
+
+if TYPE_CHECKING:
+    from varlen.batch.collate import collate
+    from varlen.batch.packed import PackedBatch
+    from varlen.errors import VarlenError
+    from varlen.pack.api import pack
+    from varlen.pack.bound import lower_bound
+    from varlen.pack.score import Score, score
+    from varlen.pack.window import WindowPacker
+    from varlen.types import Ledger, Packing
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Ledger": "varlen.types",
+    "PackedBatch": "varlen.batch.packed",
+    "Packing": "varlen.types",
+    "Score": "varlen.pack.score",
+    "VarlenError": "varlen.errors",
+    "WindowPacker": "varlen.pack.window",
+    "collate": "varlen.batch.collate",
+    "lower_bound": "varlen.pack.bound",
+    "pack": "varlen.pack.api",
+    "score": "varlen.pack.score",
+}
+
+__all__ = [
+    "Ledger",
+    "PackedBatch",
+    "Packing",
+    "Score",
+    "VarlenError",
+    "WindowPacker",
+    "collate",
+    "lower_bound",
+    "pack",
+    "score",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'varlen' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, whether loaded or not."""
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,212 @@
+"""PackedBatch: everything a model, a kernel or a loss needs to know about a batch of packs.
+
+Boundaries are carried as numbers (`cu_seqlens`, `segment_ids`, `document_ids`), never inferred from token
+values, so an end-of-text token may equal the padding token and stay supervised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from varlen.errors import SettingError
+from varlen.types import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = Any
+"""A numpy array, or after `to_torch` a torch tensor of the same shape."""
+
+Layout = Literal["rows", "flat"]
+LossWeighting = Literal["token", "document", "pair", "longalign"]
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedBatch:
+    """A batch of packs as arrays, in one of two layouts.
+
+    `layout="rows"`: one row a pack, `[num_packs, capacity]`. `layout="flat"`: all documents of all packs in
+    one row, `[1, num_tokens]`, rounded up to `pad_to_multiple_of`; also called THD or padding-free.
+
+    A *segment* is one piece of a document in this batch. Segments are numbered row by row, left to right;
+    padding belongs to none.
+    """
+
+    input_ids: Array
+    """int32 `[rows, width]` (int64 after `to_torch`); `pad_id` at padding."""
+    labels: Array
+    """Same shape; the token itself where it is a target, -100 at padding, at the first token of every
+    segment, and where the loss mask is 0. Not shifted: position t's label is position t's token."""
+    position_ids: Array
+    """Same shape; 0, 1, … within each segment, 0 at padding."""
+    segment_ids: Array
+    """int32, same shape; 0, 1, … within each row, -1 at padding."""
+    cu_seqlens: Array
+    """int32 `[num_segments + num_padding_segments + 1]`: cumulative lengths over the flattened array, padding
+    included in segments of at most 128, so that a varlen kernel leaves no row out. Each row's segments come
+    first, its padding after them. Where slots are rounded up these are the logical lengths."""
+    cu_seqlens_padded: Array | None
+    """int32, same shape: the physical slots, present only where they differ from `cu_seqlens`."""
+    max_seqlen: int
+    """Longest segment in tokens, padding not counted."""
+    document_ids: Array
+    """int64 `[num_segments]`: which document each segment is, to trace a loss spike."""
+    document_starts: Array
+    """int32 `[num_segments]`: the segment's first token within its document; 0 for whole documents."""
+    document_lengths: Array
+    """int32 `[num_segments]`: tokens of each segment."""
+    document_targets: Array
+    """int32 `[num_segments]`: labels other than -100 in each segment."""
+    pack_ids: Array
+    """int64 `[num_packs]`: which packs of the packing these are."""
+    pack_offsets: Array
+    """int64 `[num_packs + 1]`: pack k of this batch holds the segments `pack_offsets[k]:pack_offsets[k + 1]`."""
+    layout: Layout
+    pad_id: int
+    max_token_id: int
+    """Largest token id in the batch, padding not counted; what a vocabulary must exceed. -1 without tokens."""
+    num_targets: int
+    """Labels other than -100 in this batch."""
+    step_num_targets: int
+    """The same over the whole step: all ranks, all micro-batches."""
+    dp_world_size: int = 1
+    document_groups: Array | None = None
+    """int64 `[num_segments]`: the group of each segment's document, where the packing has groups."""
+    shift_labels: Array | None = None
+    """Same shape as `labels`: position t's target is the token at t + 1. Present on request."""
+    columns: Mapping[str, Array] = field(default_factory=dict)
+    """Any other per-token values, same shape, each in its own dtype with its own pad value."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the arrays: the number of packs, or 1 in the flat layout."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_segments(self) -> int:
+        """Pieces of documents in this batch."""
+        return len(self.document_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of documents in this batch, padding not counted."""
+        return int(self.document_lengths.sum())
+
+    @property
+    def packs_without_targets(self) -> IntArray:
+        """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
+        owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(np.asarray(self.pack_offsets)))
+        targets = np.bincount(owner, weights=np.asarray(self.document_targets), minlength=len(self.pack_ids))
+        return np.asarray(self.pack_ids)[targets == 0]
+
+    def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:
+        """Return what to multiply the *sum* of this batch's target losses by, so that a step is a token mean.
+
+        Args:
+            reduction: what the framework does to gradients across data-parallel ranks: "mean" (DDP, FSDP)
+                or "sum".
+
+        Returns:
+            `dp_world_size / step_num_targets` for "mean", `1 / step_num_targets` for "sum".
+
+        Raises:
+            SettingError: the step holds no target; skip it on all ranks.
+        """
+        if reduction not in ("mean", "sum"):
+            raise SettingError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        if self.step_num_targets == 0:
+            raise SettingError("this step holds no target on any rank, so no loss scale exists; skip the step")
+        return (self.dp_world_size if reduction == "mean" else 1) / self.step_num_targets
+
+    def loss_weights(self, weighting: LossWeighting = "token") -> Array:
+        """Weigh every target, for losses that are not a mean over tokens.
+
+        The loss is `sum(weight * target loss) / sum(weight)`, both sums over the whole step. With N targets
+        in a document, K packs and M documents with targets in this batch, a target weighs
+
+        - "token": 1;
+        - "document": 1/N, so that every document counts the same;
+        - "pair": 1 over the targets of its whole group (preference pair, rollout group);
+        - "longalign": K/(N·M) (LongAlign, arXiv:2401.18058, equation 4), so that the mean over packs of
+          each pack's sum is the mean over documents.
+
+        Returns:
+            float32, same shape as `labels`; 0 where the label is -100.
+
+        Raises:
+            SettingError: "pair" without groups in the packing, or an unknown weighting.
+        """
+        from varlen.batch.weights import loss_weights
+
+        return loss_weights(self, weighting)
+
+    def dense_mask(self, sliding_window: int | None = None) -> Array:
+        """Return who may attend to whom as booleans: the same segment, not later; padding only to itself.
+
+        Args:
+            sliding_window: attend to the last this many positions only, the token itself included.
+
+        Returns:
+            bool `[rows, width, width]`, True where row position q may attend to column position k; quadratic
+            in the width, so for reference, small models and kernels without varlen support.
+        """
+        from varlen.batch.masks import dense_mask
+
+        return dense_mask(self, sliding_window)
+
+    def mask_function(self, sliding_window: int | None = None) -> Callable[..., Any]:
+        """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch."""
+        from varlen.batch.torch import mask_function
+
+        return mask_function(self, sliding_window)
+
+    def block_mask(self, sliding_window: int | None = None) -> Any:
+        """Return FlexAttention's `BlockMask` for this batch; needs torch."""
+        from varlen.batch.torch import block_mask
+
+        return block_mask(self, sliding_window)
+
+    def to_torch(self, device: torch.device | str | None = None) -> PackedBatch:
+        """Return the same batch as torch tensors.
+
+        Ids, labels and positions become int64, which embedding and cross-entropy take; boundaries stay int32,
+        which varlen kernels take. Tokens cross to the device as int32 and are widened there.
+
+        Args:
+            device: where to put the tensors; None keeps them in host memory, without a copy where the
+                dtype allows.
+        """
+        from varlen.batch.torch import to_torch
+
+        return to_torch(self, device)
+
+    def row(self, index: int) -> PackedBatch:
+        """Return one row as a batch of its own, views of this batch's arrays where they can be.
+
+        Raises:
+            SettingError: no such row.
+        """
+        from varlen.batch.rows import row
+
+        return row(self, index)
+
+    def replace(self, **changes: Any) -> PackedBatch:
+        """Return a copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        """Say the shape, how full it is and how many targets it has."""
+        rows, width = self.input_ids.shape
+        slots = rows * width
+        fill = 100 * self.num_tokens / slots if slots else 100.0
+        return (
+            f"PackedBatch({self.layout} [{rows:,}, {width:,}], {self.num_segments:,} documents or pieces, "
+            f"{self.num_tokens:,} tokens, {fill:.2f}% full, {self.num_targets:,} targets)"
+        )

@@ -1,0 +1,67 @@
+"""Every exception that varlen raises on purpose, as one tree.
+
+::
+
+    VarlenError
+    ├── InputError (also a ValueError)      what the caller gave can't be used
+    │   ├── SettingError                    a capacity, method, policy or option out of range
+    │   ├── LengthsError                    lengths that are negative, fractional, NaN, of a wrong shape
+    │   ├── OverlongDocumentError           a document, or a group of them, longer than a pack
+    │   ├── DocumentsError                  tokens, labels or masks that don't match the packing
+    │   ├── OutputBufferError               a caller-supplied buffer of the wrong shape, dtype or layout
+    │   ├── SourceError                     a file that is missing, empty or not what it says
+    │   ├── StateError                      a saved state that doesn't belong to this object
+    │   └── ModelError                      a model that can't take this batch
+    ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
+    └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
+
+A message says what was seen, the limit, how many offend, and the way out.
+"""
+
+
+class VarlenError(Exception):
+    """Root of the tree: `except VarlenError` catches everything varlen raises on purpose."""
+
+
+class InputError(VarlenError, ValueError):
+    """What the caller gave can't be used; the message says why and what would do."""
+
+
+class SettingError(InputError):
+    """A capacity, method, policy or option is out of its range."""
+
+
+class LengthsError(InputError):
+    """Lengths are negative, fractional, NaN, too large or of the wrong shape."""
+
+
+class OverlongDocumentError(InputError):
+    """A document, or a group that must stay together, is longer than a pack can hold."""
+
+
+class DocumentsError(InputError):
+    """Tokens, labels, masks or columns don't match the packing or each other."""
+
+
+class OutputBufferError(InputError):
+    """A caller-supplied buffer has the wrong shape, dtype or memory layout."""
+
+
+class SourceError(InputError):
+    """A file or folder of documents is missing, empty or not what it says it is."""
+
+
+class StateError(InputError):
+    """A saved state belongs to other settings, other data or another version."""
+
+
+class ModelError(InputError):
+    """A model can't take this batch: too few positions, too small a vocabulary, an unknown family."""
+
+
+class MissingExtraError(VarlenError, ImportError):
+    """An optional dependency isn't installed; the message names the command that installs it."""
+
+
+class LedgerError(VarlenError):
+    """Tokens in and tokens out differ. This is a bug in varlen: please report it."""

@@ -1,0 +1,176 @@
+"""The nouns that rooms exchange about packing: a ledger that balances, and a plan of packs as flat arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import LedgerError
+
+IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+Method = Literal[
+    "next_fit", "first_fit", "first_fit_decreasing", "best_fit", "best_fit_decreasing", "wrapped", "balanced"
+]
+Overlong = Literal["error", "split", "truncate", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What became of every token: `tokens_in = packed + truncated + dropped`, and nothing twice.
+
+    `packed` and `duplicated` are counted from the finished packs, the others from the input, so the
+    balance is evidence and not a definition.
+    """
+
+    tokens_in: int
+    """Tokens of all documents as given."""
+    packed: int
+    """Tokens that stand in a pack."""
+    truncated: int = 0
+    """Tokens cut off the end of overlong documents (`overlong="truncate"`)."""
+    dropped: int = 0
+    """Tokens of documents left out whole (`overlong="drop"`)."""
+    duplicated: int = 0
+    """Tokens that stand in more than one place; 0, or the packing is not handed out."""
+    documents_in: int = 0
+    """Documents as given, empty ones included."""
+    empty_documents: int = 0
+    """Documents of length 0, which no pack holds."""
+    split_documents: int = 0
+    """Documents cut into several pieces (`overlong="split"` or `method="wrapped"`)."""
+    truncated_documents: int = 0
+    """Documents that lost their end."""
+    dropped_documents: int = 0
+    """Documents left out whole, empty ones not counted."""
+
+    @property
+    def balance(self) -> int:
+        """Tokens unaccounted for; 0 in every ledger that varlen hands out."""
+        return self.tokens_in - self.packed - self.truncated - self.dropped
+
+    def check(self) -> Ledger:
+        """Return this ledger if it balances.
+
+        Raises:
+            LedgerError: tokens are missing or stand twice; a bug in varlen.
+        """
+        if self.balance != 0 or self.duplicated != 0:
+            raise LedgerError(
+                f"{self.tokens_in:,} tokens in, but {self.packed:,} packed + {self.truncated:,} truncated + "
+                f"{self.dropped:,} dropped, {self.duplicated:,} duplicated: {self.balance:,} unaccounted for. "
+                "This is a bug in varlen; please report the lengths and the settings"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packing:
+    """Which piece of which document stands in which pack, as flat arrays.
+
+    Pack `p` holds the pieces `offsets[p]:offsets[p + 1]`; piece `j` is the tokens
+    `starts[j]:stops[j]` of document `document_ids[j]`. The arrays are read-only.
+
+    Invariants: every token of every packed document stands in exactly one piece; no pack's slots
+    (`slot_lengths`) sum over `capacity`; packs stand in the order of their first document (unless a
+    seed permuted them), pieces within a pack in input order.
+    """
+
+    document_ids: IntArray
+    """int64 `[num_pieces]`: index of the document among the lengths given."""
+    starts: Int32Array
+    """int32 `[num_pieces]`: first token of the piece within its document."""
+    stops: Int32Array
+    """int32 `[num_pieces]`: one past the piece's last token."""
+    offsets: IntArray
+    """int64 `[num_packs + 1]`: where each pack's pieces begin; `offsets[0] = 0`."""
+    capacity: int
+    """Tokens one pack can hold."""
+    ledger: Ledger
+    """The balance of tokens in and out."""
+    method: Method = "best_fit_decreasing"
+    overlong: Overlong = "error"
+    document_multiple_of: int = 1
+    """Every piece takes up a slot rounded up to this multiple."""
+    groups: IntArray | None = None
+    """int64 `[num_documents]`: the group of each document, or None; a group's documents share a pack."""
+
+    def __post_init__(self) -> None:
+        for array in (self.document_ids, self.starts, self.stops, self.offsets):
+            array.flags.writeable = False
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of pieces in all packs."""
+        return len(self.document_ids)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents given, those that are empty or dropped included."""
+        return self.ledger.documents_in
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all packs."""
+        return self.ledger.packed
+
+    @property
+    def fill_ratio(self) -> float:
+        """Tokens over the slots of all packs, `num_tokens / (num_packs * capacity)`; 1.0 without packs."""
+        slots = self.num_packs * self.capacity
+        return self.num_tokens / slots if slots else 1.0
+
+    @property
+    def lengths(self) -> Int32Array:
+        """int32 `[num_pieces]`: tokens of each piece."""
+        return self.stops - self.starts
+
+    @property
+    def slot_lengths(self) -> IntArray:
+        """int64 `[num_pieces]`: tokens each piece takes up, its length rounded up to `document_multiple_of`."""
+        multiple = self.document_multiple_of
+        return -(-self.lengths.astype(np.int64) // multiple) * multiple
+
+    def pack_sums(self, values: npt.ArrayLike) -> FloatArray | IntArray:
+        """Sum a value per piece over each pack.
+
+        Args:
+            values: `[num_pieces]`, integers or floats.
+
+        Returns:
+            `[num_packs]`, int64 for integers and float64 for floats. Packs are never empty.
+        """
+        array = np.asarray(values)
+        wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+        return np.add.reduceat(wide, self.offsets[:-1]) if self.num_packs else wide[:0]
+
+    def to_lists(self) -> list[list[int]]:
+        """Return the document ids of each pack, for reading and for small tests.
+
+        >>> import varlen as vl
+        >>> vl.pack([5, 2, 6, 3], capacity=8).to_lists()
+        [[0, 3], [1, 2]]
+        """
+        bounds = self.offsets.tolist()
+        ids = self.document_ids.tolist()
+        return [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:])]
+
+    def __repr__(self) -> str:
+        """Say how many documents stand in how many packs, and how full those are."""
+        padding = self.num_packs * self.capacity - self.num_tokens
+        lost = self.ledger.truncated + self.ledger.dropped
+        tail = f", {lost:,} tokens cut or dropped" if lost else ""
+        return (
+            f"Packing({self.num_documents:,} documents in {self.num_packs:,} packs of {self.capacity:,} tokens, "
+            f"{100 * self.fill_ratio:.2f}% full, {padding:,} tokens of padding{tail})"
+        )
