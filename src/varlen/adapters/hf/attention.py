@@ -12,7 +12,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.adapters.hf.model import implementation, unwrap
-from varlen.adapters.hf.per_document import LayerRules, attend
+from varlen.adapters.hf.per_document import attend
+from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
 
 NAME = "varlen"

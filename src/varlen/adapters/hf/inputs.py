@@ -8,7 +8,14 @@ import torch
 
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.masks import explicit_masks
-from varlen.adapters.hf.model import accepts, check_family, check_size, implementation, unwrap
+from varlen.adapters.hf.model import (
+    accepts,
+    check_family,
+    check_size,
+    implementation,
+    unwrap,
+    uses_registry,
+)
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -46,11 +53,16 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     check_family(model)
     check_size(batch, model)
     inputs = _arguments(batch, model)
+    if "cu_seq_lens_q" in inputs and not uses_registry(model):
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
+            f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
+        )
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
-            f"{type(unwrap(model)).__name__}.forward takes no {', '.join(refused)}, without which its documents "
-            "can't be kept apart; train it on one document a row (padded)"
+            f"{type(unwrap(model)).__name__} takes no {', '.join(refused)}, without which documents aren't kept "
+            "apart; give it one document a row (padded)"
         )
     return inputs
 

@@ -6,30 +6,15 @@ document lengths, and no mask is ever formed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
+from varlen.adapters.hf.fused import fused_kernel
+from varlen.adapters.hf.rules import LayerRules
+
 BLOCK = 512
 """Queries computed at once where scores must be formed, so that memory is linear in the document."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerRules:
-    """How one layer weighs what it attends to."""
-
-    scale: float | None = None
-    """Factor on scores; None for `head_dim ** -0.5`."""
-    window: int | None = None
-    """Attend to the last this many tokens, the token itself included; None for all."""
-    softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`."""
-    sinks: torch.Tensor | None = None
-    """`[query_heads]`: a score per head that takes up weight and gives no value."""
-    dropout: float = 0.0
-    """Share of attention weights set to 0."""
 
 
 def attend(
@@ -54,6 +39,8 @@ def attend(
     Returns:
         `[tokens, query_heads, value_dim]`.
     """
+    if query.is_cuda and (kernel := fused_kernel(query, value, rules)) is not None:
+        return kernel(query, key, value, ends, int(ends.diff().max()) if longest is None else longest, rules)
     lengths = ends.diff().tolist()
     # One split, not a slice per document: a slice's backward writes a whole array of zeros, a split's one.
     parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
