@@ -143,3 +143,14 @@ def numba_waits_for_a_kernel(root: Path) -> list[str]:
             if imported.name[0] in ("numba", "llvmlite") and not (imported.in_function or imported.for_types)
         ]
     return found
+
+
+def kernels_call_their_own_file(root: Path) -> list[str]:
+    """No file of kernels imports another: numba's cache would not see that the other has changed."""
+    return [
+        f"{source.path}:{imported.line}: imports {'.'.join(imported.name)}; numba's cache sees one file"
+        for source in python_files(root, "src")
+        if source.module[-1].startswith("kernels")
+        for imported in imports(source)
+        if imported.name[0] == "varlen" and any(part.startswith("kernels") for part in imported.name)
+    ]
