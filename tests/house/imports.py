@@ -80,9 +80,9 @@ def imports_point_down(root: Path) -> list[str]:
     """Imports between rooms point to a lower floor; knowledge for types alone counts as knowledge."""
     found = []
     for source in python_files(root, "src"):
-        if len(source.module) < 2:
+        room = source.room
+        if not room:
             continue  # the public face knows the rooms; nobody knows the face
-        room = source.module[1]
         if room not in FLOOR_OF:
             found.append(f"{source.path}: {room} stands on no floor; give it one in FLOORS")
             continue
@@ -102,8 +102,7 @@ def torch_stays_upstairs(root: Path) -> list[str]:
     """Below the floor of adapters only named files import torch or transformers, inside functions."""
     found = []
     for source in python_files(root, "src"):
-        room = source.module[1] if len(source.module) > 1 else ""
-        if FLOOR_OF.get(room, 0) >= TORCH_FLOOR:
+        if FLOOR_OF.get(source.room, 0) >= TORCH_FLOOR:
             continue
         for imported in imports(source):
             if imported.name[0] in TORCH and not imported.for_types:
@@ -120,8 +119,7 @@ def readers_stay_in_source(root: Path) -> list[str]:
     """Below the floor of adapters only `source` imports the libraries that read files and text."""
     found = []
     for source in python_files(root, "src"):
-        room = source.module[1] if len(source.module) > 1 else ""
-        if FLOOR_OF.get(room, 0) >= TORCH_FLOOR or room == "source":
+        if FLOOR_OF.get(source.room, 0) >= TORCH_FLOOR or source.room == "source":
             continue
         found += [
             f"{source.path}:{imported.line}: imports {imported.name[0]}, which is for source"

@@ -9,7 +9,7 @@ from house import habits, imports, papers, shape, words
 
 Rule = Callable[[Path], list[str]]
 
-LONG_FUNCTION = '"""A file."""\n\n\ndef f() -> None:\n' + "    print()\n" * 60
+LONG_FUNCTION = '"""A file."""\n\n\ndef f() -> None:\n    """Print."""\n' + "    print()\n" * 61
 README = "# varlen\n\n```bash\nmake demo\nmake test\n```\n"
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- a\n"
 DRAWN = '"""Every error as one tree.\n\n::\n\n    VarlenError\n    └── InputError\n"""\n'
@@ -120,7 +120,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         "A.verb has no docstring",
     ),
     (
-        words.public_things_are_documented,
+        words.what_users_call_explains_its_arguments,
         {"src/varlen/pack/a.py": DOCUMENTED.replace("f(a", "f(b, a") + RAISES},
         "explains no b",
     ),
@@ -174,7 +174,8 @@ SOUND = {
     "CHANGELOG.md": CHANGELOG + "\n## [0.1.0] - 2026-01-01\n\n### Fixed\n\n- b\n",
     ".gitignore": ".venv/\n",
     ".venv/x.py": "/root" + "/x",
-    "src/varlen/__init__.py": '"""The public face of varlen."""\nfrom varlen.cli import main\n',
+    "src/varlen/__init__.py": '"""The public face of varlen."""\nfrom varlen.cli import main\n'
+    '_HOMES = {"f": "varlen.pack.a"}\n',
     "src/varlen/errors.py": TREE,
     "src/varlen/pack/a.py": f'''\
 """Packs of some documents."""
@@ -197,6 +198,7 @@ def _f():
     "src/varlen/source/read.py": '"""Documents from files."""\nimport pyarrow\n',
     "src/varlen/adapters/hf.py": '"""Spellings of a peer."""\nimport torch\nfrom varlen.batch import torch\n',
     "src/varlen/cli/main.py": '"""The command line here."""\nfrom varlen.train import run\n',
+    "src/varlen/pack/long.py": LONG_FUNCTION.removesuffix("    print()\n").replace("A file", "A long file"),
     "tests/test_a.py": '''\
 """Tests of one thing."""
 import pytest

@@ -28,6 +28,11 @@ class Source:
         parts = self.path.removesuffix(".py").split("/")[1:]
         return tuple(parts[:-1] if parts[-1] == "__init__" else parts)
 
+    @property
+    def room(self) -> str:
+        """The room, or the file on the ground floor, that this file belongs to; "" for the public face."""
+        return self.module[1] if len(self.module) > 1 else ""
+
 
 @lru_cache(maxsize=1000)
 def _parsed(path: str, text: str) -> Source:
