@@ -5,7 +5,7 @@
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs soak bench pins clean
+.PHONY: help setup demo test check format lint types docs pages soak bench pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -53,6 +53,9 @@ types: setup
 
 docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
 	$(PYTEST) tests/test_docs.py tests/test_readme.py
+
+pages: setup ## write into README and docs what their examples print now, and draw their pictures
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py
 
 soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)

@@ -1,4 +1,4 @@
-"""The pages' Python, run: every block of a page in order, and what it prints beside what the page says it prints.
+"""The pages' Python, run block by block, and what it prints beside what the page says that it prints.
 
 A page's blocks share their names, as in a notebook. A block of `text` right below a block of `python` is what
 that block prints. `python docs/pages.py` writes into every page what its blocks print now.
@@ -86,7 +86,9 @@ def run(page: Path) -> list[Printed]:
         for block, after in zip(found, [*found[1:], None]):
             if block.language != "python":
                 continue
-            below = after is not None and after.language == "text" and not text[block.stop : after.start].strip()
+            below = (
+                after is not None and after.language == "text" and not text[block.stop : after.start].strip()
+            )
             output = after if below else None
             printed, failed = _execute(block, page, names)
             records.append(Printed(block, output.code if output else "", printed, output))

@@ -1,4 +1,4 @@
-"""A small SVG canvas: shapes and words on a light card, which reads well on a light page and on a dark one."""
+"""A small SVG canvas: shapes and words on a light card, which reads well on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,15 @@ class Drawing:
         )
 
     def line(
-        self, x1: float, y1: float, x2: float, y2: float, *, stroke: str = RULE, width: float = 1, dash: str = ""
+        self,
+        x1: float,
+        y1: float,
+        x2: float,
+        y2: float,
+        *,
+        stroke: str = RULE,
+        width: float = 1,
+        dash: str = "",
     ) -> None:
         """Draw a straight line."""
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
