@@ -6,6 +6,7 @@ and the same results. numba itself is imported by the first kernel call, never b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -21,8 +22,11 @@ def is_enabled() -> bool:
     return os.environ.get("VARLEN_JIT", "1") != "0"
 
 
+@functools.cache
 def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
     """Return a kernel by name, compiled, or its plain-Python reference where kernels are switched off.
+
+    `VARLEN_JIT` is read when a kernel is first asked for.
 
     Args:
         room: the room's full name, such as "varlen.pack".
