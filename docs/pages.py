@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import tempfile
 import traceback
@@ -44,6 +43,8 @@ class Printed:
     printed: str
     output: Block | None
     """The block of text that shows the output, if the page has one."""
+    failed: bool
+    """Whether it raised; what it printed then ends in the traceback."""
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -91,7 +92,7 @@ def run(page: Path) -> list[Printed]:
             )
             output = after if below else None
             printed, failed = _execute(block, page, names)
-            records.append(Printed(block, output.code if output else "", printed, output))
+            records.append(Printed(block, output.code if output else "", printed, output, failed))
             if failed:
                 break
     return records
@@ -104,7 +105,7 @@ def _execute(block: Block, page: Path, names: dict[str, Any]) -> tuple[str, bool
     code = "\n" * (block.line - 1) + block.code
     with contextlib.redirect_stdout(stream):
         try:
-            exec(compile(code, os.fspath(page), "exec"), names)
+            exec(compile(code, page.name, "exec"), names)
         except Exception:
             stream.write(traceback.format_exc(limit=-1))
             return stream.getvalue(), True
@@ -121,9 +122,11 @@ def differences(page: Path) -> list[str]:
 
 
 def rewritten(page: Path) -> str:
-    """Return a page's text with the output that its blocks print now."""
+    """Return a page's text with the output that its blocks print now; raises SystemExit where one raised."""
     text = page.read_text(encoding="utf-8")
     for record in reversed(run(page)):
+        if record.failed:
+            raise SystemExit(f"{page.name}:{record.block.line}: {record.printed}")
         place = record.output or Block("text", "", 0, record.block.stop, record.block.stop)
         output = f"```text\n{record.printed}```\n" if record.printed else ""
         gap = "" if record.output or not output else "\n"

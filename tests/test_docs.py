@@ -148,7 +148,9 @@ def test_a_block_that_raises_is_found_and_ends_its_page(tmp_path: Path) -> None:
     (difference,) = pages.differences(page)
 
     assert "ZeroDivisionError" in difference
-    assert "line 5" in difference
+    assert 'File "page.md", line 5' in difference
+    with pytest.raises(SystemExit, match="ZeroDivisionError"):
+        pages.rewritten(page)
 
 
 @pytest.mark.parametrize("link", ["[a](missing.md)", "[a](#missing)", "[a](page.md#missing)", "![a](a.svg)"])
