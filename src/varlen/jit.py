@@ -6,6 +6,7 @@ and the same results. numba itself is imported by the first kernel call, never b
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -20,6 +21,18 @@ def is_enabled() -> bool:
     return os.environ.get("VARLEN_JIT", "1") != "0"
 
 
+def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
+    """Return a kernel by name, compiled, or its plain-Python reference where kernels are switched off.
+
+    Args:
+        room: the room's full name, such as "varlen.pack".
+        file: the file within the room that holds the kernel.
+        name: the kernel's name, the same in the room's `reference.py`.
+    """
+    home = file if is_enabled() else "reference"
+    return getattr(importlib.import_module(f"{room}.{home}"), name)  # type: ignore[no-any-return]
+
+
 def compiled(function: _Function) -> _Function:
     """Compile a kernel on its first call, and keep the machine code on disk where that is possible.
 
@@ -31,7 +44,7 @@ def compiled(function: _Function) -> _Function:
     """
     import numba
 
-    kernel = numba.njit(nogil=True)(function)
+    kernel = numba.njit(nogil=True, error_model="numpy")(function)
     try:
         kernel.enable_caching()
     except RuntimeError:

@@ -1,0 +1,190 @@
+"""`pack`: lengths in, a complete and checked Packing out."""
+
+from __future__ import annotations
+
+import operator
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SettingError
+from varlen.pack.arrange import audit, checksum, gather, lay_out
+from varlen.pack.assign import assign
+from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
+from varlen.pack.pieces import Items, Pieces, as_groups, fit, gather_groups, slots_of, wrap
+from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Overlong, Packing
+
+DEFAULT_WORK = (49152.0, 1.0)
+"""Work of a token and of a squared token, as 12 · hidden size to 1: causal attention in a model of width 4,096."""
+
+
+def pack(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    method: Method = "best_fit_decreasing",
+    overlong: Overlong = "error",
+    max_documents: int | None = None,
+    document_multiple_of: int = 1,
+    groups: npt.ArrayLike | None = None,
+    seed: int | None = None,
+    work: tuple[float, float] = DEFAULT_WORK,
+) -> Packing:
+    """Decide which documents share a pack.
+
+    Methods, all deterministic; equal lengths keep input order:
+
+    - "best_fit_decreasing": from long to short, each where the least space stays free. The fullest packs.
+    - "first_fit_decreasing": from long to short, each into the first pack with space.
+    - "best_fit", "first_fit": the same in input order; a pack's documents stay a random sample.
+    - "next_fit": one open pack; keeps documents in input order.
+    - "balanced": from most to least work, each into the pack with the least work that has space; equal work
+      a pack at the fill of best-fit-decreasing, as far as the longest documents allow.
+    - "wrapped": documents end to end, cut every `capacity` tokens; every pack but the last is full.
+
+    Args:
+        lengths: `[num_documents]` tokens of each document, whole numbers from 0; list, numpy, Arrow or torch.
+        capacity: tokens a pack can hold.
+        method: see above.
+        overlong: what becomes of documents longer than `capacity`: "error", "split" into pieces that train as
+            documents of their own, "truncate" or "drop". What is lost stands in the ledger.
+        max_documents: most pieces a pack may hold; None for no limit.
+        document_multiple_of: round the space each piece takes up to this multiple (2·CP, or its least common
+            multiple with CP·TP); `capacity` must be a multiple too.
+        groups: `[num_documents]` whole numbers; documents with the same number share a pack (preference
+            pairs, rollout groups).
+        seed: permute the packs; None keeps them in the order of their first document.
+        work: (a, b): a document of s tokens is a·s + b·s² of work; for "balanced".
+
+    Returns:
+        A Packing whose ledger balances. Packs stand in the order of their first document and pieces within a
+        pack in input order. Documents of length 0 are counted and skipped.
+
+    Raises:
+        LengthsError: negative, fractional, NaN or too large lengths, named with how many there are.
+        OverlongDocumentError: a document doesn't fit and `overlong` is "error".
+        SettingError: a setting out of range, or two that contradict each other.
+
+    Cost: O(num_documents + capacity) time and memory for best-fit-decreasing, next-fit and wrapped, with a
+    factor log(num_packs) for the others.
+
+    >>> import varlen as vl
+    >>> vl.pack([5, 2, 6, 3], capacity=8)
+    Packing(4 documents in 2 packs of 8 tokens, 100.00% full, 0 tokens of padding)
+    """
+    checked = as_lengths(lengths)
+    capacity = as_count(capacity, "capacity")
+    multiple = as_count(document_multiple_of, "document_multiple_of")
+    most_documents = LARGEST if max_documents is None else as_count(max_documents, "max_documents")
+    check_multiple(capacity, multiple, "document_multiple_of")
+    as_choice(method, "method", get_args(Method))
+    as_choice(overlong, "overlong", get_args(Overlong))
+    seed = None if seed is None else as_seed(seed)
+    group_ids = None if groups is None else as_groups(groups, checked.size)
+    counts = {
+        "tokens_in": int(checked.sum(dtype=np.int64)),
+        "documents_in": checked.size,
+        "empty_documents": int(checked.size - np.count_nonzero(checked)),
+    }
+
+    if method == "wrapped":
+        if group_ids is not None:
+            raise SettingError('method="wrapped" cuts documents anywhere and keeps no groups; choose another')
+        policy: Overlong = "split" if overlong == "error" else overlong
+        whole = Pieces(lengths=checked) if policy == "split" else fit(checked, capacity, policy)
+        pieces, pack_of, num_packs = wrap(whole.lengths, capacity, most_documents, multiple)
+        pieces.losses.update(whole.losses)
+    else:
+        pieces, items = _items(checked, capacity, most_documents, multiple, overlong, group_ids)
+        item_work = _item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
+        pack_of, num_packs = assign(method, items, item_work, capacity, most_documents)
+        if items.item_of is not None:
+            pack_of = np.where(pieces.lengths > 0, pack_of[items.item_of], np.int32(-1)).astype(np.int32)
+        del items
+    del checked, lengths
+
+    longest = int(pieces.lengths.max(initial=0))
+    expected = checksum(pieces.lengths)
+    words, begin = gather(pieces.lengths, pack_of, num_packs, seed, longest)
+    documents, starts, losses, num_pieces = pieces.documents, pieces.starts, pieces.losses, pack_of.size
+    del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
+    placed, stops, offsets = lay_out(words, begin, num_pieces, num_packs, longest)
+    packed, again = audit(placed, stops, offsets, capacity, multiple, expected)
+    ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
+    first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
+    return Packing(
+        document_ids=placed if documents is None else documents[placed],
+        starts=first,
+        stops=stops if starts is None else stops + first,
+        offsets=offsets,
+        capacity=capacity,
+        ledger=ledger,
+        method=method,
+        overlong=overlong,
+        document_multiple_of=multiple,
+        groups=group_ids,
+    )
+
+
+def _items(
+    lengths: Int32Array,
+    capacity: int,
+    max_documents: int,
+    multiple: int,
+    overlong: Overlong,
+    groups: IntArray | None,
+) -> tuple[Pieces, Items]:
+    """Apply the overlong policy and join what must share a pack."""
+    if groups is not None:
+        return gather_groups(lengths, groups, capacity, max_documents, multiple, overlong)
+    pieces = fit(lengths, capacity, overlong)
+    return pieces, Items(slots=slots_of(pieces.lengths, multiple), sizes=None, item_of=None)
+
+
+def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
+    """Work of every item: a·s + b·s² summed over its documents."""
+    tokens = lengths.astype(np.float64)
+    piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+    if items.item_of is None:
+        return piece_work
+    return np.bincount(items.item_of, weights=piece_work, minlength=items.slots.size)
+
+
+def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:
+    """Require one of a few words.
+
+    Raises:
+        SettingError: it is another.
+    """
+    if value not in choices:
+        raise SettingError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def as_seed(seed: object) -> int:
+    """Return a seed as a whole number from 0 to 2^64 - 1.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    try:
+        number = operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        raise SettingError(f"seed must be a whole number or None, got {seed!r}") from None
+    if not 0 <= number < 2**64:
+        raise SettingError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
+    return number
+
+
+def as_work(work: object) -> tuple[float, float]:
+    """Return the work of a token and of a squared token, checked.
+
+    Raises:
+        SettingError: not two finite numbers of at least 0, one of them above 0.
+    """
+    try:
+        linear, quadratic = (float(part) for part in work)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise SettingError(f"work must be two numbers (a, b) for a·s + b·s², got {work!r}") from None
+    if not (0 <= linear < np.inf and 0 <= quadratic < np.inf and linear + quadratic > 0):
+        raise SettingError(f"work must be two numbers of at least 0, one of them above 0; got {work!r}")
+    return linear, quadratic

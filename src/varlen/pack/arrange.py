@@ -1,0 +1,91 @@
+"""An assignment of pieces to packs, laid out as the arrays of a Packing and audited."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from varlen import jit
+from varlen.errors import LedgerError
+from varlen.types import Int32Array, IntArray
+
+_kernel = functools.partial(jit.kernel, "varlen.pack", "kernels_arrange")
+
+
+def shuffled(seed: int, size: int) -> IntArray:
+    """Return a random permutation, int64 `[size]`, the same for a seed on every machine and version."""
+    order = np.empty(size, np.int64)
+    _kernel("permutation")(np.uint64(seed), order)
+    return order
+
+
+def gather(
+    lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None, longest: int
+) -> tuple[IntArray, IntArray]:
+    """Bring the pieces of neighbouring packs together: packs by their first piece, or at random.
+
+    Args:
+        lengths: int32 `[num_pieces]`.
+        pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed; overwritten.
+        num_packs: how many packs were opened.
+        seed: permutes the packs; None leaves them in the order of their first piece.
+        longest: at least the largest length.
+
+    Returns:
+        Words and batch bounds for `lay_out`.
+    """
+    used = _kernel("rank_packs")(pack_of, np.full(num_packs, -1, np.int32))
+    assert used == num_packs, "a method opened a pack and left it empty"
+    if seed is not None:
+        _kernel("renumber")(pack_of, shuffled(seed, num_packs))
+    begin = _kernel("batch_bounds")(pack_of, num_packs, longest)
+    words = np.empty(int(begin[-1]), np.int64)
+    _kernel("gather_batches")(pack_of, lengths, longest, begin.copy(), words)
+    return words, begin
+
+
+def lay_out(
+    words: IntArray, begin: IntArray, num_pieces: int, num_packs: int, longest: int
+) -> tuple[IntArray, Int32Array, IntArray]:
+    """Turn words into piece numbers int64 `[num_placed]` (the same memory), lengths int32 and offsets int64."""
+    offsets = np.zeros(num_packs + 1, np.int64)
+    lengths = np.empty(words.size, np.int32)
+    _kernel("order_batches")(words, begin, num_pieces, longest, offsets, lengths)
+    return words, lengths, offsets
+
+
+def checksum(lengths: Int32Array) -> int:
+    """Return a 64-bit number that any loss, swap or repetition of a piece would change; see `audit`."""
+    return int(_kernel("checksum")(lengths))
+
+
+def audit(
+    pieces: IntArray, lengths: Int32Array, offsets: IntArray, capacity: int, multiple: int, expected: int
+) -> tuple[int, int]:
+    """Count the tokens in finished packs, and those of them that stand there twice.
+
+    Pieces are compared with what went in by an order-free checksum of their numbers and lengths; only where
+    it differs are repetitions counted one by one.
+
+    Args:
+        pieces: int64 `[num_placed]`.
+        lengths: int32 `[num_placed]`.
+        offsets: int64 `[num_packs + 1]`.
+        capacity: tokens a pack may hold.
+        multiple: slots are lengths rounded up to it.
+        expected: `checksum` of the pieces that went in.
+
+    Raises:
+        LedgerError: a pack is over its capacity, or other pieces came out than went in; a bug in varlen.
+    """
+    tokens, overfull, total = _kernel("audit")(pieces, lengths, offsets, capacity, multiple)
+    if overfull or int(total) != expected:
+        _, first = np.unique(pieces, return_index=True)
+        again = tokens - int(lengths[first].sum(dtype=np.int64))
+        raise LedgerError(
+            f"{overfull:,} of {offsets.size - 1:,} packs hold more than {capacity:,} tokens, {again:,} tokens "
+            f"stand twice, and the pieces packed {'match' if int(total) == expected else 'differ from'} those "
+            "given. This is a bug in varlen; please report the lengths and the settings"
+        )
+    return tokens, 0

@@ -1,0 +1,80 @@
+"""Items to packs: one function a method, each a few lines around a kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from varlen import jit
+from varlen.pack.pieces import Items
+from varlen.types import FloatArray, Int32Array, Method
+
+_search = functools.partial(jit.kernel, "varlen.pack", "kernels")
+_tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
+
+
+def assign(
+    method: Method, items: Items, item_work: FloatArray | None, capacity: int, max_documents: int
+) -> tuple[Int32Array, int]:
+    """Give every item a pack by one of the methods; `wrapped` cuts documents and so is not among them.
+
+    Args:
+        method: which one.
+        items: what must share a pack.
+        item_work: float64 `[num_items]`, for "balanced".
+        capacity: tokens a pack can hold; no item takes up more.
+        max_documents: documents a pack can hold.
+
+    Returns:
+        int32 `[num_items]`, the pack of each item or -1, numbered as opened; and the number of packs.
+    """
+    slots = items.slots
+    pack_of = np.empty(slots.size, np.int32)
+    if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= slots.size):
+        return pack_of, _search("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
+    sizes = np.ones(slots.size, np.int32) if items.sizes is None else items.sizes
+    if method == "next_fit":
+        return pack_of, _search("next_fit")(slots, sizes, capacity, max_documents, pack_of)
+    if method == "balanced":
+        assert item_work is not None
+        return _balance(slots, sizes, item_work, capacity, max_documents)
+    order = np.arange(slots.size, dtype=np.int32)
+    if method in ("first_fit_decreasing", "best_fit_decreasing"):
+        _search("descending")(slots, int(slots.max(initial=0)), order)
+    if method in ("best_fit", "best_fit_decreasing"):
+        return pack_of, _search("best_fit")(order, slots, sizes, capacity, max_documents, pack_of)
+    most = _most_packs(slots, sizes, capacity, max_documents)
+    return pack_of, _tree("first_fit")(order, slots, sizes, capacity, max_documents, most, pack_of)
+
+
+def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
+    """More packs than any method opens that opens one only where no pack has space.
+
+    Any two such packs hold more than one capacity of tokens, or of documents, between them.
+    """
+    tokens = int(slots.sum(dtype=np.int64))
+    documents = int(sizes.sum(dtype=np.int64))
+    return min(slots.size, 2 * (tokens // capacity + documents // max_documents) + 4) + 1
+
+
+def _balance(
+    slots: Int32Array, sizes: Int32Array, item_work: FloatArray, capacity: int, max_documents: int
+) -> tuple[Int32Array, int]:
+    """Spread work over as many packs as best-fit-decreasing needs, or a few more where that doesn't fit."""
+    dense = Items(slots=slots, sizes=sizes, item_of=None)
+    pack_of, num_packs = assign("best_fit_decreasing", dense, None, capacity, max_documents)
+    order = np.argsort(-item_work, kind="stable").astype(np.int32)
+    best: tuple[Int32Array, int] | None = None
+    for _ in range(3):  # a rerun with the packs that were missing spreads work over those as well
+        most = max(num_packs, _most_packs(slots, sizes, capacity, max_documents))
+        settings = (capacity, max_documents, num_packs, most)
+        used = _tree("balanced")(order, slots, sizes, item_work, *settings, pack_of)
+        if best is not None and used > best[1]:
+            break
+        best = (pack_of.copy(), used)
+        if used == num_packs:
+            break
+        num_packs = used
+    assert best is not None
+    return best

@@ -1,0 +1,323 @@
+"""Packing kernels over flat arrays, compiled by numba; `reference.py` says in plain Python what each must return.
+
+An *item* is what must stay together in one pack: a document, a piece of one, or a group of documents. Items
+have slots (tokens they take up) and sizes (documents they count as); an item with slot 0 is skipped and keeps
+pack -1. Packs are numbered in the order in which they are opened; `arrange` renumbers them for people.
+
+Free space is kept in classes: all packs with the same free space wait in one first-in-first-out queue, and a
+two-level bitmap finds the smallest class that is large enough in a few instructions. Best-fit-decreasing
+places all items of one length at once (histogram packing: Krell et al. 2021, arXiv:2107.02027), so its search
+costs the same for a thousand documents as for a billion.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
+Float64 = NDArray[np.float64]
+
+_ONE = np.uint64(1)
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_BIT_OF = np.zeros(64, np.int64)
+for _bit in range(64):
+    _BIT_OF[((1 << _bit) * int(_DE_BRUIJN) & 0xFFFFFFFFFFFFFFFF) >> 58] = _bit
+
+
+@compiled
+def _lowest_bit(word: np.uint64) -> int:
+    """Number of the lowest set bit of a non-zero word (de Bruijn multiplication)."""
+    return _BIT_OF[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
+
+
+@compiled
+def _mark(low: UInt64, high: UInt64, value: int) -> None:
+    """Put a value into the bitmap set."""
+    word = value >> 6
+    low[word] |= _ONE << np.uint64(value & 63)
+    high[word >> 6] |= _ONE << np.uint64(word & 63)
+
+
+@compiled
+def _unmark(low: UInt64, high: UInt64, value: int) -> None:
+    """Take a value out of the bitmap set."""
+    word = value >> 6
+    low[word] &= ~(_ONE << np.uint64(value & 63))
+    if low[word] == 0:
+        high[word >> 6] &= ~(_ONE << np.uint64(word & 63))
+
+
+@compiled
+def _smallest_from(low: UInt64, high: UInt64, value: int) -> int:
+    """Smallest member of the bitmap set that is at least `value`, or -1."""
+    word = value >> 6
+    if word >= low.size:
+        return -1
+    bits = (low[word] >> np.uint64(value & 63)) << np.uint64(value & 63)
+    if bits != 0:
+        return (word << 6) + _lowest_bit(bits)
+    word += 1
+    top = word >> 6
+    if top >= high.size:
+        return -1
+    bits = (high[top] >> np.uint64(word & 63)) << np.uint64(word & 63)
+    while bits == 0:
+        top += 1
+        if top >= high.size:
+            return -1
+        bits = high[top]
+    word = (top << 6) + _lowest_bit(bits)
+    return (word << 6) + _lowest_bit(low[word])
+
+
+@compiled
+def descending(slots: Int32, largest: int, order: Int32) -> None:
+    """Write the items in order of falling slots, equal ones in input order: a counting sort."""
+    begin = np.zeros(largest + 2, np.int64)
+    for item in range(slots.size):
+        begin[largest - slots[item] + 1] += 1
+    for value in range(1, largest + 2):
+        begin[value] += begin[value - 1]
+    for item in range(slots.size):
+        value = largest - slots[item]
+        order[begin[value]] = item
+        begin[value] += 1
+
+
+@compiled
+def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
+    """Fill one pack after the other in input order; returns the number of packs."""
+    room = 0
+    places = 0
+    num_packs = 0
+    for item in range(slots.size):
+        if slots[item] == 0:
+            pack_of[item] = -1
+            continue
+        if room < slots[item] or places < sizes[item]:
+            num_packs += 1
+            room = capacity
+            places = max_documents
+        room -= slots[item]
+        places -= sizes[item]
+        pack_of[item] = num_packs - 1
+    return num_packs
+
+
+@compiled
+def best_fit(
+    order: Int32, slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32
+) -> int:
+    """Put each item, in the order given, where the least space stays free; returns the number of packs.
+
+    Among packs with equally much free space, the one that has had it longest is taken.
+    """
+    words = (capacity >> 6) + 1
+    low = np.zeros(words, np.uint64)
+    high = np.zeros((words >> 6) + 1, np.uint64)
+    head = np.full(capacity + 1, -1, np.int32)
+    tail = np.full(capacity + 1, -1, np.int32)
+    waiting = np.empty(slots.size, np.int32)  # the next pack in the same class
+    places = np.empty(slots.size, np.int32)  # documents a pack still takes
+    num_packs = 0
+    for turn in range(order.size):
+        item = order[turn]
+        slot = slots[item]
+        if slot == 0:
+            pack_of[item] = -1
+            continue
+        before = -1
+        pack = -1
+        room = _smallest_from(low, high, slot)
+        while room >= 0:
+            before = -1
+            pack = head[room]
+            while pack >= 0 and places[pack] < sizes[item]:
+                before = pack
+                pack = waiting[pack]
+            if pack >= 0:
+                break
+            room = _smallest_from(low, high, room + 1)
+        if pack < 0:
+            pack = num_packs
+            num_packs += 1
+            room = capacity
+            places[pack] = max_documents
+        else:
+            if before < 0:
+                head[room] = waiting[pack]
+            else:
+                waiting[before] = waiting[pack]
+            if tail[room] == pack:
+                tail[room] = before
+            if head[room] < 0:
+                _unmark(low, high, room)
+        pack_of[item] = pack
+        room -= slot
+        places[pack] -= sizes[item]
+        if room > 0 and places[pack] > 0:
+            waiting[pack] = -1
+            if head[room] < 0:
+                head[room] = pack
+                _mark(low, high, room)
+            else:
+                waiting[tail[room]] = pack
+            tail[room] = pack
+    return num_packs
+
+
+@compiled
+def _grown(rows: Int32) -> Int32:
+    """The same rows at the head of an array twice as long."""
+    longer = np.empty((2 * rows.shape[0], rows.shape[1]), np.int32)
+    longer[: rows.shape[0]] = rows
+    return longer
+
+
+@compiled
+def _plan_equal_lengths(
+    counts: Int64, capacity: int, max_documents: int, run_offsets: Int64
+) -> tuple[Int32, int]:
+    """Best-fit-decreasing over a histogram, every step for all packs in the same situation.
+
+    A *cluster* is a range of packs that were filled alike: first pack, packs, places left, next cluster of the
+    same free space. A *run* says how the items of one length are dealt out: first pack, packs, items per pack.
+
+    Args:
+        counts: int64 `[capacity + 1]`: number of items of each length.
+        capacity: tokens per pack.
+        max_documents: items per pack.
+        run_offsets: int64 `[capacity + 2]`, written: runs of length s are
+            `run_offsets[capacity - s]:run_offsets[capacity - s + 1]`.
+
+    Returns:
+        The runs, int32 `[num_runs, 3]`, and the number of packs.
+    """
+    words = (capacity >> 6) + 1
+    low = np.zeros(words, np.uint64)
+    high = np.zeros((words >> 6) + 1, np.uint64)
+    head = np.full(capacity + 1, -1, np.int32)
+    tail = np.full(capacity + 1, -1, np.int32)
+    clusters = np.empty((4096, 4), np.int32)
+    runs = np.empty((4096, 3), np.int32)
+    num_clusters = 0
+    num_runs = 0
+    num_packs = 0
+    for length in range(capacity, 0, -1):
+        run_offsets[capacity - length] = num_runs
+        left = counts[length]
+        while left > 0:
+            room = _smallest_from(low, high, length)
+            if room < 0:
+                room = capacity
+                first = num_packs
+                places = max_documents
+                each = min(room // length, places)
+                packs = (left + each - 1) // each
+                num_packs += packs
+            else:
+                cluster = head[room]
+                first = clusters[cluster, 0]
+                places = clusters[cluster, 2]
+                each = 1 if room < 2 * length else min(room // length, places)
+                packs = clusters[cluster, 1]
+                wanted = left if each == 1 else (left + each - 1) // each
+                if packs <= wanted:
+                    head[room] = clusters[cluster, 3]
+                    if head[room] < 0:
+                        _unmark(low, high, room)
+                else:
+                    packs = wanted
+                    clusters[cluster, 0] += packs
+                    clusters[cluster, 1] -= packs
+            placed = min(left, packs * each)
+            if num_runs == runs.shape[0]:
+                runs = _grown(runs)
+            runs[num_runs, 0] = first
+            runs[num_runs, 1] = packs
+            runs[num_runs, 2] = each
+            num_runs += 1
+            left -= placed
+            # `full` packs took `each` items; at most one more, the last, took fewer
+            full = placed if each == 1 else placed // each
+            taken = each if full > 0 else placed
+            many = max(full, 1)
+            while many > 0:
+                after = room - taken * length
+                if after > 0 and places > taken:
+                    if num_clusters == clusters.shape[0]:
+                        clusters = _grown(clusters)
+                    clusters[num_clusters, 0] = first
+                    clusters[num_clusters, 1] = many
+                    clusters[num_clusters, 2] = places - taken
+                    clusters[num_clusters, 3] = -1
+                    if head[after] < 0:
+                        head[after] = num_clusters
+                        _mark(low, high, after)
+                    else:
+                        clusters[tail[after], 3] = num_clusters
+                    tail[after] = num_clusters
+                    num_clusters += 1
+                if taken < each:
+                    break
+                first += full
+                taken = placed - full * each
+                many = 1 if taken > 0 else 0
+    run_offsets[capacity] = num_runs
+    return runs[:num_runs], num_packs
+
+
+@compiled
+def _deal_equal_lengths(slots: Int32, capacity: int, runs: Int32, run_offsets: Int64, pack_of: Int32) -> None:
+    """Give every item, in input order, the next place among the runs of its length."""
+    now = np.empty((capacity + 1, 4), np.int32)  # pack, its places left, packs left in the run, next run
+    for key in range(capacity + 1):
+        now[key, 0] = -1
+        now[key, 1] = 0
+        now[key, 2] = 0
+        now[key, 3] = run_offsets[key]
+    for item in range(slots.size):
+        length = slots[item]
+        if length == 0:
+            pack_of[item] = -1
+            continue
+        key = capacity - length
+        if now[key, 1] == 0:
+            run = now[key, 3]
+            if now[key, 2] == 0:
+                now[key, 0] = runs[run, 0]
+                now[key, 2] = runs[run, 1] - 1
+                now[key, 1] = runs[run, 2]
+                now[key, 3] = run + 1
+            else:
+                now[key, 0] += 1
+                now[key, 2] -= 1
+                now[key, 1] = runs[run - 1, 2]
+        now[key, 1] -= 1
+        pack_of[item] = now[key, 0]
+
+
+@compiled
+def _histogram(slots: Int32, counts: Int64) -> None:
+    """Count the items of each length."""
+    for item in range(slots.size):
+        counts[slots[item]] += 1
+
+
+def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
+    """Best-fit over items from long to short, every item one document; returns the number of packs.
+
+    The same packs as `best_fit` in `descending` order, in O(n) plus a few steps a distinct length.
+    """
+    counts = np.zeros(capacity + 1, np.int64)
+    _histogram(slots, counts)
+    counts[0] = 0
+    run_offsets = np.zeros(capacity + 2, np.int64)
+    runs, num_packs = _plan_equal_lengths(counts, capacity, max_documents, run_offsets)
+    _deal_equal_lengths(slots, capacity, runs, run_offsets, pack_of)
+    return int(num_packs)

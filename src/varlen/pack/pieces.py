@@ -1,0 +1,168 @@
+"""Documents to pieces that fit: the overlong policies, the stream cut by `wrapped`, and groups kept whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen import jit
+from varlen.errors import LengthsError, OverlongDocumentError, SettingError
+from varlen.types import Int32Array, IntArray, Overlong
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """What is to be packed, in input order, and what was cut or left out on the way.
+
+    `documents` and `starts` are None where piece i is document i whole or cut short at its end only.
+    """
+
+    lengths: Int32Array
+    """int32 `[num_pieces]`: tokens of each piece; 0 where there is nothing to pack."""
+    documents: IntArray | None = None
+    """int64 `[num_pieces]`: the document of each piece."""
+    starts: Int32Array | None = None
+    """int32 `[num_pieces]`: first token of each piece within its document."""
+    losses: dict[str, int] = field(default_factory=dict)
+    """Ledger entries: tokens and documents truncated, dropped, split."""
+
+
+def fit(lengths: Int32Array, capacity: int, overlong: Overlong) -> Pieces:
+    """Apply an overlong policy, so that every piece fits in a pack.
+
+    Raises:
+        OverlongDocumentError: `overlong="error"` and a document is longer than `capacity`.
+    """
+    if not lengths.size or lengths.max() <= capacity:
+        return Pieces(lengths=lengths)
+    too_long = lengths > capacity
+    many = int(too_long.sum())
+    if overlong == "error":
+        first = int(np.argmax(too_long))
+        raise OverlongDocumentError(
+            f"document {first:,} has {lengths[first]:,} tokens but capacity is {capacity:,} "
+            f"({many:,} of {lengths.size:,} documents are too long); pass "
+            'overlong="split", "truncate" or "drop", or raise capacity'
+        )
+    over = int(lengths[too_long].sum(dtype=np.int64))
+    if overlong == "truncate":
+        kept = np.minimum(lengths, np.int32(capacity))
+        return Pieces(
+            lengths=kept, losses={"truncated": over - many * capacity, "truncated_documents": many}
+        )
+    if overlong == "drop":
+        kept = np.where(too_long, np.int32(0), lengths)
+        return Pieces(lengths=kept, losses={"dropped": over, "dropped_documents": many})
+    return _split(lengths, capacity, many)
+
+
+def _split(lengths: Int32Array, capacity: int, num_split: int) -> Pieces:
+    """Cut every document at multiples of the capacity."""
+    wide = lengths.astype(np.int64)
+    parts = np.maximum(-(-wide // capacity), 1)
+    documents = np.repeat(np.arange(lengths.size), parts)
+    first_piece = np.cumsum(parts) - parts
+    starts = (np.arange(documents.size) - first_piece[documents]) * capacity
+    pieces = np.minimum(wide[documents] - starts, capacity)
+    return Pieces(
+        lengths=pieces.astype(np.int32),
+        documents=documents,
+        starts=starts.astype(np.int32),
+        losses={"split_documents": num_split},
+    )
+
+
+def wrap(
+    lengths: Int32Array, capacity: int, max_documents: int, multiple: int
+) -> tuple[Pieces, Int32Array, int]:
+    """Lay documents end to end and cut them into full packs; returns pieces, the pack of each, and packs."""
+    kernel = jit.kernel("varlen.pack", "kernels_arrange", "wrapped")
+    settings = (lengths, capacity, max_documents, multiple)
+    num_pieces, _ = kernel(*settings, np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
+    documents = np.empty(num_pieces, np.int64)
+    starts, stops, pack_of = (np.empty(num_pieces, np.int32) for _ in range(3))
+    num_pieces, num_packs = kernel(*settings, documents, starts, stops, pack_of)
+    num_split = int((np.bincount(documents, minlength=1) > 1).sum())
+    pieces = Pieces(
+        lengths=stops - starts, documents=documents, starts=starts, losses={"split_documents": num_split}
+    )
+    return pieces, pack_of, num_packs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Items:
+    """What must share a pack: one item a piece, or one a group of documents."""
+
+    slots: Int32Array
+    """int32 `[num_items]`: tokens an item takes up; 0 where there is nothing to pack."""
+    sizes: Int32Array | None
+    """int32 `[num_items]`: documents an item counts as; None where each is one."""
+    item_of: IntArray | None
+    """int64 `[num_pieces]`: the item of each piece; None where piece i is item i."""
+
+
+def slots_of(lengths: Int32Array, multiple: int) -> Int32Array:
+    """Tokens that pieces take up: their lengths rounded up to a multiple."""
+    if multiple == 1:
+        return lengths
+    return (-(-lengths.astype(np.int64) // multiple) * multiple).astype(np.int32)
+
+
+def as_groups(groups: npt.ArrayLike, num_documents: int) -> IntArray:
+    """Return group numbers as int64 `[num_documents]`, checked.
+
+    Raises:
+        LengthsError: not one whole number a document.
+    """
+    array = np.asarray(groups)
+    if array.shape != (num_documents,) or (array.size and array.dtype.kind not in "iu"):
+        raise LengthsError(
+            f"groups must be one whole number a document, [{num_documents:,}]; "
+            f"got shape {array.shape} and dtype {array.dtype}"
+        )
+    return array.astype(np.int64)
+
+
+def gather_groups(
+    lengths: Int32Array, groups: IntArray, capacity: int, max_documents: int, multiple: int, overlong: Overlong
+) -> tuple[Pieces, Items]:
+    """Join the documents of each group into one item, in the order of the groups' first documents.
+
+    Raises:
+        SettingError: the policy would cut a group.
+        OverlongDocumentError: a group doesn't fit in a pack and the policy is not "drop".
+    """
+    if overlong not in ("error", "drop"):
+        raise SettingError(
+            f'overlong="{overlong}" would cut a group of documents that must stay together; '
+            'with groups, use overlong="error" or "drop"'
+        )
+    _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    item_of = rank[inverse]
+    document_slots = -(-lengths.astype(np.int64) // multiple) * multiple
+    slots = np.zeros(len(first), np.int64)
+    np.add.at(slots, item_of, document_slots)
+    sizes = np.bincount(item_of, weights=lengths > 0, minlength=len(first)).astype(np.int64)
+    wrong = (slots > capacity) | (sizes > max_documents)
+    lost = wrong[item_of]
+    if wrong.any() and overlong == "error":
+        item = int(np.argmax(wrong))
+        group = groups[np.argmax(item_of == item)]
+        raise OverlongDocumentError(
+            f"group {group} takes up {slots[item]:,} tokens in {sizes[item]:,} documents, but a pack holds "
+            f"{capacity:,} tokens and {max_documents:,} documents ({int(wrong.sum()):,} of {len(slots):,} groups "
+            'are too large); pass overlong="drop" or raise the limit'
+        )
+    kept = np.where(lost, np.int32(0), lengths) if lost.any() else lengths
+    losses = {
+        "dropped": int(lengths[lost].sum(dtype=np.int64)),
+        "dropped_documents": int((lengths[lost] > 0).sum()),
+    }
+    items = Items(
+        slots=np.where(wrong, 0, slots).astype(np.int32), sizes=sizes.astype(np.int32), item_of=item_of
+    )
+    return Pieces(lengths=kept, losses=losses), items
