@@ -72,7 +72,9 @@ def find_files(data: str | Path) -> list[Path]:
         if not files:
             raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
         return files
-    raise SourceError(f"{data} does not exist; pass a JSONL, Parquet or text file, a folder of them, or a glob")
+    raise SourceError(
+        f"{data} does not exist; pass a JSONL, Parquet or text file, a folder of them, or a glob"
+    )
 
 
 def _read_file(path: Path, *, is_alone: bool) -> Iterator[str]:
@@ -103,7 +105,9 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise SourceError(f"{where} is not valid UTF-8 (byte {error.start:,} of the line)") from error
             except json.JSONDecodeError as error:
-                raise SourceError(f"{where} is not valid JSON: {error.msg} at column {error.colno:,}") from error
+                raise SourceError(
+                    f"{where} is not valid JSON: {error.msg} at column {error.colno:,}"
+                ) from error
             if not isinstance(row, dict):
                 raise SourceError(f"{where} is a JSON {_json_kind(row)}, not an object with a `text` field")
             yield _row_text(row, where)
@@ -170,7 +174,9 @@ def _value_text(value: Any, name: str, where: str) -> str:
         return _well_formed(value, name, where)
     if isinstance(value, list) and name != "text":
         return "".join(_message_text(message, name, where) for message in value)
-    wanted = {"text": "a string", "messages": "a list of messages"}.get(name, "a string or a list of messages")
+    wanted = {"text": "a string", "messages": "a list of messages"}.get(
+        name, "a string or a list of messages"
+    )
     raise SourceError(f"{where}: `{name}` must be {wanted}, found {_json_kind(value)}")
 
 

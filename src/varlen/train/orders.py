@@ -7,14 +7,12 @@ by the same noun and its ledger is counted in the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from varlen.pack.api import pack
+from varlen.train.methods import LayoutName, OrderName
 from varlen.types import IntArray, Ledger, Packing
-
-OrderName = Literal["random", "bucketed", "packed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,10 +82,15 @@ def batches_as_packing(lengths: IntArray, batches: IntArray, max_length: int) ->
     )
 
 
-def padded_slots(order: Order) -> int:
-    """Count the slots of all batches when each is padded to its longest document."""
-    longest = np.maximum.reduceat(order.packing.lengths, order.packing.offsets[:-1])
-    return int((longest.astype(np.int64) * np.diff(order.packing.offsets)).sum())
+def step_slots(order: Order, layout: LayoutName) -> int:
+    """Count the positions that all steps of an order compute in a layout."""
+    packing = order.packing
+    if layout == "flat":
+        return packing.num_tokens
+    if layout in ("rows", "rows_without_boundaries"):
+        return packing.num_packs * packing.capacity
+    longest = np.maximum.reduceat(packing.lengths, packing.offsets[:-1])
+    return int((longest.astype(np.int64) * np.diff(packing.offsets)).sum())
 
 
 def _even_offsets(num_packs: int, steps: int) -> IntArray:
