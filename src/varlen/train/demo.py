@@ -19,7 +19,7 @@ from varlen.report.figures import (
 )
 from varlen.train.corpus import Corpus, read_corpus
 from varlen.train.experiment import Experiment, OnProgress, Outcome
-from varlen.train.orders import Order, batches_as_packing, step_slots
+from varlen.train.orders import Order, batches_as_packing, most_crowded_pack, step_slots
 from varlen.train.settings import DemoSettings
 from varlen.train.worker import prepare
 from varlen.types import IntArray
@@ -111,10 +111,9 @@ def _ledger_figures(order: Order) -> LedgerFigures:
 def _picture_figures(corpus: Corpus, outcome: Outcome) -> PictureFigures:
     """Show the first random batch, and the packed row with the most documents."""
     packed = outcome.orders["packed"].packing
-    fullest = int(np.argmax(np.diff(packed.offsets)))
     return PictureFigures(
         batch=_pieces(corpus, outcome, outcome.orders["random"], 0),
-        row=_pieces(corpus, outcome, outcome.orders["packed"], fullest),
+        row=_pieces(corpus, outcome, outcome.orders["packed"], most_crowded_pack(packed)),
         capacity=packed.capacity,
     )
 

@@ -93,6 +93,11 @@ def step_slots(order: Order, layout: LayoutName) -> int:
     return int((longest.astype(np.int64) * np.diff(packing.offsets)).sum())
 
 
+def most_crowded_pack(packing: Packing) -> int:
+    """Return the number of the pack that holds the most pieces, the first of them."""
+    return int(np.argmax(np.diff(packing.offsets)))
+
+
 def _even_offsets(num_packs: int, steps: int) -> IntArray:
     """Deal packs to steps in order, each step getting as many as any other, or one more."""
     return np.linspace(0, num_packs, steps + 1).astype(np.int64)

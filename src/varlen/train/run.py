@@ -15,7 +15,7 @@ from varlen.train.layouts import ATTENTION, step_inputs
 from varlen.train.measure import Seconds, current_bytes, now, peak_bytes, reset_peak
 from varlen.train.methods import LayoutName
 from varlen.train.model import add_gradients, make_optimizer, mean_loss, small_llama
-from varlen.train.orders import Order, batches_as_packing
+from varlen.train.orders import Order, batches_as_packing, most_crowded_pack
 from varlen.train.proof import isolation_figures
 from varlen.train.settings import DemoSettings
 from varlen.verify.isolation import check_isolation
@@ -101,13 +101,11 @@ class Run:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def prove_isolation(self) -> IsolationFigures:
-        """Change documents of the first step one at a time, and look whether others move."""
-        batch = collate(
-            (self.job.documents.tokens, self.job.documents.offsets),
-            self.job.order.packing,
-            pack_ids=self.job.order.pack_ids(0)[:1],
-        ).to_torch()
-        return isolation_figures(check_isolation(self.model, batch))
+        """Change documents of the most crowded pack one at a time, and look whether others move."""
+        packing = self.job.order.packing
+        documents = self.job.documents
+        batch = collate((documents.tokens, documents.offsets), packing, pack_ids=[most_crowded_pack(packing)])
+        return isolation_figures(check_isolation(self.model, batch.to_torch()))
 
     def _accumulate(self, order: Order, step: int) -> tuple[float, int, int, int]:
         """Lay out a step and add its gradients."""
