@@ -71,7 +71,7 @@ def _word_bits(num_pieces: int, longest: int) -> tuple[int, int]:
     piece_bits = 1
     while num_pieces >> piece_bits:
         piece_bits += 1
-    return length_bits, min(12, 63 - length_bits - piece_bits)
+    return length_bits, min(11, 63 - length_bits - piece_bits)
 
 
 @compiled
@@ -180,15 +180,19 @@ def audit(
         Tokens in all packs, packs over capacity, and the `checksum` of the pieces in them.
     """
     tokens = 0
-    overfull = 0
     total = np.uint64(0)
+    for index in range(pieces.size):
+        length = lengths[index]
+        total += _scramble((np.uint64(pieces[index]) << np.uint64(31)) | np.uint64(length))
+        tokens += length
+    overfull = 0
+    index = 0
     for pack in range(offsets.size - 1):
         used = 0
-        for index in range(offsets[pack], offsets[pack + 1]):
+        while index < offsets[pack + 1]:
             length = np.int64(lengths[index])
-            total += _scramble((np.uint64(pieces[index]) << np.uint64(31)) | np.uint64(length))
-            tokens += length
             used += length if multiple == 1 else (length + multiple - 1) // multiple * multiple
+            index += 1
         overfull += used > capacity
     return tokens, overfull, total
 

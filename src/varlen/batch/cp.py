@@ -1,0 +1,83 @@
+"""Which positions of a packed batch each context-parallel rank holds: zigzag within every segment."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SettingError
+from varlen.types import IntArray
+
+
+def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) -> IntArray:
+    """Return the positions that one context-parallel rank holds, segment by segment.
+
+    Every segment is cut into 2·CP equal chunks and rank r takes chunks r and 2·CP - 1 - r, so that all ranks
+    do the same causal attention work (the layout of Megatron and of zigzag ring attention). With
+    `document_multiple_of=2 * cp_world_size` (or its least common multiple with CP·TP) in `vl.pack`, every
+    slot divides evenly.
+
+    Args:
+        cu_slots: int32 `[segments + 1]`: `cu_seqlens_padded` of a batch, or `cu_seqlens` where that is None.
+        cp_rank: this rank, from 0.
+        cp_world_size: ranks that share a sequence.
+
+    Returns:
+        int64 `[positions / cp_world_size]`, rising within each of a segment's two chunks. Over all ranks every
+        position stands exactly once.
+
+    Raises:
+        SettingError: a rank out of range, or a segment that 2·CP doesn't divide.
+
+    >>> zigzag_indices([0, 8, 12], cp_rank=0, cp_world_size=2).tolist()
+    [0, 1, 6, 7, 8, 11]
+    """
+    bounds = np.asarray(cu_slots).astype(np.int64)
+    if cp_world_size < 1 or not 0 <= cp_rank < cp_world_size:
+        raise SettingError(f"cp_rank must be from 0 to cp_world_size - 1; got {cp_rank} of {cp_world_size}")
+    sizes = np.diff(bounds)
+    chunks = 2 * cp_world_size
+    uneven = sizes % chunks != 0
+    if cp_world_size == 1:
+        return np.arange(bounds[0], bounds[-1])
+    if uneven.any():
+        first = int(np.argmax(uneven))
+        raise SettingError(
+            f"segment {first} takes up {sizes[first]:,} positions, which 2 x {cp_world_size} context-parallel ranks "
+            f"can't share evenly ({int(uneven.sum()):,} of {sizes.size:,} segments); "
+            f"pack with document_multiple_of={chunks}"
+        )
+    width = sizes // chunks
+    begins = np.stack([bounds[:-1] + cp_rank * width, bounds[:-1] + (chunks - 1 - cp_rank) * width], axis=1)
+    return _spans(begins.reshape(-1), np.repeat(width, 2))
+
+
+def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) -> IntArray:
+    """Return the positions of one context-parallel rank where each takes one contiguous part of the whole row.
+
+    Args:
+        cu_slots: int32 `[segments + 1]`; only its ends are used.
+        cp_rank: this rank, from 0.
+        cp_world_size: ranks that share a sequence.
+
+    Raises:
+        SettingError: a rank out of range, or positions that don't divide evenly.
+    """
+    bounds = np.asarray(cu_slots).astype(np.int64)
+    if cp_world_size < 1 or not 0 <= cp_rank < cp_world_size:
+        raise SettingError(f"cp_rank must be from 0 to cp_world_size - 1; got {cp_rank} of {cp_world_size}")
+    total = int(bounds[-1] - bounds[0])
+    if total % cp_world_size:
+        raise SettingError(
+            f"{total:,} positions can't be shared evenly by {cp_world_size} context-parallel ranks; "
+            f"pad to a multiple of {cp_world_size}"
+        )
+    part = total // cp_world_size
+    return np.arange(bounds[0] + cp_rank * part, bounds[0] + (cp_rank + 1) * part)
+
+
+def _spans(begins: IntArray, widths: IntArray) -> IntArray:
+    """All whole numbers of several spans, one span after the other."""
+    ends = np.cumsum(widths)
+    shift = np.repeat(begins - (ends - widths), widths)
+    return np.arange(int(ends[-1]) if ends.size else 0) + shift

@@ -1,0 +1,381 @@
+"""Kernels that lay segments out and fill a batch's arrays in one pass, compiled by numba.
+
+`reference.py` says in plain Python what each must return. Arrays of tokens are one-dimensional views of the
+batch; every kernel writes padding as it goes, so no array is written twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt8 = NDArray[np.uint8]
+Values = NDArray[Any]
+
+IGNORE = -100
+
+
+@compiled
+def measure(
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    multiple: int,
+    pad_multiple: int,
+    padding_segment: int,
+) -> tuple[int, int, int, int, int]:
+    """Size up a batch before anything is allocated.
+
+    Args:
+        starts: int32 `[num_pieces]`, of the packing.
+        stops: int32 `[num_pieces]`.
+        offsets: int64 `[num_packs + 1]`.
+        pack_ids: int64 `[packs]`: which packs.
+        width: width of a row, or 0 for one flat row.
+        multiple: slots are lengths rounded up to it.
+        pad_multiple: the flat row's length is rounded up to it.
+        padding_segment: most positions in one padding segment.
+
+    Returns:
+        Number of segments; of entries in cu_seqlens; of positions; the longest segment; and the index of the
+        first pack id out of range, or -1.
+    """
+    segments = 0
+    entries = 1
+    positions = 0
+    longest = 0
+    for index in range(pack_ids.size):
+        pack = pack_ids[index]
+        if pack < 0 or pack >= offsets.size - 1:
+            return 0, 0, 0, 0, index
+        used = 0
+        for piece in range(offsets[pack], offsets[pack + 1]):
+            length = np.int64(stops[piece] - starts[piece])
+            longest = max(longest, length)
+            used += (length + multiple - 1) // multiple * multiple if multiple > 1 else length
+        segments += offsets[pack + 1] - offsets[pack]
+        if width > 0:
+            entries += (width - used + padding_segment - 1) // padding_segment
+            used = width
+        positions += used
+    if width == 0:
+        padding = (positions + pad_multiple - 1) // pad_multiple * pad_multiple - positions
+        entries += (padding + padding_segment - 1) // padding_segment
+        positions += padding
+    return segments, entries + segments, positions, longest, -1
+
+
+@compiled
+def lay_segments(
+    document_ids: Int64,
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    positions_in_all: int,
+    multiple: int,
+    padding_segment: int,
+    documents: Int64,
+    first_tokens: Int32,
+    lengths: Int32,
+    places: Int64,
+    numbers: Int32,
+    pack_offsets: Int64,
+    cu_seqlens: Int32,
+    cu_slots: Int32,
+) -> None:
+    """Place every segment of a batch and write its boundaries.
+
+    Args:
+        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
+        starts: int32 `[num_pieces]`.
+        stops: int32 `[num_pieces]`.
+        offsets: int64 `[num_packs + 1]`.
+        pack_ids: int64 `[packs]`: which packs, in range.
+        width: width of a row, or 0 for one flat row.
+        positions_in_all: as `measure` counted them.
+        multiple: slots are lengths rounded up to it.
+        padding_segment: most positions in one padding segment.
+        documents: int64 `[segments]`, written: document of each segment.
+        first_tokens: int32 `[segments]`, written: its first token within the document.
+        lengths: int32 `[segments]`, written.
+        places: int64 `[segments]`, written: its first position in the flattened batch.
+        numbers: int32 `[segments]`, written: its number within the row.
+        pack_offsets: int64 `[packs + 1]`, written.
+        cu_seqlens: int32 `[entries]`, written: logical boundaries.
+        cu_slots: int32 `[entries]`, written: physical boundaries.
+    """
+    segment = 0
+    entry = 0
+    at = 0
+    cu_seqlens[0] = 0
+    cu_slots[0] = 0
+    pack_offsets[0] = 0
+    row_start = 0
+    for index in range(pack_ids.size):
+        pack = pack_ids[index]
+        row_start = segment if width > 0 else 0
+        for piece in range(offsets[pack], offsets[pack + 1]):
+            length = stops[piece] - starts[piece]
+            slot = (length + multiple - 1) // multiple * multiple if multiple > 1 else length
+            documents[segment] = document_ids[piece]
+            first_tokens[segment] = starts[piece]
+            lengths[segment] = length
+            places[segment] = at
+            numbers[segment] = segment - row_start
+            cu_seqlens[entry + 1] = cu_seqlens[entry] + length
+            cu_slots[entry + 1] = cu_slots[entry] + slot
+            entry += 1
+            segment += 1
+            at += slot
+        pack_offsets[index + 1] = segment
+        row_end = (index + 1) * width if width > 0 else at
+        if width == 0 and index == pack_ids.size - 1:
+            row_end = positions_in_all
+        while at < row_end:
+            padding = min(padding_segment, row_end - at)
+            cu_seqlens[entry + 1] = cu_seqlens[entry] + padding
+            cu_slots[entry + 1] = cu_slots[entry] + padding
+            entry += 1
+            at += padding
+
+
+@compiled
+def locate(
+    documents: Int64,
+    first_tokens: Int32,
+    lengths: Int32,
+    token_offsets: Int64,
+    num_values: int,
+    capacity: int,
+    whole: int,
+    sources: Int64,
+) -> tuple[int, int]:
+    """Find each segment's first value, and refuse documents that are not what was packed.
+
+    Args:
+        documents: int64 `[segments]`: index of each segment's document in `token_offsets`.
+        first_tokens: int32 `[segments]`.
+        lengths: int32 `[segments]`.
+        token_offsets: int64 `[documents + 1]`: where each document's values begin.
+        num_values: values in all.
+        capacity: of the packing; a piece that doesn't end its document must be this long.
+        whole: 0 if pieces may end anywhere, 1 if they end their documents or are full, 2 if they end them.
+        sources: int64 `[segments]`, written.
+
+    Returns:
+        The number of segments that are wrong, and the first of them.
+    """
+    wrong = 0
+    first = -1
+    for segment in range(documents.size):
+        document = documents[segment]
+        begin = token_offsets[document]
+        size = token_offsets[document + 1] - begin
+        stop = np.int64(first_tokens[segment]) + lengths[segment]
+        fits = begin >= 0 and size >= stop and begin + size <= num_values
+        if whole > 0 and stop < size and not (whole == 1 and lengths[segment] == capacity):
+            fits = False
+        if not fits:
+            wrong += 1
+            if first < 0:
+                first = segment
+        sources[segment] = begin + first_tokens[segment]
+    return wrong, first
+
+
+@compiled
+def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, int]:
+    """Smallest and largest value of all segments; 0 and -1 if there are none."""
+    low = 0
+    high = -1
+    seen = False
+    for segment in range(sources.size):
+        part = values[sources[segment] : sources[segment] + lengths[segment]]
+        if part.size == 0:
+            continue
+        least = part[0]
+        most = part[0]
+        for index in range(part.size):
+            least = min(least, part[index])
+            most = max(most, part[index])
+        low = min(low, np.int64(least)) if seen else np.int64(least)
+        high = max(high, np.int64(most)) if seen else np.int64(most)
+        seen = True
+    return low, high
+
+
+@compiled
+def assemble(
+    tokens: Values,
+    sources: Int64,
+    lengths: Int32,
+    places: Int64,
+    numbers: Int32,
+    pad_id: int,
+    input_ids: Int32,
+    labels: Int32,
+    position_ids: Int32,
+    segment_ids: Int32,
+) -> int:
+    """Fill ids, labels (every token but a segment's first), positions and segment ids; returns the largest id.
+
+    Args:
+        tokens: any integers, one-dimensional.
+        sources: int64 `[segments]`: index of each segment's first token.
+        lengths: int32 `[segments]`.
+        places: int64 `[segments]`, rising: first position of each segment.
+        numbers: int32 `[segments]`: value of `segment_ids` there.
+        pad_id: value of `input_ids` at padding.
+        input_ids: int32, one-dimensional, written; so are the others.
+        labels: int32, written.
+        position_ids: int32, written.
+        segment_ids: int32, written.
+    """
+    largest = np.int32(-1)
+    done = 0
+    for segment in range(sources.size + 1):
+        at = places[segment] if segment < sources.size else input_ids.size
+        if done < at:
+            input_ids[done:at] = pad_id
+            labels[done:at] = IGNORE
+            position_ids[done:at] = 0
+            segment_ids[done:at] = -1
+        if segment == sources.size:
+            break
+        length = np.int64(lengths[segment])
+        source = tokens[sources[segment] : sources[segment] + length]
+        ids = input_ids[at : at + length]
+        targets = labels[at : at + length]
+        for index in range(length):
+            token = np.int32(source[index])
+            ids[index] = token
+            targets[index] = token
+            largest = max(largest, token)
+        targets[0] = IGNORE
+        positions = position_ids[at : at + length]
+        owners = segment_ids[at : at + length]
+        number = numbers[segment]
+        for index in range(length):
+            positions[index] = np.int32(index)
+            owners[index] = number
+        done = at + length
+    return largest
+
+
+@compiled
+def mask_labels(
+    values: Values,
+    value_sources: Int64,
+    mask: Values,
+    mask_sources: Int64,
+    lengths: Int32,
+    places: Int64,
+    labels: Int32,
+    targets: Int32,
+) -> None:
+    """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token.
+
+    Args:
+        values: any integers, one-dimensional: the labels.
+        value_sources: int64 `[segments]`: index of each segment's first label.
+        mask: any numbers, one-dimensional; of size 0 where nothing is masked.
+        mask_sources: int64 `[segments]`, read only with a mask.
+        lengths: int32 `[segments]`.
+        places: int64 `[segments]`: first position of each segment.
+        labels: int32, one-dimensional, written where segments stand.
+        targets: int32 `[segments]`, written: labels other than -100.
+    """
+    for segment in range(lengths.size):
+        length = np.int64(lengths[segment])
+        source = values[value_sources[segment] : value_sources[segment] + length]
+        written = labels[places[segment] : places[segment] + length]
+        if mask.size:
+            kept = mask[mask_sources[segment] : mask_sources[segment] + length]
+            for index in range(length):
+                written[index] = np.int32(source[index]) if kept[index] else IGNORE
+        else:
+            for index in range(length):
+                written[index] = np.int32(source[index])
+        written[0] = IGNORE
+        count = 0
+        for index in range(length):
+            count += written[index] != IGNORE
+        targets[segment] = count
+
+
+@compiled
+def copy_column(
+    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
+) -> None:
+    """Fill any other per-token column, `pad[0]` at padding."""
+    done = 0
+    for segment in range(sources.size + 1):
+        at = places[segment] if segment < sources.size else column.size
+        column[done:at] = pad[0]
+        if segment == sources.size:
+            break
+        length = np.int64(lengths[segment])
+        source = values[sources[segment] : sources[segment] + length]
+        written = column[at : at + length]
+        for index in range(length):
+            written[index] = source[index]
+        done = at + length
+
+
+@compiled
+def read_lists(data: UInt8, begin: int, tokens: Int32, offsets: Int64) -> bool:
+    """Read lists of 32-bit integers out of Python's marshal format, version 2.
+
+    A list is `[` and its size, an integer `i` and its value, sizes and values as four bytes, low byte first.
+
+    Args:
+        data: uint8: the bytes of a marshalled list of lists.
+        begin: where the first inner list begins.
+        tokens: int32, written.
+        offsets: int64 `[lists + 1]`, written.
+
+    Returns:
+        False if anything but lists of 32-bit integers was met.
+    """
+    at = begin
+    token = 0
+    offsets[0] = 0
+    for index in range(offsets.size - 1):
+        if at + 5 > data.size or data[at] != 91:
+            return False
+        size = (
+            np.int64(data[at + 1])
+            | np.int64(data[at + 2]) << 8
+            | np.int64(data[at + 3]) << 16
+            | np.int64(data[at + 4]) << 24
+        )
+        at += 5
+        if token + size > tokens.size or at + 5 * size > data.size:
+            return False
+        part = data[at : at + 5 * size]
+        odd = 0
+        for entry in range(size):
+            place = 5 * entry
+            odd |= part[place] ^ 105
+            tokens[token + entry] = (
+                np.int32(part[place + 1])
+                | np.int32(part[place + 2]) << 8
+                | np.int32(part[place + 3]) << 16
+                | np.int32(part[place + 4]) << 24
+            )
+        if odd:
+            return False
+        token += size
+        at += 5 * size
+        offsets[index + 1] = token
+    return token == tokens.size and at == data.size

@@ -1,0 +1,111 @@
+"""Where every segment of a batch stands: sizes, places and boundaries, before any token is read."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from varlen import jit
+from varlen.batch.packed import Layout
+from varlen.errors import SettingError
+from varlen.types import Int32Array, IntArray, Packing
+
+_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segments:
+    """The segments of a batch in row-major order."""
+
+    shape: tuple[int, int]
+    """Rows and width of the batch's arrays."""
+    documents: IntArray
+    """int64 `[segments]`: the document of each segment."""
+    first_tokens: Int32Array
+    """int32 `[segments]`: the segment's first token within its document."""
+    lengths: Int32Array
+    """int32 `[segments]`."""
+    places: IntArray
+    """int64 `[segments]`: first position of each segment in the flattened batch."""
+    numbers: Int32Array
+    """int32 `[segments]`: its number within the row."""
+    pack_offsets: IntArray
+    """int64 `[packs + 1]`: where each pack's segments begin."""
+    cu_seqlens: Int32Array
+    """int32 `[segments + padding segments + 1]`: logical boundaries."""
+    cu_slots: Int32Array | None
+    """int32, same shape: physical boundaries where they differ, else None."""
+    max_seqlen: int
+
+
+def padding_segment(multiple: int) -> int:
+    """Positions in a full padding segment: at most 128 where slots allow, and a multiple of theirs.
+
+    Attention over padding costs the square of a segment; 128 keeps it negligible.
+    """
+    return max(multiple, 128 // multiple * multiple)
+
+
+def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multiple_of: int) -> Segments:
+    """Place the segments of some packs.
+
+    Raises:
+        SettingError: a pack number out of range, too many positions for int32 boundaries, or a multiple that
+            doesn't divide the capacity.
+    """
+    multiple = packing.document_multiple_of
+    if pad_to_multiple_of < 1:
+        raise SettingError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of!r}")
+    width = packing.capacity if layout == "rows" else 0
+    if width % pad_to_multiple_of:
+        below = width // pad_to_multiple_of * pad_to_multiple_of
+        near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
+        raise SettingError(
+            f"rows are as wide as the capacity, and capacity {width:,} is not a multiple of pad_to_multiple_of "
+            f"{pad_to_multiple_of:,}; the nearest: {near}"
+        )
+    each = padding_segment(multiple)
+    plan = (packing.starts, packing.stops, packing.offsets, pack_ids, width, multiple)
+    count, entries, positions, longest, bad = _kernel("measure")(*plan, math.lcm(multiple, pad_to_multiple_of), each)
+    if bad >= 0:
+        wrong = int(((pack_ids < 0) | (pack_ids >= packing.num_packs)).sum())
+        raise SettingError(
+            f"pack id {pack_ids[bad]} is out of range: this packing has packs 0 to {packing.num_packs - 1:,} "
+            f"({wrong:,} of {pack_ids.size:,} pack ids are out of range)"
+        )
+    if positions >= 2**31:
+        raise SettingError(
+            f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
+            "build fewer packs at a time"
+        )
+    segments = Segments(
+        shape=(pack_ids.size, width) if width else (1, positions),
+        documents=np.empty(count, np.int64),
+        first_tokens=np.empty(count, np.int32),
+        lengths=np.empty(count, np.int32),
+        places=np.empty(count, np.int64),
+        numbers=np.empty(count, np.int32),
+        pack_offsets=np.empty(pack_ids.size + 1, np.int64),
+        cu_seqlens=np.empty(entries, np.int32),
+        cu_slots=np.empty(entries, np.int32) if multiple > 1 else None,
+        max_seqlen=longest,
+    )
+    _kernel("lay_segments")(
+        packing.document_ids,
+        *plan[:5],
+        positions,
+        multiple,
+        each,
+        segments.documents,
+        segments.first_tokens,
+        segments.lengths,
+        segments.places,
+        segments.numbers,
+        segments.pack_offsets,
+        segments.cu_seqlens,
+        segments.cu_seqlens if segments.cu_slots is None else segments.cu_slots,
+    )
+    return segments

@@ -1,0 +1,190 @@
+"""Every batch kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+
+Written to be read. Arguments and results are those of the kernels.
+"""
+
+from __future__ import annotations
+
+import marshal
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+UInt8 = NDArray[np.uint8]
+Values = NDArray[Any]
+
+IGNORE = -100
+
+
+def _slot(length: int, multiple: int) -> int:
+    """A length rounded up to a multiple."""
+    return -(-length // multiple) * multiple
+
+
+def measure(
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    multiple: int,
+    pad_multiple: int,
+    padding_segment: int,
+) -> tuple[int, int, int, int, int]:
+    """Count segments, entries of cu_seqlens and positions; the longest segment; the first bad pack id or -1."""
+    packs = []
+    for index, pack in enumerate(pack_ids.tolist()):
+        if not 0 <= pack < len(offsets) - 1:
+            return 0, 0, 0, 0, index
+        packs.append((stops - starts)[offsets[pack] : offsets[pack + 1]].tolist())
+    lengths = [length for pack in packs for length in pack]
+    used = [sum(_slot(length, multiple) for length in pack) for pack in packs]
+    paddings = [width - row for row in used] if width else [_slot(sum(used), pad_multiple) - sum(used)]
+    entries = 1 + len(lengths) + sum(-(-padding // padding_segment) for padding in paddings)
+    return len(lengths), entries, sum(used) + sum(paddings), max(lengths, default=0), -1
+
+
+def lay_segments(
+    document_ids: Int64,
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    positions_in_all: int,
+    multiple: int,
+    padding_segment: int,
+    documents: Int64,
+    first_tokens: Int32,
+    lengths: Int32,
+    places: Int64,
+    numbers: Int32,
+    pack_offsets: Int64,
+    cu_seqlens: Int32,
+    cu_slots: Int32,
+) -> None:
+    """Place every segment of a batch and write its boundaries; see the kernel for the arguments."""
+    at = segment = 0
+    logical, physical, packs = [0], [0], [0]
+    for index, pack in enumerate(pack_ids.tolist()):
+        row_start = segment if width else 0
+        for piece in range(int(offsets[pack]), int(offsets[pack + 1])):
+            length = int(stops[piece]) - int(starts[piece])
+            documents[segment], first_tokens[segment] = document_ids[piece], starts[piece]
+            lengths[segment], places[segment], numbers[segment] = length, at, segment - row_start
+            logical.append(logical[-1] + length)
+            physical.append(physical[-1] + _slot(length, multiple))
+            at = physical[-1]
+            segment += 1
+        packs.append(segment)
+        last = index == len(pack_ids) - 1
+        row_end = (index + 1) * width if width else positions_in_all if last else at
+        while at < row_end:
+            padding = min(padding_segment, row_end - at)
+            logical.append(logical[-1] + padding)
+            physical.append(physical[-1] + padding)
+            at += padding
+    pack_offsets[:], cu_seqlens[:], cu_slots[:] = packs, logical, physical
+
+
+def locate(
+    documents: Int64,
+    first_tokens: Int32,
+    lengths: Int32,
+    token_offsets: Int64,
+    num_values: int,
+    capacity: int,
+    whole: int,
+    sources: Int64,
+) -> tuple[int, int]:
+    """Find each segment's first value; returns how many segments don't match, and the first of them or -1."""
+    wrong = []
+    for segment, document in enumerate(documents.tolist()):
+        begin, end = int(token_offsets[document]), int(token_offsets[document + 1])
+        length = int(lengths[segment])
+        stop = int(first_tokens[segment]) + length
+        ends = stop == end - begin
+        inside = 0 <= begin and stop <= end - begin and end <= num_values
+        allowed = whole == 0 or ends or (whole == 1 and length == capacity)
+        if not (inside and allowed):
+            wrong.append(segment)
+        sources[segment] = begin + first_tokens[segment]
+    return len(wrong), wrong[0] if wrong else -1
+
+
+def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, int]:
+    """Smallest and largest value of all segments; 0 and -1 if there are none."""
+    parts = [values[source : source + length].tolist() for source, length in zip(sources, lengths)]
+    flat = [value for part in parts for value in part]
+    return (min(flat), max(flat)) if flat else (0, -1)
+
+
+def assemble(
+    tokens: Values,
+    sources: Int64,
+    lengths: Int32,
+    places: Int64,
+    numbers: Int32,
+    pad_id: int,
+    input_ids: Int32,
+    labels: Int32,
+    position_ids: Int32,
+    segment_ids: Int32,
+) -> int:
+    """Fill ids, labels (every token but a segment's first), positions and segment ids; returns the largest id."""
+    input_ids[:], labels[:], position_ids[:], segment_ids[:] = pad_id, IGNORE, 0, -1
+    largest = -1
+    for source, length, place, number in zip(sources, lengths, places, numbers):
+        here = slice(place, place + length)
+        input_ids[here] = labels[here] = tokens[source : source + length]
+        labels[place] = IGNORE
+        position_ids[here] = range(length)
+        segment_ids[here] = number
+        largest = max(largest, int(input_ids[here].max()))
+    return largest
+
+
+def mask_labels(
+    values: Values,
+    value_sources: Int64,
+    mask: Values,
+    mask_sources: Int64,
+    lengths: Int32,
+    places: Int64,
+    labels: Int32,
+    targets: Int32,
+) -> None:
+    """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token."""
+    for segment, (length, place) in enumerate(zip(lengths.tolist(), places.tolist())):
+        given = values[value_sources[segment] : value_sources[segment] + length].tolist()
+        kept = [True] * length
+        if mask.size:
+            kept = mask[mask_sources[segment] : mask_sources[segment] + length].astype(bool).tolist()
+        written = [value if keep else IGNORE for value, keep in zip(given, kept)]
+        written[0] = IGNORE
+        labels[place : place + length] = written
+        targets[segment] = sum(value != IGNORE for value in written)
+
+
+def copy_column(
+    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
+) -> None:
+    """Fill any other per-token column, `pad[0]` at padding."""
+    column[:] = pad[0]
+    for source, length, place in zip(sources, lengths, places):
+        column[place : place + length] = values[source : source + length]
+
+
+def read_lists(data: UInt8, begin: int, tokens: Int32, offsets: Int64) -> bool:
+    """Read lists of 32-bit integers out of Python's marshal format; False if anything else was met."""
+    lists = marshal.loads(data.tobytes())
+    flat = [token for part in lists if isinstance(part, list) for token in part]
+    if len(flat) != len(tokens) or not all(type(token) is int and -(2**31) <= token < 2**31 for token in flat):
+        return False
+    tokens[:] = flat
+    offsets[0] = 0
+    offsets[1:] = np.cumsum([len(part) for part in lists])
+    return True
