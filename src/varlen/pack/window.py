@@ -25,6 +25,11 @@ from varlen.pack.pieces import fit
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
+_PASSES: dict[Method, tuple[Method, ...]] = {
+    "best_fit": ("best_fit", "balanced", "best_fit_decreasing"),
+    "first_fit": ("first_fit", "balanced", "best_fit_decreasing"),
+}
+"""Methods that pack a window one after the other, each what the one before left in packs that aren't full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,14 @@ class _Waiting:
         return _Waiting(
             records=self.records[index], starts=self.starts[index], stops=self.stops[index], ages=self.ages[index]
         )
+
+    def by_arrival(self) -> _Waiting:
+        """The same pieces in the order in which they came."""
+        return self.take(np.lexsort((self.starts, self.records)))
+
+    def older(self) -> _Waiting:
+        """The same pieces, one window older."""
+        return _Waiting(records=self.records, starts=self.starts, stops=self.stops, ages=self.ages + np.int32(1))
 
     def and_then(self, other: _Waiting) -> _Waiting:
         """These pieces and others after them."""
@@ -67,8 +80,9 @@ class WindowPacker:
     Whenever `window` pieces are waiting they are packed; packs at least `min_fill` full go out, and the
     pieces of the others wait for the next window, oldest first. A piece that has waited `max_age` windows goes
     out however full its pack is, and at most half a window is ever carried over, so nothing starves and memory
-    stays bounded. With the default method a window is packed best-fit in the order of arrival, so that a
-    pack's documents stay a random sample, and only what that leaves over is packed best-fit-decreasing.
+    stays bounded. With the default method a window is packed best-fit in the order of arrival, what that
+    leaves over balanced, and only the rest best-fit-decreasing, so that packs stay nearly random samples of the
+    documents.
 
     The packs depend on the settings and the order of lengths, not on how they are divided among calls of
     `add`.
@@ -100,7 +114,7 @@ class WindowPacker:
         overlong: Overlong = "split",
         max_documents: int | None = None,
         document_multiple_of: int = 1,
-        min_fill: float = 0.998,
+        min_fill: float = 0.995,
         max_age: int = 4,
     ) -> None:
         as_choice(method, "method", get_args(Method))
@@ -275,20 +289,17 @@ class WindowPacker:
 
     def _pack_window(self, pieces: _Waiting) -> tuple[tuple[_Waiting, IntArray], _Waiting]:
         """Pack one window; returns the packs to hand out and the pieces to carry over."""
-        ordered, offsets = self._packed(pieces, self._method)
-        full = self._is_full(ordered, offsets)
-        ready = _packs(ordered, offsets, full)
-        rest = _packs(ordered, offsets, ~full)
-        if self._method == "wrapped":
-            return ready, _older(rest[0])
-        if self._method not in ("best_fit_decreasing", "first_fit_decreasing", "balanced", "next_fit") and len(rest[0]):
-            by_arrival = np.lexsort((rest[0].starts, rest[0].records))
-            rest = self._packed(rest[0].take(by_arrival), "best_fit_decreasing")
-        out = self._is_full(*rest) | self._must_go(*rest)
-        ready = _joined(ready, _packs(*rest, out))
-        left = _packs(*rest, ~out)[0]
-        left = left.take(np.lexsort((left.starts, left.records)))
-        return ready, _older(left)
+        ready: tuple[_Waiting, IntArray] = (_nothing(), np.zeros(1, np.int64))
+        rest = pieces
+        for method in _PASSES.get(self._method, (self._method,)):
+            packs = self._packed(rest, method)
+            full = self._is_full(*packs)
+            ready, rest = _joined(ready, _packs(*packs, full)), _packs(*packs, ~full)[0].by_arrival()
+        last = _packs(*packs, ~full)
+        if self._method != "wrapped":  # a stream without holes waits for its next token, whatever its age
+            out = self._must_go(*last)
+            ready, rest = _joined(ready, _packs(*last, out)), _packs(*last, ~out)[0].by_arrival()
+        return ready, rest.older()
 
     def _is_full(self, pieces: _Waiting, offsets: IntArray) -> npt.NDArray[np.bool_]:
         """Which packs are full enough to hand out, by the space their slots leave or their number of pieces."""
@@ -354,8 +365,3 @@ def _packs(pieces: _Waiting, offsets: IntArray, chosen: npt.NDArray[np.bool_]) -
 def _joined(first: tuple[_Waiting, IntArray], second: tuple[_Waiting, IntArray]) -> tuple[_Waiting, IntArray]:
     """Packs and others after them."""
     return first[0].and_then(second[0]), np.concatenate([first[1], second[1][1:] + first[1][-1]])
-
-
-def _older(pieces: _Waiting) -> _Waiting:
-    """The same pieces, one window older."""
-    return _Waiting(records=pieces.records, starts=pieces.starts, stops=pieces.stops, ages=pieces.ages + np.int32(1))
