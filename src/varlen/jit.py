@@ -6,11 +6,12 @@ and the same results. numba itself is imported by the first kernel call, never b
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -21,8 +22,11 @@ def is_enabled() -> bool:
     return os.environ.get("VARLEN_JIT", "1") != "0"
 
 
+@functools.cache
 def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
     """Return a kernel by name, compiled, or its plain-Python reference where kernels are switched off.
+
+    `VARLEN_JIT` is read when a kernel is first asked for.
 
     Args:
         room: the room's full name, such as "varlen.pack".
@@ -38,29 +42,55 @@ def compiled(function: _Function) -> _Function:
 
     numba looks for a folder it can write: beside the source, then in the user's cache folder. Where
     neither can be written (a read-only install run by a user without a home), the kernel is compiled
-    once a process instead; a cache that breaks later (a full disk) is left aside in the same way.
+    once a process instead. A cache that breaks later (a full disk, a file cut short) is left aside or
+    begun anew in the same way: it costs time and a log line, never the call.
 
     The GIL is released while the kernel runs.
+
+    Args:
+        function: the kernel in plain Python; it takes and returns arrays and numbers.
+
+    Returns:
+        The kernel, called as `function` is. `function` itself under `NUMBA_DISABLE_JIT=1`, which runs
+        kernels in Python for a debugger.
     """
     import numba
 
-    kernel = numba.njit(nogil=True, error_model="numpy")(function)
-    try:
-        kernel.enable_caching()
-    except RuntimeError:
-        _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
-        return kernel  # type: ignore[no-any-return]
-    kernel._cache.save_overload = _forgiving(kernel._cache.save_overload)
-    return kernel  # type: ignore[no-any-return]
+    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    if kernel is not function and _has_home():
+        try:
+            kernel.enable_caching()
+            _forgive(kernel._cache)
+        except RuntimeError:
+            _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
+    return cast(_Function, kernel)
 
 
-def _forgiving(save: Callable[..., None]) -> Callable[..., None]:
-    """Wrap numba's cache writer so that a full or vanished disk costs a log line, not the call."""
+def _has_home() -> bool:
+    """Return whether the user has a home folder; without one numba would make a folder called `~`."""
+    named = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+    return any(os.environ.get(name) for name in named) or os.path.expanduser("~") != "~"  # noqa: PTH111
+
+
+def _forgive(cache: Any) -> None:
+    """Let a numba cache miss where it would raise."""
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_or_miss(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except Exception as error:  # a damaged file can raise almost anything when it is unpickled
+            _log.info("a compiled kernel could not be read from disk: %r; compiling it again", error)
+            try:
+                cache.flush()
+            except OSError:
+                cache.disable()
+            return None
 
     def save_or_log(*arguments: Any) -> None:
         try:
             save(*arguments)
         except OSError as error:
-            _log.info("a compiled kernel could not be kept on disk: %s", error)
+            _log.info("a compiled kernel could not be kept on disk: %r", error)
 
-    return save_or_log
+    cache.load_overload, cache.save_overload = load_or_miss, save_or_log

@@ -1,0 +1,72 @@
+# The doors of the project. Each target that needs the environment makes it first, once; `make help` lists them.
+#   VENV=FOLDER     where the environment lives (.venv; the user's cache folder where the clone is read-only)
+#   PYTHON=python3.12   the Python that it is made with, 3.11 or later (found if not said)
+#   WORKERS=2       test processes side by side
+#   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format lint types docs pages soak bench pins clean
+
+# What a shell has set for another project must not leak into this one.
+unexport PYTHONPATH PYTHONHOME
+export PYTHON
+
+ifndef VENV
+VENV := $(shell sh scripts/where venv)
+endif
+ifndef SCRATCH
+SCRATCH := $(shell sh scripts/where scratch)
+endif
+WORKERS ?= 2
+ARGS ?=
+
+# Tools keep their caches where this user can write.
+export RUFF_CACHE_DIR := $(SCRATCH)/.ruff_cache
+export MYPY_CACHE_DIR := $(SCRATCH)/.mypy_cache
+export HYPOTHESIS_STORAGE_DIRECTORY := $(SCRATCH)/.hypothesis
+
+RUN := "$(VENV)/bin/python"
+PYTEST := $(RUN) -m pytest -o cache_dir="$(SCRATCH)/.pytest_cache"
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make the environment; every other target does so by itself
+	@sh scripts/setup "$(VENV)"
+
+demo: setup ## train on real text, padded against packed, and write report.html (under 3 minutes)
+	$(RUN) -m varlen demo --report "$(SCRATCH)/report.html" $(ARGS)
+
+test: setup ## run the tests
+	$(PYTEST) -n $(WORKERS) $(ARGS)
+
+check: format lint types docs ## format, lint, types and documentation, changing nothing
+
+format: setup
+	$(RUN) -m ruff format --check .
+
+lint: setup
+	$(RUN) -m ruff check .
+
+types: setup
+	$(RUN) -m mypy --strict
+
+docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
+	$(PYTEST) tests/test_docs.py tests/test_readme.py
+
+pages: setup ## write into README and docs what their examples print now, and draw their pictures
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py
+
+soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
+	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)
+
+bench: setup ## run peers side by side and write benchmarks/results/
+	$(RUN) -m benchmarks $(ARGS)
+
+pins: setup ## write constraints.txt from what the environment holds now
+	$(RUN) scripts/pins.py >constraints.new && mv constraints.new constraints.txt
+
+clean: ## remove the environment and every cache
+	@test ! -f "$(VENV)/varlen-ready" || rm -rf "$(VENV)"
+	rm -rf "$(SCRATCH)"/.ruff_cache "$(SCRATCH)"/.mypy_cache "$(SCRATCH)"/.pytest_cache "$(SCRATCH)"/.hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,139 @@
+"""The pages' Python, run block by block, and what it prints beside what the page says that it prints.
+
+A page's blocks share their names, as in a notebook. A block of `text` right below a block of `python` is what
+that block prints. `python docs/pages.py` writes into every page what its blocks print now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "docs")
+
+_BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$\n?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    code: str
+    line: int
+    """Line of the page on which its code begins, from 1."""
+    start: int
+    """Where the block begins in the page's text."""
+    stop: int
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A block of Python, what the page says that it prints, and what it printed."""
+
+    block: Block
+    expected: str
+    printed: str
+    output: Block | None
+    """The block of text that shows the output, if the page has one."""
+    failed: bool
+    """Whether it raised; what it printed then ends in the traceback."""
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Return every page of a checkout, README first."""
+    found: list[Path] = []
+    for name in PAGES:
+        path = root / name
+        found += sorted(path.glob("**/*.md")) if path.is_dir() else [path]
+    return found
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a page that name a language."""
+    return [
+        Block(
+            language=match["language"],
+            code=match["code"],
+            line=text.count("\n", 0, match.start()) + 2,
+            start=match.start(),
+            stop=match.end(),
+        )
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def run(page: Path) -> list[Printed]:
+    """Run the Python blocks of a page in a folder of their own.
+
+    Args:
+        page: the page.
+
+    Returns:
+        One record a block, in order. A block that raises prints its traceback, and ends the page.
+    """
+    text = page.read_text(encoding="utf-8")
+    found = blocks(text)
+    names: dict[str, Any] = {"__name__": "__page__"}
+    records = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for block, after in zip(found, [*found[1:], None]):
+            if block.language != "python":
+                continue
+            below = (
+                after is not None and after.language == "text" and not text[block.stop : after.start].strip()
+            )
+            output = after if below else None
+            printed, failed = _execute(block, page, names)
+            records.append(Printed(block, output.code if output else "", printed, output, failed))
+            if failed:
+                break
+    return records
+
+
+def _execute(block: Block, page: Path, names: dict[str, Any]) -> tuple[str, bool]:
+    """Run one block; returns what it printed and whether it raised."""
+    stream = io.StringIO()
+    # Lines of a traceback then are lines of the page.
+    code = "\n" * (block.line - 1) + block.code
+    with contextlib.redirect_stdout(stream):
+        try:
+            exec(compile(code, page.name, "exec"), names)
+        except Exception:
+            stream.write(traceback.format_exc(limit=-1))
+            return stream.getvalue(), True
+    return stream.getvalue(), False
+
+
+def differences(page: Path) -> list[str]:
+    """Return one sentence for every block of a page that prints something else than the page says."""
+    return [
+        f"{page.name}:{record.block.line}: printed\n{record.printed}but the page says\n{record.expected}"
+        for record in run(page)
+        if record.printed != record.expected
+    ]
+
+
+def rewritten(page: Path) -> str:
+    """Return a page's text with the output that its blocks print now; raises SystemExit where one raised."""
+    text = page.read_text(encoding="utf-8")
+    for record in reversed(run(page)):
+        if record.failed:
+            raise SystemExit(f"{page.name}:{record.block.line}: {record.printed}")
+        place = record.output or Block("text", "", 0, record.block.stop, record.block.stop)
+        output = f"```text\n{record.printed}```\n" if record.printed else ""
+        gap = "" if record.output or not output else "\n"
+        text = text[: place.start] + gap + output + text[place.stop :]
+    return text
+
+
+if __name__ == "__main__":
+    for path in pages():
+        path.write_text(rewritten(path), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""varlen's batches and plans in other frameworks' spelling: names and shapes only, no decisions."""

@@ -1,0 +1,16 @@
+"""transformers: the keyword arguments that keep documents apart, and an attention that runs per document."""
+
+from varlen.adapters.hf.attention import register, use_varlen_attention
+from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
+from varlen.adapters.hf.model import implementation, unwrap, vocabulary_size
+
+__all__ = [
+    "implementation",
+    "inputs_without_boundaries",
+    "model_inputs",
+    "plain_inputs",
+    "register",
+    "unwrap",
+    "use_varlen_attention",
+    "vocabulary_size",
+]

@@ -1,0 +1,177 @@
+"""An attention function named "varlen" for transformers: every document attends to itself alone.
+
+It goes through transformers' own registry, so that no model class is patched, and it refuses whatever would
+make it leak: missing boundaries, a mask, a pattern that it isn't told about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from varlen.adapters.hf.model import implementation, unwrap
+from varlen.adapters.hf.per_document import attend
+from varlen.adapters.hf.rules import LayerRules
+from varlen.errors import ModelError
+
+NAME = "varlen"
+UNKNOWN_PATTERNS = ("position_bias", "sinks", "indices", "block_indices")
+"""Arguments by which some families change who is attended to, and which this attention doesn't compute."""
+
+
+def register() -> str:
+    """Make `attn_implementation="varlen"` known to transformers; calling it twice changes nothing.
+
+    Returns:
+        The name, for `model.set_attn_implementation(register())`.
+    """
+    AttentionInterface.register(NAME, varlen_attention)
+    AttentionMaskInterface.register(NAME, no_mask)
+    return NAME
+
+
+def use_varlen_attention(model: Any) -> Any:
+    """Set a model to attend per document; `model.set_attn_implementation("sdpa")` undoes it.
+
+    On CPU this is the fastest exact way to train on packed documents. Every call then needs boundaries, as
+    `model_inputs` gives them, so set another attention before generating text.
+
+    Args:
+        model: a transformers model, bare or wrapped; changed in place.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: its attention doesn't go through transformers' registry.
+    """
+    register()
+    base = unwrap(model)
+    base.set_attn_implementation(NAME)
+    if implementation(model) != NAME:
+        raise ModelError(
+            f"{type(base).__name__} computes attention by itself, not through transformers' attention functions, "
+            f'so it stays with "{implementation(model)}"; use that with model_inputs'
+        )
+    return model
+
+
+def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **rest: Any) -> None:
+    """Build no mask: boundaries reach the attention function as `cu_seq_lens_q`.
+
+    Raises:
+        ModelError: the caller gave a mask with holes, or the model adds a pattern of its own, which would
+            both be lost.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ModelError(
+            f'the "{NAME}" attention takes packed documents without an attention_mask, and was given one with '
+            f"{int((attention_mask == 0).sum()):,} masked positions; pass model_inputs(batch, model), or choose "
+            'model.set_attn_implementation("sdpa") for padded batches'
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if rest.get("use_vmap") or (chunk is not None and rest.get("local_size") == chunk):
+        raise ModelError(
+            f'the model asks for an attention pattern of its own (chunks, images), which the "{NAME}" attention '
+            'doesn\'t compute; choose model.set_attn_implementation("sdpa")'
+        )
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within documents; transformers' calling convention.
+
+    Args:
+        module: the attention layer that calls.
+        query: `[rows, query_heads, width, head_dim]`.
+        key: `[rows, key_heads, width, head_dim]`; `query_heads` is a multiple of `key_heads`.
+        value: as `key`, its last dimension may differ.
+        attention_mask: must be None.
+        dropout: of attention weights.
+        scaling: of scores; None for `head_dim ** -0.5`.
+        sliding_window: attend to the last this many tokens, the token itself included.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        s_aux: `[query_heads]`, a score per head that takes up weight and gives no value (GPT-OSS).
+        is_causal: overrides the module's; must not be False.
+        cu_seq_lens_q: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
+        max_length_q: the longest segment.
+        rest: ignored, apart from patterns that this attention doesn't compute.
+
+    Returns:
+        `[rows, width, query_heads, value_dim]`, and None for the weights, which are never formed.
+
+    Raises:
+        ModelError: no boundaries, a mask, a cache, or a pattern that this attention doesn't compute.
+    """
+    ends = _checked_boundaries(query, key, attention_mask, cu_seq_lens_q)
+    _check_pattern(module, sliding_window, is_causal, rest)
+    rows, _, width, _ = query.shape
+    rules = LayerRules(
+        scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux, dropout=dropout if module.training else 0.0
+    )
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    out = attend(*flat, ends=ends, longest=max_length_q, rules=rules)
+    return out.view(rows, width, *out.shape[1:]), None
+
+
+def _checked_boundaries(
+    query: torch.Tensor, key: torch.Tensor, attention_mask: Any, cu_seq_lens_q: torch.Tensor | None
+) -> torch.Tensor:
+    if attention_mask is not None:
+        raise ModelError(
+            f'the "{NAME}" attention reads boundaries, never a mask, and was given both or a mask alone; pass '
+            "model_inputs(batch, model)"
+        )
+    if cu_seq_lens_q is None:
+        raise ModelError(
+            f'the "{NAME}" attention was called without document boundaries (cu_seq_lens_q), so documents would '
+            "attend to each other; pass model_inputs(batch, model), or choose "
+            'model.set_attn_implementation("sdpa") to generate text or to run padded batches'
+        )
+    rows, _, width, _ = query.shape
+    if key.shape[2] != width:
+        raise ModelError(
+            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row: a cache is '
+            "on; pass use_cache=False"
+        )
+    # On a GPU, reading the end would wait for the device in every layer.
+    if cu_seq_lens_q.device.type == "cpu" and int(cu_seq_lens_q[-1]) != rows * width:
+        raise ModelError(
+            f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {rows:,} x {width:,} "
+            "tokens; padding needs segments of its own, as in PackedBatch.cu_seqlens"
+        )
+    return cu_seq_lens_q
+
+
+def _check_pattern(module: torch.nn.Module, window: int | None, is_causal: bool | None, rest: dict[str, Any]) -> None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise ModelError(f'the "{NAME}" attention is causal, and {type(module).__name__} attends in both directions')
+    given = [name for name in UNKNOWN_PATTERNS if rest.get(name) is not None]
+    if given:
+        raise ModelError(
+            f'{type(module).__name__} passes {", ".join(given)}, which the "{NAME}" attention doesn\'t compute; '
+            'choose model.set_attn_implementation("sdpa")'
+        )
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    if window is None and kinds and layer is not None and kinds[layer] == "sliding_attention":
+        raise ModelError(
+            f'layer {layer} slides a window, but {type(module).__name__} doesn\'t tell the "{NAME}" attention how '
+            'wide; choose model.set_attn_implementation("sdpa")'
+        )

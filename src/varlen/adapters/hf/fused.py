@@ -1,0 +1,104 @@
+"""Variable-length attention kernels for CUDA: PyTorch's own, and FlashAttention's where it is installed.
+
+Both take all documents in one call and half precision only. What neither computes is left to
+`per_document`, which computes everything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from varlen.adapters.hf.rules import LayerRules
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, LayerRules], torch.Tensor]
+
+MAX_HEAD_DIM = 256
+
+
+def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) -> Kernel | None:
+    """Return a kernel that computes these rules on CUDA in one call, or None where none does.
+
+    Args:
+        query: `[tokens, query_heads, head_dim]`; only dtype and shape are looked at.
+        value: `[tokens, key_heads, value_dim]`, likewise.
+        rules: of the layer.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if not half or rules.sinks is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] > MAX_HEAD_DIM:
+        return None
+    if rules.softcap is None and rules.dropout == 0 and _torch_takes("scale", "window_size", "enable_gqa"):
+        return by_torch
+    return by_flash_attention if importlib.util.find_spec("flash_attn") is not None else None
+
+
+def _torch_takes(*names: str) -> bool:
+    """Return whether this PyTorch has a variable-length kernel with these arguments (2.10 lacks some)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return set(names) <= set(inspect.signature(varlen_attn).parameters)
+
+
+def by_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    rules: LayerRules,
+) -> torch.Tensor:
+    """Attend within segments with `torch.nn.attention.varlen`; arguments as `per_document.attend`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out: Any = varlen_attn(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        scale=rules.scale,
+        window_size=(_to_the_left(rules), 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def by_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    rules: LayerRules,
+) -> torch.Tensor:
+    """Attend within segments with the flash-attn package; arguments as `per_document.attend`."""
+    from flash_attn import flash_attn_varlen_func
+
+    out: Any = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        longest,
+        longest,
+        dropout_p=rules.dropout,
+        softmax_scale=rules.scale,
+        causal=True,
+        window_size=(_to_the_left(rules), 0),
+        softcap=rules.softcap or 0.0,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+def _to_the_left(rules: LayerRules) -> int:
+    """Return how many earlier tokens the kernels may look back to: they don't count the token itself."""
+    return -1 if rules.window is None else rules.window - 1

@@ -1,0 +1,168 @@
+"""model_inputs: exactly the keyword arguments that keep a transformers model's documents apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from varlen.adapters.hf import attention
+from varlen.adapters.hf.masks import explicit_masks
+from varlen.adapters.hf.model import (
+    accepts,
+    check_family,
+    check_size,
+    implementation,
+    unwrap,
+    uses_registry,
+)
+from varlen.batch.packed import PackedBatch
+from varlen.errors import ModelError
+
+MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
+
+
+def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the keyword arguments with which this model treats every document as if it were alone.
+
+    Which they are depends on the attention the model is set to (`config._attn_implementation`):
+
+    - "eager", "sdpa", "flex_attention": a finished 4-D `attention_mask`, one for each kind of layer where
+      the model has several (sliding windows). Nothing is left to be inferred from positions.
+    - "varlen" and FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and no
+      mask, which would turn boundaries off.
+
+    In all cases `position_ids` restart at every document, and `use_cache=False`. Labels aren't shifted: the
+    model shifts them, and every document's first label is -100, so no loss crosses a boundary. The loss that
+    the model returns is the mean over this batch's targets; across micro-batches and ranks, multiply it by
+    `batch.num_targets * batch.loss_scale()`.
+
+    Args:
+        batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
+        model: a decoder-only transformers model, bare or in DDP, FSDP, PEFT or `torch.compile`.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
+        `shift_labels` where the batch has them.
+
+    Raises:
+        ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
+            and encoder-decoder models, unknown attention functions), or it has too few positions or too
+            small a vocabulary.
+    """
+    check_family(model)
+    check_size(batch, model)
+    inputs = _arguments(batch, model)
+    if "cu_seq_lens_q" in inputs and not uses_registry(model):
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
+            f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
+        )
+    refused = [name for name in inputs if not accepts(model, name)]
+    if refused:
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} takes no {', '.join(refused)}, without which documents aren't kept "
+            "apart; give it one document a row (padded)"
+        )
+    return inputs
+
+
+def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the same call with boundaries erased: every row is one segment, so documents see each other.
+
+    For controls and comparisons only. Positions stay as they are, so a row may be longer than the model's
+    positions.
+
+    Args:
+        batch: in either layout.
+        model: any transformers model; recurrent ones, which `model_inputs` refuses, are called plainly.
+    """
+    rows, width = batch.input_ids.shape
+    erased = batch.replace(
+        segment_ids=torch.zeros((rows, width), dtype=torch.int32),
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * width,
+        cu_seqlens_padded=None,
+    )
+    try:
+        check_family(model)
+    except ModelError:
+        return plain_inputs(_on_device(erased, unwrap(model).device).input_ids, model)
+    return {name: value for name, value in _arguments(erased, model).items() if accepts(model, name)}
+
+
+def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
+    """Return the arguments of an ordinary causal call in which every row is one document.
+
+    What packing must equal when a row holds one document, and what leaks when it holds several.
+
+    Args:
+        input_ids: int64 `[rows, width]`, on the model's device.
+        model: a transformers model.
+    """
+    inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if implementation(model) == attention.NAME:
+        rows, width = input_ids.shape
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
+        inputs |= _boundary_arguments(ends, width)
+    return inputs
+
+
+def _takes_boundaries(name: str) -> bool:
+    """Return whether this attention is told boundaries, and not a mask.
+
+    Raises:
+        ModelError: an attention that varlen doesn't know.
+    """
+    if name == attention.NAME or ("flash" in name and not name.startswith("paged|")):
+        return True
+    if name in MASK_FORMS:
+        return False
+    known = ", ".join([*MASK_FORMS, "flash_attention_2", "flash_attention_3", attention.NAME])
+    raise ModelError(
+        f'the model\'s attention is "{name}", and varlen knows {known}; choose one with '
+        "model.set_attn_implementation(...)"
+    )
+
+
+def _boundaries(batch: PackedBatch, device: torch.device) -> dict[str, Any]:
+    """Return the boundaries over the flattened array, padding included, and the longest segment."""
+    slots = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    ends = torch.as_tensor(slots, dtype=torch.int32)
+    # Padding segments and rounded-up slots may be longer than the longest document, and a kernel must not
+    # be told less than the longest of its segments.
+    longest = int(ends.diff().max()) if len(ends) > 1 else 0
+    return _boundary_arguments(ends.to(device), longest)
+
+
+def _boundary_arguments(ends: torch.Tensor, longest: int) -> dict[str, Any]:
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the arguments for the model's attention, whether or not its forward takes them."""
+    base, name = unwrap(model), implementation(model)
+    with_boundaries = _takes_boundaries(name)
+    tensors = _on_device(batch, base.device)
+    inputs: dict[str, Any] = {
+        "input_ids": tensors.input_ids,
+        "position_ids": tensors.position_ids,
+        "labels": tensors.labels,
+        "use_cache": False,
+    }
+    if with_boundaries:
+        inputs |= _boundaries(batch, base.device)
+    else:
+        inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
+    if tensors.shift_labels is not None:
+        inputs["shift_labels"] = tensors.shift_labels
+    return inputs
+
+
+def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """Return the batch as torch tensors on the device, with ids, labels and positions in int64."""
+    wide = {
+        name: torch.as_tensor(value).to(device).long()
+        for name in ("input_ids", "labels", "position_ids", "segment_ids", "shift_labels")
+        if (value := getattr(batch, name)) is not None
+    }
+    return batch.replace(**wide)

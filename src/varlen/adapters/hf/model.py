@@ -1,0 +1,171 @@
+"""What a transformers model is and what it can't do: the questions asked before a batch is handed to it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from varlen.batch.packed import PackedBatch
+from varlen.errors import ModelError
+
+MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""How configurations call their number of routed experts."""
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside DDP, FSDP, `torch.compile` or PEFT wrappers."""
+    while True:
+        wrapped = getattr(model, "_orig_mod", None)
+        if wrapped is None and not hasattr(model, "config"):
+            wrapped = getattr(model, "module", None)
+        if wrapped is None and hasattr(model, "get_base_model"):
+            wrapped = model.get_base_model()
+        if not isinstance(wrapped, torch.nn.Module):
+            return model
+        model = wrapped
+
+
+def text_config(model: Any) -> Any:
+    """Return the configuration of the model's text decoder.
+
+    Raises:
+        ModelError: not a transformers model.
+    """
+    config = getattr(unwrap(model), "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise ModelError(f"{type(model).__name__} has no transformers config; pass a PreTrainedModel")
+    return config.get_text_config(decoder=True)
+
+
+def implementation(model: Any) -> str:
+    """Return the name of the attention function that the model is set to, "eager" where none is named."""
+    return getattr(text_config(model), "_attn_implementation", None) or "eager"
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return the distinct kinds of attention among the layers, by first use; empty where they have no names."""
+    return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+
+
+def vocabulary_size(model: Any) -> int:
+    """Return how many token ids the model embeds."""
+    size = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None)
+    return int(text_config(model).vocab_size if size is None else size)
+
+
+def has_experts(model: Any) -> bool:
+    """Return whether tokens are routed to experts, whose grouping makes rounding depend on other tokens."""
+    config = text_config(model)
+    return any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+
+
+def uses_registry(model: Any) -> bool:
+    """Return whether the model computes attention through transformers' registry of attention functions.
+
+    A model that doesn't takes any registered name and computes its own attention all the same.
+    """
+    base = unwrap(model)
+    answer = getattr(base, "_can_set_attn_implementation", None)
+    return bool(answer()) if answer is not None else bool(getattr(base, "_supports_attention_backend", False))
+
+
+def accepts(model: Any, name: str) -> bool:
+    """Return whether the model's forward makes use of an argument of this name.
+
+    `position_ids` must be named in its signature: models that find positions by themselves swallow it among
+    their `**kwargs`.
+    """
+    parameters = inspect.signature(unwrap(model).forward).parameters
+    if name in parameters or name == "position_ids":
+        return name in parameters
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def check_family(model: Any) -> None:
+    """Refuse models whose documents no argument keeps apart.
+
+    Raises:
+        ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
+            outside attention (recurrence, convolution).
+    """
+    base, config = unwrap(model), text_config(model)
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    reason = (
+        _two_sequences(base)
+        or _both_directions(decoder, config)
+        or _foreign_layers(config)
+        or _recurrence(base)
+        or _convolution(decoder)
+    )
+    if reason:
+        raise ModelError(f"{type(base).__name__} {reason}; give it one document a row (padded)")
+
+
+def _two_sequences(base: Any) -> str | None:
+    if getattr(base.config, "is_encoder_decoder", False):
+        return "is an encoder-decoder, which takes inputs and targets as two sequences, and a PackedBatch has one"
+    return None
+
+
+def _both_directions(decoder: Any, config: Any) -> str | None:
+    if getattr(config, "is_causal", True) is False:
+        return "attends in both directions (config.is_causal is False), and packed documents are kept apart causally"
+    for name, module in decoder.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            return f"attends in both directions (in {name}), and packed documents are kept apart causally"
+    return None
+
+
+def _foreign_layers(config: Any) -> str | None:
+    foreign = [kind for kind in layer_kinds(config) if kind not in MASKED_LAYERS]
+    if not foreign:
+        return None
+    count = sum(kind in foreign for kind in config.layer_types)
+    return (
+        f"has {count:,} of {len(config.layer_types):,} layers of kind {', '.join(foreign)}, in which a mask "
+        "doesn't keep documents apart"
+    )
+
+
+def _recurrence(base: Any) -> str | None:
+    if getattr(base, "_is_stateful", False):
+        return "carries a recurrent state from token to token, from one document into the next"
+    return None
+
+
+def _convolution(decoder: Any) -> str | None:
+    for name, module in decoder.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
+    return None
+
+
+def check_size(batch: PackedBatch, model: Any) -> None:
+    """Refuse a batch with longer documents or larger token ids than the model was made for.
+
+    Raises:
+        ModelError: too few positions or too small a vocabulary.
+    """
+    name, positions = type(unwrap(model)).__name__, getattr(text_config(model), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < batch.max_seqlen:
+        raise ModelError(
+            f"the longest document has {batch.max_seqlen:,} tokens, but {name} has {positions:,} positions "
+            f"(max_position_embeddings); pack with capacity at most {positions:,} and "
+            'overlong="split" or "truncate"'
+        )
+    vocabulary = vocabulary_size(model)
+    if batch.max_token_id >= vocabulary:
+        raise ModelError(
+            f"the batch holds token id {batch.max_token_id:,}, but {name} embeds ids below {vocabulary:,}; "
+            "use the model's own tokenizer, or model.resize_token_embeddings"
+        )
+    if not 0 <= batch.pad_id < vocabulary:
+        raise ModelError(
+            f"padding is token id {batch.pad_id:,}, but {name} embeds ids 0 to {vocabulary - 1:,}; collate "
+            "with pad_id=0, since no document sees padding"
+        )

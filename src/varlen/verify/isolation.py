@@ -1,0 +1,247 @@
+"""check_isolation: change one packed document, and require that no other document's logits move by one bit.
+
+A check that couldn't see a leak would pass every model, so the same change is also made in a control
+without boundaries, where other documents must move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from varlen.adapters import hf
+from varlen.batch.packed import PackedBatch
+from varlen.errors import ModelError, SettingError
+from varlen.verify.sample import sample_batch
+from varlen.verify.trial import Inputs, Trial, untouched
+
+Verdict = Literal["isolated", "leaks", "refuses", "blind"]
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""How far rounding takes logits from those of a document alone, relative to the largest logit. In float64
+too, because transformers' eager attention and many norms compute in float32 whatever the model's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Movements:
+    """What moved when documents were changed.
+
+    Differences of logits are relative to the largest logit of the batch.
+    """
+
+    changed_documents: int = 0
+    """Documents changed, one at a time."""
+    own_difference: float = 0.0
+    """How far the changed documents' own logits moved, at least."""
+    largest_difference: float = 0.0
+    """How far any other document's logits moved: 0.0, to the bit, where documents are isolated."""
+    padding_difference: float = 0.0
+    """How far any document's logits moved when padding was changed; 0.0 without padding."""
+    control_difference: float | None = None
+    """How far other documents' logits move without boundaries; None where no row holds two documents."""
+    attention_across: float | None = None
+    """Largest attention weight out of a document; None where the attention shows no weights."""
+    alone_difference: float = 0.0
+    """How far logits are from those of each document run alone."""
+    packed_loss: float = 0.0
+    """Mean loss over the changed documents' targets in the packed batch, before any change."""
+    alone_loss: float = 0.0
+    """The same with each document run alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IsolationReport:
+    """What was done to a model, what moved, and what follows from it."""
+
+    verdict: Verdict
+    """isolated; leaks; refuses (varlen or the model won't run the batch); blind (a leak would be missed)."""
+    reason: str
+    """Why the verdict isn't "isolated"; empty if it is."""
+    model: str
+    """Name of the model's class."""
+    attention: str
+    """Attention function that ran."""
+    dtype: str
+    layout: str
+    documents: int
+    """Documents or pieces in the batch."""
+    tokens: int
+    """Their tokens, padding not counted."""
+    arguments: tuple[str, ...] = ()
+    """The keyword arguments that the model was given."""
+    tolerance: float = 0.0
+    """The largest `alone_difference` that counts as rounding."""
+    movements: Movements = Movements()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verdict is "isolated"."""
+        return self.verdict == "isolated"
+
+    def __str__(self) -> str:
+        """Say the verdict and what it rests on, in a few lines."""
+        head = f"{self.verdict}: {self.model}, attention {self.attention}, {self.dtype}, {self.layout}"
+        if self.verdict == "refuses":
+            return f"{head}\n  {self.reason}"
+        moved = self.movements
+        control = "none" if moved.control_difference is None else f"{moved.control_difference:.3g}"
+        lines = [
+            head,
+            f"  {self.documents:,} documents, {self.tokens:,} tokens; {moved.changed_documents:,} documents "
+            "changed, one at a time",
+            f"  other documents moved by  {moved.largest_difference:.3g}, by changed padding "
+            f"{moved.padding_difference:.3g}",
+            f"  without boundaries        {control} (the control, which must not be 0)",
+            f"  against documents alone   {moved.alone_difference:.3g} (tolerance {self.tolerance:.3g}), "
+            f"loss {moved.packed_loss:.6f}, alone {moved.alone_loss:.6f}",
+        ]
+        if moved.attention_across is not None:
+            lines.append(f"  attention weight across   {moved.attention_across:.3g}")
+        lines.append(f"  arguments                 {', '.join(self.arguments)}")
+        return "\n".join([*lines, f"  {self.reason}"] if self.reason else lines)
+
+
+def check_isolation(
+    model: Any,
+    batch: PackedBatch | None = None,
+    *,
+    inputs: Inputs = hf.model_inputs,
+    tolerance: float | None = None,
+    max_changed: int = 8,
+    seed: int = 0,
+) -> IsolationReport:
+    """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
+
+    The model runs in eval mode and without gradients: two forward passes for each document changed, and at
+    most five more. Modes, gradients and random states are afterwards as before.
+
+    Args:
+        model: a transformers model, on any device.
+        batch: the batch to try; None for eight short documents of random tokens.
+        inputs: turns batch and model into the model's keyword arguments, so that another way of calling the
+            model can be checked as well.
+        tolerance: for the comparison with documents run alone, relative to the largest logit; None for a
+            value that fits the model's dtype. Isolation itself has no tolerance.
+        max_changed: change at most this many documents, spread over the batch.
+        seed: of the changed tokens, and of the batch where none is given.
+
+    Returns:
+        What moved, and the verdict; `report.ok` if documents are isolated.
+
+    Raises:
+        SettingError: `max_changed` below 1, or a batch without documents.
+        ModelError: not a transformers model.
+    """
+    if max_changed < 1:
+        raise SettingError(f"max_changed must be at least 1, got {max_changed}")
+    if batch is None:
+        batch = sample_batch(hf.vocabulary_size(model), seed)
+    if batch.num_segments == 0:
+        raise SettingError("the batch holds no document, so there is nothing to keep apart")
+    trial, base = Trial(model, batch, inputs, seed), hf.unwrap(model)
+    facts: dict[str, Any] = {
+        "model": type(base).__name__,
+        "attention": hf.implementation(model),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
+        "documents": batch.num_segments,
+        "tokens": batch.num_tokens,
+    }
+    with untouched(model):
+        try:
+            facts["arguments"] = _described(inputs(batch, model))
+            before = trial.logits(batch)
+        except (ModelError, NotImplementedError, ValueError) as error:
+            return IsolationReport(verdict="refuses", reason=str(error), **facts)
+        moved = _movements(trial, before, max_changed)
+    limit = TOLERANCES.get(base.dtype, 1e-4) if tolerance is None else tolerance
+    verdict, reason = judge(moved, limit)
+    return IsolationReport(verdict=verdict, reason=reason, tolerance=limit, movements=moved, **facts)
+
+
+def judge(moved: Movements, tolerance: float) -> tuple[Verdict, str]:
+    """Read the verdict off what moved, with the reason where it isn't "isolated".
+
+    Args:
+        moved: what a trial found.
+        tolerance: the largest `alone_difference` that counts as rounding.
+    """
+    if moved.largest_difference > 0:
+        return "leaks", f"changing one document moved another's logits by {moved.largest_difference:.3g}"
+    if moved.padding_difference > 0:
+        return "leaks", f"changing padding moved a document's logits by {moved.padding_difference:.3g}"
+    if moved.attention_across is not None and moved.attention_across > 0:
+        return "leaks", f"a document gives attention weight {moved.attention_across:.3g} to tokens outside it"
+    if moved.control_difference is None:
+        return "blind", "no row holds two documents, so there was nothing to leak; try a batch with more of them"
+    if moved.control_difference == 0:
+        return "blind", "documents don't move each other without boundaries either, so a leak can't be seen"
+    if moved.own_difference == 0:
+        return "blind", "a changed document didn't move its own logits, so a leak can't be seen"
+    if moved.alone_difference > tolerance:
+        return "leaks", (
+            f"logits differ by {moved.alone_difference:.3g} from those of the document alone: where it stands in "
+            "its row (positions that don't restart, a pattern counted from the row's start) leaks into it"
+        )
+    return "isolated", ""
+
+
+def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
+    """Name every argument with what it is: a shape, a mapping of shapes, or a value."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+
+    return tuple(f"{name}={describe(value)}" for name, value in arguments.items())
+
+
+def _movements(trial: Trial, before: torch.Tensor, max_changed: int) -> Movements:
+    """Change documents one at a time, then padding, then one in the control, and compare with documents alone."""
+    chosen = trial.choose(max_changed)
+    own, others = [], []
+    for document in chosen:
+        after = trial.logits(trial.changed(document))
+        own.append(trial.moved(before, after, trial.owner == document))
+        others.append(trial.moved(before, after, trial.others(document)))
+    padding = 0.0
+    if (trial.owner < 0).any():
+        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    return Movements(
+        changed_documents=len(chosen),
+        own_difference=min(own),
+        largest_difference=max(others),
+        padding_difference=padding,
+        control_difference=_control(trial),
+        attention_across=trial.attention_across() if hf.implementation(trial.model) == "eager" else None,
+        **_against_alone(trial, before, chosen),
+    )
+
+
+def _control(trial: Trial) -> float | None:
+    """Make one change without boundaries, and return how far other documents moved."""
+    document = trial.followed()
+    if document is None:
+        return None
+    before = trial.logits(trial.batch, hf.inputs_without_boundaries)
+    after = trial.logits(trial.changed(document), hf.inputs_without_boundaries)
+    return trial.moved(before, after, trial.others(document))
+
+
+def _against_alone(trial: Trial, before: torch.Tensor, chosen: list[int]) -> dict[str, float]:
+    """Compare the chosen documents, packed and unchanged, with each of them run alone."""
+    largest = before[trial.where(trial.owner >= 0)].abs().max().double()
+    difference, packed, alone, targets = 0.0, 0.0, 0.0, 0
+    for document in chosen:
+        together, apart = before[trial.where(trial.owner == document)], trial.alone(document)
+        difference = max(difference, float((together.double() - apart.double()).abs().max() / largest))
+        packed += trial.loss(together, document)[0]
+        total, count = trial.loss(apart, document)
+        alone, targets = alone + total, targets + count
+    count = max(1, targets)
+    return {"alone_difference": difference, "packed_loss": packed / count, "alone_loss": alone / count}

@@ -1,0 +1,138 @@
+"""One model and one batch under trial: change a document, run the model, and see what else moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import cross_entropy
+
+from varlen.adapters import hf
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch
+from varlen.errors import ModelError
+
+Inputs = Callable[[PackedBatch, Any], dict[str, Any]]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@contextmanager
+def untouched(model: Any) -> Iterator[None]:
+    """Run a model in eval mode and without gradients, and leave modes and random states as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    device = hf.unwrap(model).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+class Trial:
+    """A batch whose documents can be changed, and the model's answers to it.
+
+    Every real token belongs to the segment `owner[row, column]`, numbered over the whole batch in the order
+    of `batch.document_ids`; padding to -1.
+    """
+
+    def __init__(self, model: Any, batch: PackedBatch, inputs: Inputs, seed: int) -> None:
+        self.model = model
+        self.batch = batch
+        self.inputs = inputs
+        self.vocabulary = hf.vocabulary_size(model)
+        self.rng = np.random.default_rng(seed)
+        self.tokens = np.asarray(torch.as_tensor(batch.input_ids).cpu()).astype(np.int64)
+        segments = np.asarray(torch.as_tensor(batch.segment_ids).cpu())
+        starts = (segments >= 0) & (np.diff(segments, axis=1, prepend=-2) != 0)
+        self.owner = np.where(segments >= 0, starts.ravel().cumsum().reshape(segments.shape) - 1, -1)
+
+    def choose(self, most: int) -> list[int]:
+        """Return the documents to change: at most so many, spread evenly, first and last among them."""
+        count = int(self.owner.max()) + 1
+        return sorted({int(i) for i in np.linspace(0, count - 1, min(most, count)).round()})
+
+    def followed(self) -> int | None:
+        """Return the first document that another follows in its row; None where no row holds two."""
+        same_row = (self.owner[:, :-1] >= 0) & (self.owner[:, 1:] > self.owner[:, :-1])
+        found = self.owner[:, :-1][same_row]
+        return int(found.min()) if found.size else None
+
+    def changed(self, document: int) -> PackedBatch:
+        """Return the batch with every token of one document replaced by another token; -1 for padding."""
+        tokens = self.tokens.copy()
+        chosen = self.owner == document
+        shifts = self.rng.integers(1, max(2, self.vocabulary), int(chosen.sum()))
+        tokens[chosen] = (tokens[chosen] + shifts) % self.vocabulary
+        ids: Any = tokens.astype(np.int32)
+        return self.batch.replace(input_ids=torch.as_tensor(tokens) if torch.is_tensor(self.batch.input_ids) else ids)
+
+    def logits(self, batch: PackedBatch, inputs: Inputs | None = None) -> torch.Tensor:
+        """Run the model; `[rows, width, vocabulary]`.
+
+        Raises:
+            ModelError: the logits of a document's tokens aren't finite, or have another shape.
+        """
+        logits = self.call((inputs or self.inputs)(batch, self.model)).logits
+        if logits.shape[:2] != self.owner.shape:
+            raise ModelError(
+                f"the model was given {list(self.owner.shape)} tokens and returned logits {list(logits.shape)}; "
+                "the check needs one row of logits for every token"
+            )
+        if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
+            raise ModelError("the model's logits aren't finite, so nothing can be compared; check its weights and dtype")
+        return logits
+
+    def call(self, arguments: dict[str, Any], **more: Any) -> Any:
+        """Call the model without labels: its own loss is computed in float32, and isn't needed."""
+        kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
+        return self.model(**kept, **more)
+
+    def where(self, chosen: BoolArray) -> torch.Tensor:
+        """Return a selection of tokens as a torch mask on the model's device."""
+        return torch.as_tensor(chosen, device=hf.unwrap(self.model).device)
+
+    def moved(self, before: torch.Tensor, after: torch.Tensor, chosen: BoolArray) -> float:
+        """Return the largest change over the chosen tokens, relative to the largest logit before."""
+        mask = self.where(chosen)
+        if not bool(mask.any()):
+            return 0.0
+        real = before[self.where(self.owner >= 0)].abs().max().double()
+        return float((after[mask].double() - before[mask].double()).abs().max() / real.clamp(min=1e-300))
+
+    def others(self, document: int) -> BoolArray:
+        """Return the tokens of all other documents, padding left out."""
+        return (self.owner >= 0) & (self.owner != document)
+
+    def attention_across(self) -> float | None:
+        """Return the largest attention weight from a document's token to another document or to padding."""
+        outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
+        weights = [w for w in outputs.attentions or () if w is not None]
+        if not weights:
+            return None
+        owner = self.owner
+        across = (owner[:, :, None] != owner[:, None, :]) & (owner >= 0)[:, :, None]
+        outside = self.where(across)[:, None]
+        return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
+
+    def alone(self, document: int) -> torch.Tensor:
+        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
+        ids = torch.as_tensor(self.tokens[self.owner == document])[None]
+        logits: torch.Tensor = self.call(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)).logits[0]
+        return logits
+
+    def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
+        """Return the summed loss of one document's targets, in float64, and how many targets it has.
+
+        Args:
+            logits: `[length, vocabulary]`, of this document's tokens.
+            document: its number.
+        """
+        labels = torch.as_tensor(self.batch.labels).cpu().long()[torch.as_tensor(self.owner == document)][1:]
+        total = cross_entropy(logits[:-1].double().cpu(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return float(total), int((labels != IGNORE_INDEX).sum())

@@ -1,0 +1,45 @@
+"""What all tests share: threads, hypothesis profiles, real data where it is at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Test processes side by side share the cores; numpy and torch read these when they are first imported.
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(_variable, str(max(1, min(2, _CORES // _PROCESSES))))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The first call of a kernel compiles it, so no example has a deadline.
+hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=100)
+hypothesis.settings.register_profile(
+    "soak",
+    deadline=None,
+    max_examples=int(os.environ.get("VARLEN_SOAK_EXAMPLES", "3000")),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("VARLEN_HYPOTHESIS", "test"))
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of real lengths, texts and tokens, which is no part of the project."""
+    if not DATA.is_dir():
+        pytest.skip("no real data here: it is read from ../shared/data beside the checkout")
+    return DATA

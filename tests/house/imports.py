@@ -1,0 +1,154 @@
+"""Rules about imports: strictly down the floors, heavy libraries only where they belong."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from house.tree import Source, is_type_checking, python_files
+
+# A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
+FLOORS = (
+    {"errors"},
+    {"types", "jit"},
+    {"source", "pack", "batch", "cost"},
+    {"plan"},
+    {"simulate", "feed"},
+    {"runtime", "adapters", "report"},
+    {"verify"},
+    {"train"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+TORCH_FLOOR = FLOOR_OF["runtime"]
+
+TORCH = {"torch", "transformers"}
+TORCH_IN_FUNCTIONS = {
+    "src/varlen/batch/torch.py",
+    "src/varlen/feed/device.py",
+    "src/varlen/feed/agree.py",
+    "src/varlen/source/tokenize.py",
+}
+READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a file imports, and where it stands in the file."""
+
+    name: tuple[str, ...]
+    line: int
+    in_function: bool
+    for_types: bool
+
+
+def imports(source: Source) -> list[Import]:
+    """Return all imports of a file, those inside functions and under `if TYPE_CHECKING` included."""
+    return list(_imports(source, source.tree, in_function=False, for_types=False))
+
+
+def _imports(source: Source, node: ast.AST, *, in_function: bool, for_types: bool) -> Iterator[Import]:
+    for name in _names(source, node):
+        yield Import(tuple(name.split(".")), getattr(node, "lineno", 0), in_function, for_types)
+    inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    guarded = list(node.body) if is_type_checking(node) else []
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(source, child, in_function=inside, for_types=for_types or child in guarded)
+
+
+def _names(source: Source, node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = source.module if source.path.endswith("__init__.py") else source.module[:-1]
+            up = package[: len(package) - node.level + 1]
+            base = ".".join([*up, *([base] if base else [])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called = ast.unparse(node.func)
+        if called in ("import_module", "importlib.import_module", "__import__"):
+            return [str(node.args[0].value)]
+    return []
+
+
+def imports_point_down(root: Path) -> list[str]:
+    """Imports between rooms point to a lower floor; knowledge for types alone counts as knowledge."""
+    found = []
+    for source in python_files(root, "src"):
+        room = source.room
+        if not room:
+            continue  # the public face knows the rooms; nobody knows the face
+        if room not in FLOOR_OF:
+            found.append(f"{source.path}: {room} stands on no floor; give it one in FLOORS")
+            continue
+        for imported in imports(source):
+            if imported.name[0] != "varlen":
+                continue
+            other = imported.name[1] if len(imported.name) > 1 else ""
+            where = f"{source.path}:{imported.line}"
+            if other not in FLOOR_OF:
+                found.append(f"{where}: imports the public face ({'.'.join(imported.name)}), not a room")
+            elif other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
+                found.append(f"{where}: {room} must not know {other}, which is not below it")
+    return found
+
+
+def torch_stays_upstairs(root: Path) -> list[str]:
+    """Below the floor of adapters only named files import torch or transformers, inside functions."""
+    found = []
+    for source in python_files(root, "src"):
+        if FLOOR_OF.get(source.room, 0) >= TORCH_FLOOR:
+            continue
+        for imported in imports(source):
+            if imported.name[0] in TORCH and not imported.for_types:
+                if source.path not in TORCH_IN_FUNCTIONS:
+                    found.append(f"{source.path}:{imported.line}: imports {imported.name[0]} below its floor")
+                elif not imported.in_function:
+                    found.append(
+                        f"{source.path}:{imported.line}: imports {imported.name[0]} outside a function"
+                    )
+    return found
+
+
+def readers_stay_in_source(root: Path) -> list[str]:
+    """Below the floor of adapters only `source` imports the libraries that read files and text."""
+    found = []
+    for source in python_files(root, "src"):
+        if FLOOR_OF.get(source.room, 0) >= TORCH_FLOOR or source.room == "source":
+            continue
+        found += [
+            f"{source.path}:{imported.line}: imports {imported.name[0]}, which is for source"
+            for imported in imports(source)
+            if imported.name[0] in READERS and not imported.for_types
+        ]
+    return found
+
+
+def numba_waits_for_a_kernel(root: Path) -> list[str]:
+    """numba is imported inside functions, or by files of kernels, which load on the first call."""
+    found = []
+    for source in python_files(root, "src"):
+        if source.module[-1].startswith("kernels"):
+            continue
+        found += [
+            f"{source.path}:{imported.line}: imports numba when loaded"
+            for imported in imports(source)
+            if imported.name[0] in ("numba", "llvmlite") and not (imported.in_function or imported.for_types)
+        ]
+    return found
+
+
+def kernels_call_their_own_file(root: Path) -> list[str]:
+    """No file of kernels imports another: numba's cache would not see that the other has changed."""
+    return [
+        f"{source.path}:{imported.line}: imports {'.'.join(imported.name)}; numba's cache sees one file"
+        for source in python_files(root, "src")
+        if source.module[-1].startswith("kernels")
+        for imported in imports(source)
+        if imported.name[0] == "varlen" and any(part.startswith("kernels") for part in imported.name)
+    ]

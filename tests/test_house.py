@@ -1,0 +1,87 @@
+"""The rules of the house hold in this checkout, and each is able to fail: a planted violation is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house.planted import BROKEN, SOUND, Rule
+
+RULES = list(dict.fromkeys(rule for rule, _, _ in BROKEN))
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_holds_in_this_checkout(rule: Rule, root: Path) -> None:
+    assert rule(root) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_lets_sound_code_pass(rule: Rule, tmp_path: Path) -> None:
+    write(tmp_path, SOUND)
+
+    assert rule(tmp_path) == []
+
+
+@pytest.mark.parametrize(("rule", "files", "words"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_rule_finds_a_planted_violation(
+    rule: Rule, files: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path, SOUND | files)
+
+    found = rule(tmp_path)
+
+    assert len(found) == 1, found
+    assert words in found[0]
+
+
+PUBLIC_NAMES = [
+    "Ledger",
+    "PackedBatch",
+    "Packing",
+    "Score",
+    "VarlenError",
+    "WindowPacker",
+    "collate",
+    "lower_bound",
+    "pack",
+    "score",
+]
+
+
+def test_the_public_names_are_pinned() -> None:
+    import varlen
+
+    assert sorted(varlen.__all__) == PUBLIC_NAMES
+    assert dir(varlen) == sorted([*PUBLIC_NAMES, "__version__"])
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    import varlen
+
+    assert getattr(varlen, name).__name__ == name
+
+
+def test_a_verb_is_never_hidden_by_its_room() -> None:
+    script = (
+        "import varlen.pack.api, varlen as vl; from varlen.pack import api; assert callable(vl.pack), vl.pack"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_importing_varlen_loads_no_library() -> None:
+    script = "import sys; before = set(sys.modules); import varlen; print(*sorted(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+
+    loaded = {name.partition(".")[0] for name in run.stdout.split()}
+    foreign = loaded - set(sys.stdlib_module_names) - {"varlen", "__future__"}
+    assert "varlen" in loaded
+    assert foreign == set()

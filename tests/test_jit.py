@@ -1,0 +1,210 @@
+"""Compiled kernels work in every folder: read-only, missing, full or damaged; each case in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import varlen
+
+KERNEL = '''
+"""One kernel that adds, and what became of its cache."""
+import json, logging, sys
+from pathlib import Path
+from varlen.jit import compiled
+
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("varlen.jit").addHandler(handler)
+logging.getLogger("varlen.jit").setLevel(logging.INFO)
+
+@compiled
+def add(a, b):
+    return a + b
+
+def report():
+    total = add(2, 3)
+    stats = getattr(add, "stats", None)
+    hits = sum(stats.cache_hits.values()) if stats else 0
+    path = stats.cache_path if stats else None
+    print(json.dumps({"total": total, "hits": hits, "path": path, "messages": messages}))
+
+if __name__ == "__main__":
+    report()
+'''
+DISK_FULL = (
+    "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); import kernel; kernel.report()"
+)
+
+
+@dataclass
+class Machine:
+    """A folder with a kernel, a home and a working folder, each of which a test may spoil."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        for place in (self.source, self.home, self.work):
+            place.mkdir()
+        (self.source / "kernel.py").write_text(KERNEL)
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "source"
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    def make_source_read_only(self) -> None:
+        # A file in the place of the cache folder stops root too, whom no permission stops.
+        (self.source / "__pycache__").write_text("")
+        self.source.chmod(0o555)
+
+    def make_home_read_only(self) -> None:
+        self.home.rmdir()
+        self.home.write_text("")
+
+    def run(
+        self, script: str = "import kernel; kernel.report()", **environment: str | None
+    ) -> dict[str, object]:
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA", "XDG", "VARLEN"))}
+        places = [self.source, Path(varlen.__file__).parent.parent]
+        variables |= {"HOME": str(self.home), "PYTHONPATH": os.pathsep.join(map(str, places))}
+        variables = {k: v for k, v in (variables | environment).items() if v is not None}
+        command = [sys.executable, "-B", "-W", "error", "-c", script]
+        run = subprocess.run(
+            command, env=variables, cwd=self.work, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        report = json.loads(run.stdout)
+        assert report["total"] == 5
+        return report
+
+    def kept(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*.nb[ci]"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_a_kernel_is_kept_beside_its_source_and_found_again(machine: Machine) -> None:
+    first = machine.run()
+    second = machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert Path(str(first["path"])) == machine.source / "__pycache__"
+
+
+def test_a_kernel_of_a_read_only_package_is_kept_in_the_users_cache_folder(machine: Machine) -> None:
+    machine.make_source_read_only()
+
+    first = machine.run()
+    second = machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert machine.home in Path(str(first["path"])).parents
+
+
+def test_a_kernel_of_a_read_only_package_follows_xdg_cache_home(machine: Machine) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+    elsewhere = machine.folder / "elsewhere"
+
+    first = machine.run(XDG_CACHE_HOME=str(elsewhere))
+    second = machine.run(XDG_CACHE_HOME=str(elsewhere))
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    assert elsewhere in Path(str(first["path"])).parents
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
+def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine: Machine, variable: str) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+
+    report = machine.run(**{variable: str(machine.home / "cache")})
+
+    assert "compiled once a process" in str(report["messages"])
+    assert machine.kept() == []
+
+
+def test_a_kernel_runs_where_neither_package_nor_home_can_be_written(machine: Machine) -> None:
+    machine.make_source_read_only()
+    machine.make_home_read_only()
+
+    report = machine.run()
+
+    assert report["messages"] == ["no folder can hold compiled kernels; add is compiled once a process"]
+    assert machine.kept() == []
+
+
+def test_no_folder_called_tilde_appears_for_a_user_without_a_home(machine: Machine) -> None:
+    machine.make_source_read_only()
+    nobody = "import os.path; os.path.expanduser = lambda path: path; "
+
+    machine.run(nobody + "import kernel; kernel.report()", HOME=None)
+
+    assert list(machine.work.iterdir()) == []
+
+
+def test_a_full_disk_costs_a_log_line_and_not_the_call(machine: Machine) -> None:
+    report = machine.run(DISK_FULL)
+
+    assert len(report["messages"]) == 1
+    assert "could not be kept on disk" in str(report["messages"])
+    assert machine.run()["hits"] == 0
+
+
+@pytest.mark.parametrize("kind", [".nbi", ".nbc"])
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_cache_file_cut_short_is_written_anew(machine: Machine, kind: str, length: int) -> None:
+    machine.run()
+    (damaged,) = (path for path in machine.kept() if path.suffix == kind)
+    damaged.write_bytes(damaged.read_bytes()[:length])
+
+    after = machine.run()
+    healed = machine.run()
+
+    assert "could not be read from disk" in str(after["messages"])
+    assert (after["hits"], healed["hits"], healed["messages"]) == (0, 1, [])
+
+
+def test_a_damaged_cache_on_a_full_disk_is_left_aside(machine: Machine) -> None:
+    machine.run()
+    for path in machine.kept():
+        path.write_bytes(b"")
+
+    report = machine.run(DISK_FULL)
+
+    assert "could not be read from disk" in str(report["messages"])
+    assert report["hits"] == 0
+
+
+def test_a_changed_kernel_is_compiled_anew(machine: Machine) -> None:
+    machine.run()
+    (machine.source / "kernel.py").write_text(KERNEL.replace("a + b", "b + a"))
+
+    report = machine.run()
+
+    assert report["hits"] == 0
+
+
+def test_kernels_run_in_python_where_numba_is_told_to(machine: Machine) -> None:
+    report = machine.run(NUMBA_DISABLE_JIT="1")
+
+    assert report["path"] is None
+    assert machine.kept() == []
