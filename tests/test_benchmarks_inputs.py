@@ -43,7 +43,7 @@ def test_a_folder_without_sets_yields_nothing(tmp_path):
 
 
 def test_a_histogram_is_expanded_and_shuffled_the_same_way_each_time(tmp_path):
-    np.savez(tmp_path / "b.npz", histogram=np.array([50, 0, 50]))
+    np.savez(tmp_path / "b.npz", histogram=np.array([50, 0, 50]), lengths=np.repeat([1, 3], 50))
     np.savez(tmp_path / "a.npz", lengths=np.array([4, 9]))
 
     (first, lengths), (second, expanded) = inputs.real_lengths(tmp_path)
