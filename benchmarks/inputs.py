@@ -96,8 +96,8 @@ class Documents:
 def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tuple[str, Int32Array]]:
     """Yield the name and the lengths of real sets, in the order their documents stand in.
 
-    Sets published as a histogram are expanded and shuffled with a fixed seed: a histogram has no order, and no
-    data set comes sorted by length. Nothing is yielded where the folder is absent.
+    Sets published as a histogram are expanded and shuffled with a fixed seed, since a histogram has no order.
+    Nothing is yielded where the folder is absent.
 
     Args:
         folder: where the sets lie, as `NAME.npz`.
