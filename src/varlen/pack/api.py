@@ -147,7 +147,8 @@ def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> 
     piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
     if items.item_of is None:
         return piece_work
-    item_work: FloatArray = np.bincount(items.item_of, weights=piece_work, minlength=items.slots.size)
+    item_work = np.zeros(items.slots.size, np.float64)
+    np.add.at(item_work, items.item_of, piece_work)
     return item_work
 
 
