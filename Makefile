@@ -35,7 +35,7 @@ setup: ## make the environment; every other target does so by itself
 	@sh scripts/setup "$(VENV)"
 
 demo: setup ## train on real text, padded against packed, and write report.html (under 3 minutes)
-	$(RUN) -m varlen demo --report "$(SCRATCH)/report.html" $(ARGS)
+	$(RUN) -m varlen demo --output "$(SCRATCH)/report.html" $(ARGS)
 
 test: setup ## run the tests
 	$(PYTEST) -n $(WORKERS) $(ARGS)
