@@ -147,7 +147,8 @@ def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> 
     piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
     if items.item_of is None:
         return piece_work
-    return np.bincount(items.item_of, weights=piece_work, minlength=items.slots.size)
+    item_work: FloatArray = np.bincount(items.item_of, weights=piece_work, minlength=items.slots.size)
+    return item_work
 
 
 def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

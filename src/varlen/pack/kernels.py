@@ -10,6 +10,9 @@ places all items of one length at once (histogram packing: Krell et al. 2021, ar
 costs the same for a thousand documents as for a billion.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 import numpy as np

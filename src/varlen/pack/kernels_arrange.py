@@ -3,6 +3,9 @@
 Compiled by numba; `reference.py` says in plain Python what each must return.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 import numpy as np

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,13 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
 
 
 def first_fit(
-    order: Int32, slots: Int32, sizes: Int32, capacity: int, max_documents: int, most_packs: int, pack_of: Int32
+    order: Int32,
+    slots: Int32,
+    sizes: Int32,
+    capacity: int,
+    max_documents: int,
+    most_packs: int,
+    pack_of: Int32,
 ) -> int:
     """Put each item, in the order given, into the first pack with space; returns the number of packs."""
     rooms: list[int] = []
@@ -105,7 +111,7 @@ def first_fit(
     return len(rooms)
 
 
-def _fitting(rooms: list[int], places: list[int], slot: int, size: int) -> Iterable[int]:
+def _fitting(rooms: list[int], places: list[int], slot: int, size: int) -> Iterator[int]:
     """The packs with space for an item, in order."""
     return (pack for pack in range(len(rooms)) if rooms[pack] >= slot and places[pack] >= size)
 
@@ -173,8 +179,9 @@ def wrapped(
             places -= 1
             start = stop
     if pieces and len(documents) >= len(pieces):
-        for array, values in zip((documents, starts, stops, pack_of), zip(*pieces)):
-            array[: len(pieces)] = values
+        table = np.array(pieces)
+        documents[: len(pieces)], starts[: len(pieces)] = table[:, 0], table[:, 1]
+        stops[: len(pieces)], pack_of[: len(pieces)] = table[:, 2], table[:, 3]
     return len(pieces), num_packs
 
 

@@ -25,6 +25,11 @@ from varlen.pack.pieces import fit
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
+_PASSES: dict[Method, tuple[Method, ...]] = {
+    "best_fit": ("best_fit", "balanced", "best_fit_decreasing"),
+    "first_fit": ("first_fit", "balanced", "best_fit_decreasing"),
+}
+"""Methods that pack a window one after the other, each what the one before left in packs that aren't full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +48,20 @@ class _Waiting:
     def take(self, index: Any) -> _Waiting:
         """Some of the pieces."""
         return _Waiting(
-            records=self.records[index], starts=self.starts[index], stops=self.stops[index], ages=self.ages[index]
+            records=self.records[index],
+            starts=self.starts[index],
+            stops=self.stops[index],
+            ages=self.ages[index],
+        )
+
+    def by_arrival(self) -> _Waiting:
+        """The same pieces in the order in which they came."""
+        return self.take(np.lexsort((self.starts, self.records)))
+
+    def older(self) -> _Waiting:
+        """The same pieces, one window older."""
+        return _Waiting(
+            records=self.records, starts=self.starts, stops=self.stops, ages=self.ages + np.int32(1)
         )
 
     def and_then(self, other: _Waiting) -> _Waiting:
@@ -67,8 +85,9 @@ class WindowPacker:
     Whenever `window` pieces are waiting they are packed; packs at least `min_fill` full go out, and the
     pieces of the others wait for the next window, oldest first. A piece that has waited `max_age` windows goes
     out however full its pack is, and at most half a window is ever carried over, so nothing starves and memory
-    stays bounded. With the default method a window is packed best-fit in the order of arrival, so that a
-    pack's documents stay a random sample, and only what that leaves over is packed best-fit-decreasing.
+    stays bounded. With the default method a window is packed best-fit in the order of arrival, what that
+    leaves over balanced, and only the rest best-fit-decreasing, so that packs stay nearly random samples of the
+    documents.
 
     The packs depend on the settings and the order of lengths, not on how they are divided among calls of
     `add`.
@@ -100,7 +119,7 @@ class WindowPacker:
         overlong: Overlong = "split",
         max_documents: int | None = None,
         document_multiple_of: int = 1,
-        min_fill: float = 0.998,
+        min_fill: float = 0.995,
         max_age: int = 4,
     ) -> None:
         as_choice(method, "method", get_args(Method))
@@ -174,7 +193,9 @@ class WindowPacker:
 
     def flush(self) -> Packing:
         """Pack all that is waiting and return it; the packer is empty then and may go on."""
-        parts = [self._packed(self._waiting, "wrapped" if self._method == "wrapped" else "best_fit_decreasing")]
+        parts = [
+            self._packed(self._waiting, "wrapped" if self._method == "wrapped" else "best_fit_decreasing")
+        ]
         self._waiting, self._fresh = _nothing(), 0
         return self._hand_out(parts, {}, np.empty(0, np.int32))
 
@@ -205,14 +226,20 @@ class WindowPacker:
                 stops=np.asarray(waiting["stops"], np.int32),
                 ages=np.asarray(waiting["ages"], np.int32),
             )
-            num_records, fresh, ledger = int(state["num_records"]), int(state["fresh"]), Ledger(**state["ledger"])
+            num_records, fresh, ledger = (
+                int(state["num_records"]),
+                int(state["fresh"]),
+                Ledger(**state["ledger"]),
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"this is no state of a WindowPacker: {type(error).__name__} {error}") from None
         if version != _VERSION:
             raise StateError(f"the state has version {version!r}, this varlen reads version {_VERSION}")
         changed = [name for name, value in self._settings().items() if settings.get(name) != value]
         if changed:
-            was = ", ".join(f"{name} {settings.get(name)!r}, here {self._settings()[name]!r}" for name in changed)
+            was = ", ".join(
+                f"{name} {settings.get(name)!r}, here {self._settings()[name]!r}" for name in changed
+            )
             raise StateError(f"the state was made with other settings: {was}; make the packer with those")
         sizes = {len(restored.records), len(restored.starts), len(restored.stops), len(restored.ages)}
         tokens = int((restored.stops.astype(np.int64) - restored.starts).sum())
@@ -244,7 +271,9 @@ class WindowPacker:
             try:
                 pieces = fit(lengths, self._capacity, self._overlong)
             except OverlongDocumentError as error:
-                raise OverlongDocumentError(f"{error}; documents are counted from record {self._num_records:,}") from None
+                raise OverlongDocumentError(
+                    f"{error}; documents are counted from record {self._num_records:,}"
+                ) from None
             kept, documents, starts, losses = pieces.lengths, pieces.documents, pieces.starts, pieces.losses
         numbers = np.arange(kept.size) if documents is None else documents
         first = np.zeros(kept.size, np.int32) if starts is None else starts
@@ -275,20 +304,17 @@ class WindowPacker:
 
     def _pack_window(self, pieces: _Waiting) -> tuple[tuple[_Waiting, IntArray], _Waiting]:
         """Pack one window; returns the packs to hand out and the pieces to carry over."""
-        ordered, offsets = self._packed(pieces, self._method)
-        full = self._is_full(ordered, offsets)
-        ready = _packs(ordered, offsets, full)
-        rest = _packs(ordered, offsets, ~full)
-        if self._method == "wrapped":
-            return ready, _older(rest[0])
-        if self._method not in ("best_fit_decreasing", "first_fit_decreasing", "balanced", "next_fit") and len(rest[0]):
-            by_arrival = np.lexsort((rest[0].starts, rest[0].records))
-            rest = self._packed(rest[0].take(by_arrival), "best_fit_decreasing")
-        out = self._is_full(*rest) | self._must_go(*rest)
-        ready = _joined(ready, _packs(*rest, out))
-        left = _packs(*rest, ~out)[0]
-        left = left.take(np.lexsort((left.starts, left.records)))
-        return ready, _older(left)
+        ready: tuple[_Waiting, IntArray] = (_nothing(), np.zeros(1, np.int64))
+        rest = pieces
+        for method in _PASSES.get(self._method, (self._method,)):
+            packs = self._packed(rest, method)
+            full = self._is_full(*packs)
+            ready, rest = _joined(ready, _packs(*packs, full)), _packs(*packs, ~full)[0].by_arrival()
+        last = _packs(*packs, ~full)
+        if self._method != "wrapped":  # a stream without holes waits for its next token, whatever its age
+            out = self._must_go(*last)
+            ready, rest = _joined(ready, _packs(*last, out)), _packs(*last, ~out)[0].by_arrival()
+        return ready, rest.older()
 
     def _is_full(self, pieces: _Waiting, offsets: IntArray) -> npt.NDArray[np.bool_]:
         """Which packs are full enough to hand out, by the space their slots leave or their number of pieces."""
@@ -348,14 +374,11 @@ class WindowPacker:
 def _packs(pieces: _Waiting, offsets: IntArray, chosen: npt.NDArray[np.bool_]) -> tuple[_Waiting, IntArray]:
     """Some of the packs."""
     sizes = np.diff(offsets)
-    return pieces.take(np.repeat(chosen, sizes)), np.concatenate([[0], np.cumsum(sizes[chosen])]).astype(np.int64)
+    return pieces.take(np.repeat(chosen, sizes)), np.concatenate([[0], np.cumsum(sizes[chosen])]).astype(
+        np.int64
+    )
 
 
 def _joined(first: tuple[_Waiting, IntArray], second: tuple[_Waiting, IntArray]) -> tuple[_Waiting, IntArray]:
     """Packs and others after them."""
     return first[0].and_then(second[0]), np.concatenate([first[1], second[1][1:] + first[1][-1]])
-
-
-def _older(pieces: _Waiting) -> _Waiting:
-    """The same pieces, one window older."""
-    return _Waiting(records=pieces.records, starts=pieces.starts, stops=pieces.stops, ages=pieces.ages + np.int32(1))

@@ -1,0 +1,258 @@
+"""Collating: `vl.collate` beside the flattening collators, and beside a plain copy of as many bytes.
+
+The flattening collator's best case is measured, not assumed: a sweep over document lengths, batch sizes and
+input forms finds where it is fastest with an output equal to varlen's, and a target is judged there too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import varlen as vl
+from benchmarks import checks
+from benchmarks.inputs import CAPACITY, Documents, lognormal_lengths
+from benchmarks.peers import transformers, trl
+from benchmarks.rows import Contestant, Race, Row
+from benchmarks.step import Step
+from benchmarks.stopwatch import alternate
+
+SECTION = "collating"
+ROUNDS = 15
+FROM_ARRAYS = 150.0
+FROM_LISTS = 10.0
+OF_COPY_RATE = 1 / 3
+"""What the issue asks for: times as fast as the collator's best case, and share of the memory-copy rate."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents that fill a few packs, and the packing that puts them all into one flat batch."""
+
+    name: str
+    documents: Documents
+    packing: vl.Packing
+
+    @classmethod
+    @cache
+    def of(cls, kind: str, num_packs: int) -> Batch:
+        """Draw documents that fill about so many packs of 8,192 tokens.
+
+        Args:
+            kind: "log-normal", or "short" for documents of 200 tokens each.
+            num_packs: packs' worth of documents; each is put where best-fit-decreasing puts it.
+        """
+        budget = num_packs * CAPACITY
+        many = (
+            lognormal_lengths(budget // 100, seed=1) if kind == "log-normal" else np.full(budget // 200, 200)
+        )
+        lengths = many[np.cumsum(many) <= budget]
+        packing = vl.pack(lengths, capacity=CAPACITY)
+        return cls(f"{kind} documents", Documents.draw(lengths), packing)
+
+    @property
+    def packed_lists(self) -> list[list[int]]:
+        """The documents as lists, in the order in which they stand in the packs."""
+        return [self.documents.lists[i] for i in self.packing.document_ids.tolist()]
+
+    @property
+    def packed_arrays(self) -> list[np.ndarray]:
+        """The documents as int64 arrays of their own, in that order."""
+        return [self.documents.arrays[i].astype(np.int64) for i in self.packing.document_ids.tolist()]
+
+
+SMALL, MEDIUM, LARGE = 1, 8, 64
+KINDS = ("log-normal", "short")
+
+
+def steps() -> list[Step]:
+    """Return what this section measures."""
+    return [
+        Step("the flattening collator's best case, and ours from flat arrays", _race_best_case),
+        Step("from flat arrays", partial(_race_collator, "log-normal", MEDIUM, "flat")),
+        Step("from flat arrays, small and large batches", _race_other_sizes),
+        Step("from Arrow", partial(_race_collator, "log-normal", MEDIUM, "arrow")),
+        Step("from lists", partial(_race_collator, "log-normal", MEDIUM, "lists")),
+        Step("its bare minimum, and what a Trainer asks for", _race_other_settings),
+        Step("TRL's padding-free collator", _race_trl),
+        Step("copying as many bytes", _race_copies),
+    ]
+
+
+def _ours(batch: Batch, form: str, layout: str = "flat", out: Any = None) -> Callable[[], vl.PackedBatch]:
+    """Return the call of `vl.collate` on a batch in one of its input forms."""
+    documents = batch.documents
+    given = {
+        "flat": (documents.tokens, documents.offsets),
+        "arrow": documents.arrow,
+        "lists": documents.lists,
+    }[form]
+    options = {} if out is None else {"out": out}
+
+    def collate() -> vl.PackedBatch:
+        return vl.collate(given, batch.packing, layout=layout, **options)
+
+    return collate
+
+
+def _theirs(batch: Batch, form: str, **settings: Any) -> Callable[[], Any]:
+    """Return the collator's call on the same documents, in the order in which they are packed."""
+    documents: list = batch.packed_lists if form == "lists" else batch.packed_arrays
+    if form == "torch":
+        import torch
+
+        documents = [torch.from_numpy(document) for document in documents]
+    return transformers.collator(documents, **settings)
+
+
+def _best_form(batch: Batch) -> tuple[str, float]:
+    """Return the input form in which the collator handles this batch fastest, and its tokens per second."""
+    rates = {}
+    for form in transformers.INPUTS:
+        call = _theirs(batch, form, return_tensors="np")
+        call()
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            call()
+            times.append(time.process_time() - start)
+        rates[form] = batch.documents.num_tokens / median(times)
+    best = max(rates, key=lambda form: rates[form])
+    return best, rates[best]
+
+
+def _race_best_case() -> list[Row]:
+    """Find the batch on which the collator is fastest, and race it there from flat arrays and from Arrow."""
+    sweep = {
+        (kind, size): _best_form(Batch.of(kind, size)) for kind in KINDS for size in (SMALL, MEDIUM, LARGE)
+    }
+    best = max(sweep, key=lambda place: sweep[place][1])
+    note = "where a sweep over documents, batch sizes and input forms found the collator fastest"
+    return [*_race_collator(*best, "flat", note), *_race_collator(*best, "arrow", note)]
+
+
+def _race_other_sizes() -> list[Row]:
+    """Race one pack a call, and a batch that no cache holds; shown without a target."""
+    return [
+        row
+        for size in (SMALL, LARGE)
+        for row in _race_collator("log-normal", size, "flat", is_targeted=False)
+    ]
+
+
+def _race_collator(kind: str, size: int, form: str, note: str = "", is_targeted: bool = True) -> list[Row]:
+    """Race `vl.collate` from one input form against the collator from its fastest.
+
+    From lists both get the same lists: there the target is lower, since reading a list of ints is most of
+    the work.
+    """
+    batch = Batch.of(kind, size)
+    best = "lists" if form == "lists" else _best_form(batch)[0]
+    ours, theirs = _ours(batch, form), _theirs(batch, best, return_tensors="np")
+    checks.same_batch(ours(), theirs())
+    target = FROM_LISTS if form == "lists" else FROM_ARRAYS
+    settings = f'from {best}, return_tensors="np", positions, segments and boundaries'
+    return [
+        _race(batch, form, ours, transformers.NAME, settings, theirs, target if is_targeted else None, note)
+    ]
+
+
+def _race_other_settings() -> list[Row]:
+    """Race the collator at the least it can be asked for, and at what a Trainer asks it for."""
+    batch = Batch.of("log-normal", MEDIUM)
+    least = _theirs(batch, "lists", return_tensors="np", complete=False)
+    trainer = _theirs(batch, "lists", return_tensors="pt")
+    ours = _ours(batch, "flat")
+
+    def ours_to_torch() -> vl.PackedBatch:
+        return ours().to_torch()
+
+    checks.same_batch(ours_to_torch(), trainer())
+    return [
+        _race(
+            batch,
+            "flat",
+            ours,
+            transformers.NAME,
+            "ids and labels alone, from lists",
+            least,
+            None,
+            "varlen writes positions, segments and boundaries besides",
+        ),
+        _race(
+            batch,
+            "flat, then to_torch",
+            ours_to_torch,
+            transformers.NAME,
+            'from lists, return_tensors="pt"',
+            trainer,
+            None,
+            "int64 tensors, as a Trainer gets them",
+        ),
+    ]
+
+
+def _race_trl() -> list[Row]:
+    """Race TRL's padding-free collator from int64 arrays, which it takes fastest; both end in tensors."""
+    batch = Batch.of("log-normal", MEDIUM)
+    theirs, ours = trl.collator(batch.packed_arrays), _ours(batch, "flat")
+
+    def ours_to_torch() -> vl.PackedBatch:
+        return ours().to_torch()
+
+    checks.same_batch(ours_to_torch(), theirs())
+    settings = "from int64 arrays, one a document"
+    return [_race(batch, "flat, then to_torch", ours_to_torch, trl.COLLATOR, settings, theirs, None, "")]
+
+
+def _race_copies() -> list[Row]:
+    """Race `vl.collate` into ready buffers against `np.copyto` of as many bytes into ready arrays."""
+    rows: list[Row] = []
+    for size in (MEDIUM, LARGE, 8 * LARGE):
+        batch = Batch.of("log-normal", size)
+        out = _ours(batch, "flat", "rows")()
+        ours = _ours(batch, "flat", "rows", out)
+        written = (out.input_ids, out.labels, out.position_ids, out.segment_ids)
+        sources = [np.ones_like(array) for array in written]
+        targets = [np.zeros_like(array) for array in written]
+
+        def copy(sources: list = sources, targets: list = targets) -> None:
+            for source, target in zip(sources, targets):
+                np.copyto(target, source)
+
+        megabytes = sum(array.nbytes for array in written) / 1e6
+        note = f"{megabytes:,.1f} MB a call"
+        settings = "the four arrays copied into ready arrays"
+        what = "rows, into the caller's buffers"
+        rows.append(_race(batch, what, ours, "np.copyto", settings, copy, OF_COPY_RATE, note))
+    return rows
+
+
+def _race(
+    batch: Batch,
+    form: str,
+    ours: Callable[[], Any],
+    name: str,
+    settings: str,
+    theirs: Callable[[], Any],
+    target: float | None,
+    note: str,
+) -> Race:
+    """Time two calls that were checked already."""
+    our_samples, their_samples = alternate(ours, theirs, rounds=ROUNDS)
+    num_tokens = batch.documents.num_tokens
+    return Race(
+        section=SECTION,
+        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call",
+        ours=Contestant(name="varlen", call=f"vl.collate from {form}", samples=our_samples),
+        peer=Contestant(name=name, call=settings, samples=their_samples),
+        tokens=num_tokens,
+        target=target,
+        note=note,
+    )

@@ -1,0 +1,111 @@
+"""The inputs of every benchmark: lengths and documents drawn from a seed, and the real sets where present."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CAPACITY = 8192
+NUM_DOCUMENTS = 100_000
+VOCABULARY = 50_000
+REAL_LENGTHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
+_CHUNK = 1 << 20
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+def lognormal_lengths(
+    count: int, *, mean: float = 680.0, sigma: float = 1.0, longest: int = CAPACITY, seed: int = 0
+) -> Int32Array:
+    """Draw document lengths with a long tail, in chunks, so that no more memory is used than the result.
+
+    Args:
+        count: number of documents.
+        mean: mean of the log-normal distribution before it is clipped to `[1, longest]`, in tokens; with the
+            defaults the clipped mean is about 675.
+        sigma: standard deviation of the logarithm.
+        longest: lengths are clipped to this.
+        seed: same seed, same lengths.
+
+    Returns:
+        int32 `[count]`.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.empty(count, np.int32)
+    location = np.log(mean) - sigma**2 / 2
+    for start in range(0, count, _CHUNK):
+        size = min(_CHUNK, count - start)
+        drawn = np.rint(rng.lognormal(location, sigma, size))
+        lengths[start : start + size] = np.clip(drawn, 1, longest)
+    return lengths
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Random token ids as one flat array and offsets, and the same documents in the forms that peers take."""
+
+    tokens: Int32Array
+    """int32 `[num_tokens]`."""
+    offsets: Int64Array
+    """int64 `[num_documents + 1]`."""
+
+    @classmethod
+    def draw(cls, lengths: npt.ArrayLike, *, vocabulary: int = VOCABULARY, seed: int = 0) -> Documents:
+        """Draw uniform token ids for documents of these lengths."""
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        tokens = np.random.default_rng(seed).integers(0, vocabulary, int(offsets[-1]), dtype=np.int32)
+        return cls(tokens, offsets)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> Int64Array:
+        """int64 `[num_documents]`."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def arrays(self) -> list[Int32Array]:
+        """One array a document, views of the flat one."""
+        bounds = self.offsets.tolist()
+        return [self.tokens[a:b] for a, b in pairwise(bounds)]
+
+    @cached_property
+    def lists(self) -> list[list[int]]:
+        """One list of ints a document."""
+        return [array.tolist() for array in self.arrays]
+
+    @cached_property
+    def arrow(self) -> Any:
+        """A `pyarrow.ListArray` of int32 over the same tokens."""
+        import pyarrow as pa
+
+        return pa.ListArray.from_arrays(pa.array(self.offsets.astype(np.int32)), pa.array(self.tokens))
+
+
+def real_lengths(folder: Path = REAL_LENGTHS) -> Iterator[tuple[str, Int32Array]]:
+    """Yield the name and the lengths of every real set, in the order its documents stand in.
+
+    Sets published as a histogram are expanded and shuffled with a fixed seed, because a histogram has no
+    order and sorted lengths would be a kind of input that no data set has. Nothing is yielded where the
+    folder is absent.
+    """
+    for path in sorted(folder.glob("*.npz")):
+        with np.load(path) as stored:
+            if "lengths" in stored:
+                yield path.stem, stored["lengths"].astype(np.int32)
+                continue
+            counts = stored["histogram"]
+        expanded = np.repeat(np.arange(1, len(counts) + 1, dtype=np.int32), counts)
+        np.random.default_rng(0).shuffle(expanded)
+        yield path.stem, expanded

@@ -1,0 +1,93 @@
+"""TRL's best-fit-decreasing packing, with and without moving tokens, and its padding-free collator."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+ALGORITHM = "TRL bfd, algorithm alone"
+PACK_DATASET = "TRL pack_dataset"
+COLLATOR = "TRL DataCollatorForLanguageModeling(padding_free)"
+
+_FIRST = "lengths = pc.make_struct"
+"""How the statement begins that prepares the sort of the lengths; what stands before it moves tokens."""
+_PLACING = "segment_tree.search"
+"""What the loop that fills the bins calls; what stands after it moves tokens."""
+
+
+def algorithm(lengths: np.ndarray, capacity: int) -> Callable[[], list[list[int]]]:
+    """Return a call of the statements inside TRL's `_pack_bfd` that decide which document goes where.
+
+    They are taken from the installed function at run time, from the sort of the lengths to the end of the
+    loop that fills the bins, and run unchanged, in the module's own namespace.
+
+    Raises:
+        RuntimeError: the installed `_pack_bfd` no longer has these statements.
+    """
+    import pyarrow as pa
+    from trl import data_utils
+
+    function = ast.parse(textwrap.dedent(inspect.getsource(data_utils._pack_bfd))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    steps = [ast.unparse(step) for step in function.body]
+    starts = [i for i, step in enumerate(steps) if step.startswith(_FIRST)]
+    loops = [i for i, step in enumerate(steps) if step.startswith("for ") and _PLACING in step]
+    if len(starts) != 1 or len(loops) != 1:
+        raise RuntimeError(
+            "TRL's _pack_bfd has changed: its sort and the loop that fills bins were not found"
+        )
+
+    place = ast.parse("def place(lengths, ids, seq_length):\n    return bins").body[0]
+    assert isinstance(place, ast.FunctionDef)
+    place.body = function.body[starts[0] : loops[0] + 1] + place.body
+    namespace = dict(vars(data_utils))
+    exec(compile(ast.fix_missing_locations(ast.Module([place], [])), "trl.data_utils", "exec"), namespace)
+    arrow_lengths, ids = pa.array(lengths), np.arange(len(lengths))
+
+    def place_all() -> list[list[int]]:
+        return namespace["place"](arrow_lengths, ids, capacity)
+
+    return place_all
+
+
+def pack_dataset(arrow: Any, capacity: int, *, window: int | None) -> Callable[[], Any]:
+    """Return a call of `pack_dataset` on a data set of one Arrow column, its result kept in memory.
+
+    Args:
+        arrow: list array of token ids.
+        capacity: tokens a pack can hold.
+        window: documents packed at a time; None for TRL's default of 1,000.
+    """
+    import datasets
+    import pyarrow as pa
+    import trl
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    data = datasets.Dataset(pa.table({"input_ids": arrow}))
+    options: dict[str, Any] = {"keep_in_memory": True}
+    if window is not None:
+        options["batch_size"] = window
+
+    def pack() -> Any:
+        return trl.pack_dataset(data, capacity, strategy="bfd", map_kwargs=dict(options))
+
+    return pack
+
+
+def collator(documents: list) -> Callable[[], Mapping[str, Any]]:
+    """Return a call that flattens documents (lists, arrays or tensors) into one row with their boundaries."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    features = [{"input_ids": document} for document in documents]
+
+    def flatten() -> Mapping[str, Any]:
+        return collate(features)
+
+    return flatten

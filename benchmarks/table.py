@@ -1,0 +1,221 @@
+"""Turn the newest result file into the tables of `docs/benchmarks.md`; needs nothing but Python.
+
+`python -m benchmarks.table` rewrites the part between the markers; `--check` only says whether it is up to
+date, with exit code 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import Contestant, Limit, Race, Row, from_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+START = "<!-- benchmarks: start, written by `python -m benchmarks.table` -->"
+END = "<!-- benchmarks: end -->"
+
+TITLES = {
+    "packing": "Packing",
+    "collating": "Collating",
+    "scale": "A hundred million lengths",
+    "windows": "Packing by windows",
+    "startup": "Starting up",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrite or check the page; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 where the page is stale"
+    )
+    is_check = parser.parse_args(arguments).check
+    page = PAGE.read_text()
+    fresh = spliced(page, render(json.loads(newest(RESULTS).read_text())))
+    if fresh == page:
+        return 0
+    if is_check:
+        print(
+            f"{PAGE.name} is not what the newest result says; run `python -m benchmarks.table`",
+            file=sys.stderr,
+        )
+        return 1
+    PAGE.write_text(fresh)
+    return 0
+
+
+def newest(folder: Path) -> Path:
+    """Return the result file with the latest date in its name.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise FileNotFoundError(f"no result file in benchmarks/{folder.name}; run `make bench`")
+    return files[-1]
+
+
+def spliced(page: str, part: str) -> str:
+    """Return the page with the part between its markers replaced.
+
+    Raises:
+        ValueError: the page doesn't hold each marker once, in order.
+    """
+    if page.count(START) != 1 or page.count(END) != 1 or page.index(START) > page.index(END):
+        raise ValueError(f"the page must hold {START!r} and then {END!r}, once each")
+    head, _, rest = page.partition(START)
+    return f"{head}{START}\n\n{part}\n{END}{rest.partition(END)[2]}"
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return the markdown for one result file: where it was measured, the score, and a table a section."""
+    rows = [from_json(row) for row in result["rows"]]
+    parts = [_origin(result), _score(rows)]
+    for section, title in TITLES.items():
+        mine = [row for row in rows if row.section == section]
+        if not mine:
+            continue
+        parts.append(f"### {title}\n\n{table(mine)}")
+    absent = result.get("absent", [])
+    if absent:
+        parts.append(
+            "### Not measured\n\n" + "\n".join(f"- {entry['what']}: {entry['why']}" for entry in absent)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return one section's rows as a markdown table; of a group only the row nearest to its limit."""
+    listed = list(rows)
+    races = [row for row in listed if isinstance(row, Race)]
+    limits = _worst_of_groups([row for row in listed if isinstance(row, Limit)])
+    lines = []
+    if races:
+        has_fill = any(row.peer.fill is not None for row in races)
+        fill = " fill, ours / theirs |" if has_fill else ""
+        lines += [
+            f"| what | varlen | peer | ratio |{fill} target | met |",
+            "|---|---|---|---:|" + "---|" * (2 + has_fill),
+        ]
+        lines += [race_line(row, has_fill) for row in races]
+    if limits:
+        if lines:
+            lines.append("")
+        lines += ["| what | measured | limit | met |", "|---|---:|---:|---|"]
+        lines += [limit_line(row) for row in limits]
+    return "\n".join(lines)
+
+
+def race_line(row: Race, has_fill: bool) -> str:
+    """Return a race as a line of a table."""
+    cells = [
+        row.what + (f" ({row.note})" if row.note else ""),
+        f"`{row.ours.call}`<br>{_times(row.ours, row.tokens)}",
+        f"{row.peer.name}: {row.peer.call}<br>{_times(row.peer, row.tokens)}",
+        f"{ratio_text(row.ratio)}",
+    ]
+    if has_fill:
+        fills = (row.ours.fill, row.peer.fill)
+        cells.append(" / ".join("" if fill is None else f"{100 * fill:.3f} %" for fill in fills))
+    cells += ["" if row.target is None else ratio_text(row.target), verdict(row.met)]
+    return "| " + " | ".join(cells) + " |"
+
+
+def limit_line(row: Limit) -> str:
+    """Return a limited figure as a line of a table."""
+    measured = quantity(row.value, row.unit)
+    if len(row.samples) > 1:
+        measured += f" ({quantity(min(row.samples), row.unit)} to {quantity(max(row.samples), row.unit)})"
+    if row.base is not None:
+        measured += f", against {quantity(row.base, row.unit)} ({100 * (row.value / row.base - 1):+.3f} %)"
+    limit = row.limit_text or ("" if row.limit is None else quantity(row.limit, row.unit))
+    what = row.what + (f" ({row.note})" if row.note else "")
+    return f"| {what} | {measured} | {limit} | {verdict(row.met)} |"
+
+
+def verdict(met: bool | None) -> str:
+    """Return a verdict as a word; nothing for rows without a target."""
+    return "" if met is None else ("yes" if met else "**no**")
+
+
+def ratio_text(ratio: float) -> str:
+    """Return a ratio with three digits that count."""
+    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.3g}x"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Return a value with a unit that keeps it readable."""
+    if unit == "s":
+        for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+            if value >= scale:
+                return f"{value / scale:.3g} {name}"
+        return f"{value / 1e-6:.3g} µs"
+    if unit == "packs":
+        return f"{value:,.0f} packs"
+    return f"{value:.3g} {unit}"
+
+
+def _times(contestant: Contestant, tokens: int | None) -> str:
+    """Return a contestant's median and range, and its rate where there is one."""
+    walls = contestant.samples.wall_s
+    middle = contestant.samples.median_s
+    text = f"{quantity(middle, 's')} ({quantity(min(walls), 's')} to {quantity(max(walls), 's')})"
+    return text if tokens is None else f"{text}, {tokens / middle / 1e6:,.3g} M tokens/s"
+
+
+def _origin(result: dict[str, Any]) -> str:
+    """Say on what and when the figures were measured."""
+    machine, versions = result["machine"], dict(result["versions"])
+    ours = f"varlen {versions.pop('varlen')} ({versions.pop('commit')})"
+    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    load = " to ".join(str(value) for value in result["load"])
+    return (
+        f"Measured on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}. {ours}; {others}. "
+        f"One core and one thread each; load of the machine from start to end {load}."
+    )
+
+
+def _score(rows: list[Row]) -> str:
+    """Say how many targets were reached, and name those that were not."""
+    judged = [row for row in rows if row.met is not None]
+    missed = [row for row in judged if not row.met]
+    text = f"**{len(judged) - len(missed)} of {len(judged)} targets met.**"
+    if missed:
+        text += " Missed: " + "; ".join(_title(row) for row in missed) + "."
+    return text
+
+
+def _title(row: Row) -> str:
+    """Return what a row is about in a few words."""
+    if isinstance(row, Limit):
+        return f"{row.what} ({quantity(row.value, row.unit)})"
+    ratios = f"{ratio_text(row.ratio)} of {ratio_text(row.target or 0)}"
+    return f"{row.what}, {row.ours.call} against {row.peer.name} ({ratios})"
+
+
+def _worst_of_groups(limits: list[Limit]) -> list[Limit]:
+    """Return rows without a group, and of each group the one furthest over, or least under, its limit."""
+    kept: dict[object, Limit] = {}
+    for number, row in enumerate(limits):
+        key = row.group or number
+        if key not in kept or _excess(row) > _excess(kept[key]):
+            kept[key] = row
+    return list(kept.values())
+
+
+def _excess(row: Limit) -> float:
+    """Return how far a value lies over its limit; negative under it."""
+    return row.value - (row.limit if row.limit is not None else row.value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

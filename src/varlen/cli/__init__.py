@@ -1,0 +1,5 @@
+"""The command line: one file a verb, each of which parses, calls and prints."""
+
+from varlen.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,72 @@
+"""`varlen`: gathers the verbs, and turns what goes wrong into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import NoReturn, ParamSpec
+
+import typer
+
+from varlen import __version__
+from varlen.cli.demo import demo
+from varlen.errors import InputError, MissingExtraError, VarlenError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_Arguments = ParamSpec("_Arguments")
+
+app = typer.Typer(
+    name="varlen",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line; exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    app()
+
+
+def _verb(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Make a verb end in one sentence, not a traceback, where the fault is known."""
+
+    @wraps(function)
+    def run(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> None:
+        try:
+            function(*arguments, **settings)
+        except (InputError, MissingExtraError) as error:
+            _stop(str(error), BAD_INPUT)
+        except VarlenError as error:
+            _stop(str(error), FAILED)
+        except KeyboardInterrupt:
+            _stop("interrupted; nothing was written", INTERRUPTED)
+
+    return run
+
+
+def _stop(sentence: str, code: int) -> NoReturn:
+    """Say why, on standard error, and end with an exit code."""
+    print(f"varlen: {sentence}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"varlen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _varlen(
+    version: bool = typer.Option(  # noqa: ARG001
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    """Pack, balance, feed and run variable-length sequences for LLM training."""
+
+
+app.command()(_verb(demo))

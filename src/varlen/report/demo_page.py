@@ -1,0 +1,307 @@
+"""The demo's report: one page of pictures and tables, from the figures alone."""
+
+from __future__ import annotations
+
+from html import escape
+from statistics import fmean, median
+
+from varlen.report import charts, pictures
+from varlen.report.figures import DemoFigures, MethodFigures, PieceFigures, spread
+from varlen.report.findings import findings, headline, loss_gap
+from varlen.report.page import facts, figure, page, paragraph, section, table
+from varlen.report.words import count, difference, memory, percent, times
+
+WIDE, NARROW = 944, 354
+"""Widths that pictures are drawn for: the page's column on a laptop, and on a phone of 390 pixels."""
+MASK_WIDTH = 320
+
+
+def demo_page(figures: DemoFigures) -> str:
+    """Return the whole report as one self-contained HTML page; text of documents in it is escaped."""
+    said = {finding.title: finding.text for finding in findings(figures)}
+    return page(
+        "varlen demo",
+        [
+            _opening(figures),
+            section("Speed", paragraph(said["Against padding"]), _speed(figures), _ratios(figures)),
+            section("Where the time goes", _padding(figures)),
+            section("The loss", paragraph(said["The loss"]), _losses(figures)),
+            section("Against length buckets", paragraph(said["Against length buckets"])),
+            section("Memory", _memory(figures)),
+            section("A packed row and its mask", paragraph(said["Packed windows"]), _row(figures)),
+            section(
+                "Proof of isolation", _verdict(figures), facts(figures.isolation.rows), paragraph(said[_WHY])
+            ),
+            section("The ledger", _ledger(figures)),
+            section("The documents", _documents(figures)),
+            section("What a CPU inflates", paragraph(said["What a CPU inflates"]), _cpu(figures)),
+            section("How it was measured", _setup(figures)),
+        ],
+    )
+
+
+_WHY = "Why boundaries need a proof"
+
+
+def _opening(figures: DemoFigures) -> str:
+    ours, padded, masked = (figures.method(name) for name in ("flattened", "padded", "padded_with_mask"))
+    numbers = (
+        ("varlen", times(ours.tokens_per_s / padded.tokens_per_s), "tokens a second against padded, no mask"),
+        ("", times(ours.tokens_per_s / masked.tokens_per_s), "against padded with a mask"),
+        ("", times(padded.slots_per_token), "positions per token when padded: what padding alone explains"),
+        ("", times(padded.memory_bytes / max(ours.memory_bytes, 1)), "memory of a padded step over a flattened one"),
+    )
+    boxes = "".join(
+        f'<div class="number {kind}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+        for kind, value, note in numbers
+    )
+    lead = (
+        f"A Llama of {figures.num_parameters / 1e6:.1f} million parameters learns {count(ours.num_targets)} targets "
+        f"from {ours.num_documents:,} documents ({figures.corpus.description}) in {figures.steps:,} steps, "
+        f"{len(figures.methods)} times over; only the way that the documents are fed differs."
+    )
+    return (
+        '<header><p class="kicker"><b>varlen</b> demo</p>'
+        f"<h1>{escape(headline(figures))}</h1>{paragraph(lead, 'lead')}</header>"
+        f'<div class="numbers">{boxes}</div>'
+    )
+
+
+def _speed(figures: DemoFigures) -> str:
+    rows = [
+        charts.Bar(label=m.title, value=m.tokens_per_s, note=count(m.tokens_per_s), kind=m.role)
+        for m in figures.methods
+    ]
+    label = "effective tokens per second of each method"
+    return figure(
+        charts.bars(rows, WIDE, label),
+        charts.bars(rows, NARROW, label),
+        "Effective tokens per second: tokens of documents, padding not counted, over the time from the "
+        f"documents' tokens to the updated weights. {figures.threads} threads; methods took turns step by step.",
+    )
+
+
+def _ratios(figures: DemoFigures) -> str:
+    ours = figures.method("flattened")
+    rows = [
+        (
+            method.role,
+            (
+                method.title,
+                count(method.tokens_per_s),
+                count(method.tokens_per_cpu_s),
+                times(ours.tokens_per_s / method.tokens_per_s),
+                times(ours.tokens_per_cpu_s / method.tokens_per_cpu_s),
+                f"{method.slots_per_token:.2f}",
+            ),
+        )
+        for method in figures.methods
+    ]
+    head = (
+        "",
+        "tokens per second",
+        "tokens per CPU second",
+        "flattened is faster by, wall",
+        "by, CPU time",
+        "positions per token",
+    )
+    return table(head, rows)
+
+
+def _padding(figures: DemoFigures) -> str:
+    batch = figures.picture.batch
+    longest = max(piece.num_tokens for piece in batch)
+    slots, tokens = longest * len(batch), sum(piece.num_tokens for piece in batch)
+    half = (WIDE - 40) // 2
+    return (
+        '<div class="pair"><div><h3>Padded</h3>'
+        + _twice(pictures.padded_batch(batch, half), pictures.padded_batch(batch, NARROW))
+        + "</div><div><h3>Flattened</h3>"
+        + _twice(pictures.flattened_batch(batch, half), pictures.flattened_batch(batch, NARROW))
+        + "</div></div>"
+        + _caption(
+            f"The first random batch, {len(batch)} documents, to one scale. Padded to its longest document it has "
+            f"{slots:,} positions, of which {tokens:,} hold a token ({percent(tokens / slots)}). "
+            "Flattened, the same documents stand end to end, broken here into lines of the same width."
+        )
+    )
+
+
+def _losses(figures: DemoFigures) -> str:
+    rows = [
+        charts.Dots(
+            label=method.title,
+            values=figures.losses(method),
+            note=f"{fmean(figures.losses(method)):.3f} ± {spread(figures.losses(method)):.3f}",
+            kind=method.role,
+        )
+        for method in figures.methods
+    ]
+    label = "validation loss of each method, one dot a seed"
+    ours = figures.method("flattened")
+    gaps = []
+    for method in figures.methods:
+        gap, gap_spread = loss_gap(figures, method, ours)
+        gaps.append((method.role, (method.title, f"{difference(gap)} ± {gap_spread:.3f}", _origin(figures, method))))
+    return figure(
+        charts.dots(rows, WIDE, label, _loss_words),
+        charts.dots(rows, NARROW, label, _loss_words),
+        f"Validation loss in nats after {figures.steps:,} steps; one dot for each of {len(figures.seeds)} seeds, "
+        "their mean as a stroke, and half their range after ±. Seeds change documents, batches and initial weights, "
+        "so compare within a seed, as the table does. So few steps show equality, not a trained model.",
+    ) + table(("", "loss above flattened, same seed", "trained in its own layout"), gaps)
+
+
+def _origin(figures: DemoFigures, method: MethodFigures) -> str:
+    """Say for which seeds a method was trained as its name says, and where other seeds' losses come from."""
+    if method.same_loss_as is not None and None in method.validation_losses:
+        twin = figures.method(method.same_loss_as)
+        return f"seed {figures.seeds[0]}; further seeds: {twin.title}, same batches"
+    if method.name == "bucketed" and len(figures.seeds) > 1:
+        return f"seed {figures.seeds[0]}; further seeds: the same batches flattened"
+    return "every seed"
+
+
+def _memory(figures: DemoFigures) -> str:
+    rows = [
+        charts.Bar(label=m.title, value=m.memory_bytes, note=memory(m.memory_bytes), kind=m.role)
+        for m in figures.methods
+    ]
+    label = "peak memory of each method"
+    return figure(
+        charts.bars(rows, WIDE, label),
+        charts.bars(rows, NARROW, label),
+        "Most memory that a step held, beyond what its process held before the first step (interpreter, torch, "
+        "model). Every method ran in a process of its own; the peak is the operating system's count of resident "
+        "memory. Logits are formed in blocks by every method, so none pays for them all at once.",
+    )
+
+
+def _row(figures: DemoFigures) -> str:
+    row, capacity = figures.picture.row, figures.picture.capacity
+    rest = WIDE - MASK_WIDTH - 40
+    longest = max(piece.num_tokens for piece in row)
+    packed_cells = sum(piece.num_tokens**2 for piece in row)
+    return (
+        _twice(pictures.packed_row(row, capacity, WIDE), pictures.packed_row(row, capacity, NARROW))
+        + _legend(row)
+        + '<div class="pair masks" style="margin-top:24px"><div><h3>Its mask</h3>'
+        + _twice(
+            pictures.packed_mask(row, capacity, MASK_WIDTH), pictures.packed_mask(row, capacity, NARROW)
+        )
+        + "</div><div><h3>The same documents padded: a mask for each</h3>"
+        + _twice(
+            pictures.padded_masks(row, capacity, MASK_WIDTH, rest),
+            pictures.padded_masks(row, capacity, NARROW, NARROW),
+        )
+        + "</div></div>"
+        + _caption(
+            f"The packed row with the most documents: {len(row)} in {capacity:,} slots, "
+            f"{capacity - sum(piece.num_tokens for piece in row):,} of them free. A position (downwards) attends to "
+            f"the coloured positions (across) only. Per-document attention computes the coloured blocks, "
+            f"{packed_cells / 1e6:.2f} million pairs before causality; padded to the longest, the same documents "
+            f"take {len(row) * longest**2 / 1e6:.2f} million. Both to one scale."
+        )
+    )
+
+
+def _legend(pieces: tuple[PieceFigures, ...]) -> str:
+    lines = "".join(
+        f'<li><i class="{pictures.colour(index)}"></i><span>{piece.num_tokens:,} tokens</span>'
+        f"<code>{escape(piece.excerpt)}</code></li>"
+        for index, piece in enumerate(pieces)
+    )
+    return f'<ul class="legend">{lines}</ul>'
+
+
+def _verdict(figures: DemoFigures) -> str:
+    proof = "the control leaked, as it must" if figures.isolation.is_proved else "not proved"
+    return f'<p class="verdict"><b>{escape(figures.isolation.verdict)}</b> ({escape(proof)})</p>' + paragraph(
+        "On the model that the packed run trained: one document of a packed row is changed at a time, and the "
+        "logits of all others must not move by a single bit. Without boundaries they must move, or the check is "
+        "blind."
+    )
+
+
+def _ledger(figures: DemoFigures) -> str:
+    ledger = figures.ledger
+    return (
+        f'<p class="sum">{ledger.tokens_in:,} <small>tokens in</small> = {ledger.packed:,} <small>packed</small> + '
+        f"{ledger.truncated:,} <small>cut</small> + {ledger.dropped:,} <small>dropped</small>; "
+        f"{ledger.duplicated:,} <small>twice</small>, {ledger.balance:,} <small>unaccounted for</small></p>"
+        + paragraph(
+            f"Of {ledger.documents_in:,} documents, {ledger.truncated_documents:,} are longer than "
+            f"{figures.max_length:,} tokens and lose their end, in every method alike. Packed tokens are counted "
+            "from the finished packs. Every method trained each document once and "
+            f"{figures.method('packed').num_targets:,} targets; the demo stops if they differ."
+        )
+    )
+
+
+def _documents(figures: DemoFigures) -> str:
+    corpus = figures.corpus
+    label = "lengths of documents on a log axis, by share of documents and of tokens"
+    drawn = (
+        f"{corpus.documents_found:,} documents were found"
+        + (" before reading stopped" if corpus.is_cut else "")
+        + f"; {corpus.num_documents:,} of them are shown"
+        + (f" ({corpus.too_short:,} of fewer than two tokens left out)" if corpus.too_short else "")
+    )
+    return figure(
+        charts.histogram(corpus.lengths, figures.max_length, WIDE, label),
+        charts.histogram(corpus.lengths, figures.max_length, NARROW, label),
+        f"Length in tokens, half an octave a bar: {corpus.description}. {drawn}. Median "
+        f"{median(corpus.lengths):,.0f}, mean {fmean(corpus.lengths):,.0f}, longest {max(corpus.lengths):,} tokens. "
+        f"Padded in random batches of {figures.batch_documents}, all of them would take {corpus.padded_ratio:.2f} "
+        f"positions a token; sorted {corpus.bucket_pool:,} at a time, {corpus.bucketed_ratio:.2f}. Each seed trains "
+        "on a draw that is even over the lengths.",
+    )
+
+
+def _cpu(figures: DemoFigures) -> str:
+    ours = figures.method("flattened")
+    rows = [
+        (
+            method.role,
+            (
+                method.title,
+                f"{method.wall_s:.1f} s",
+                f"{method.user_s:.1f} s",
+                f"{method.system_s:.1f} s",
+                percent(method.system_s / method.cpu_s),
+                times(method.user_s / ours.user_s),
+            ),
+        )
+        for method in figures.methods
+    ]
+    head = ("", "wall", "CPU, user", "CPU, system", "system's share", "user time over flattened")
+    return table(head, rows)
+
+
+def _setup(figures: DemoFigures) -> str:
+    rows = (
+        ("documents", f"{figures.corpus.description}; {figures.corpus.vocab_size:,} tokens of a byte-level BPE"),
+        ("steps, batch", f"{figures.steps:,} steps of {figures.batch_documents:,} documents, cut at {figures.max_length:,}"),
+        ("seeds", ", ".join(str(seed) for seed in figures.seeds)),
+        ("model", f"Llama, {figures.num_parameters:,} parameters, float32; AdamW; token mean loss"),
+        ("threads", str(figures.threads)),
+        *figures.machine,
+        ("whole demo", f"{figures.total_s:.0f} s"),
+    )
+    return facts(rows) + paragraph(
+        "All methods share the model's initial weights, the optimizer, and a loss that runs the head over every "
+        "position, padding included, as transformers does. The padded runs call the same attention kernel as the "
+        "flattened one. Times are one run's, on whatever else the machine was doing."
+    )
+
+
+def _twice(wide: str, narrow: str) -> str:
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def _caption(content: str) -> str:
+    return f"<figcaption>{escape(content)}</figcaption>"
+
+
+def _loss_words(value: float) -> str:
+    return f"{value:.2f}"

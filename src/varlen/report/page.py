@@ -1,0 +1,98 @@
+"""A self-contained HTML page: its parts as escaped text, one style sheet inside, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from varlen.errors import SettingError
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Join parts to a page.
+
+    Args:
+        title: of the window.
+        parts: HTML of the page's body, in order.
+    """
+    style = files("varlen.report").joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(parts)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """Put parts under a heading."""
+    return f"<section>\n<h2>{escape(title)}</h2>\n" + "\n".join(parts) + "\n</section>"
+
+
+def paragraph(content: str, kind: str = "") -> str:
+    """Write a paragraph of plain text."""
+    return f'<p class="{escape(kind)}">{escape(content)}</p>' if kind else f"<p>{escape(content)}</p>"
+
+
+def figure(wide: str, narrow: str, caption: str) -> str:
+    """Show one drawing on wide windows and another on narrow ones, with a caption in plain text."""
+    return (
+        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Write a table of plain text; it scrolls sideways where it doesn't fit.
+
+    Args:
+        head: titles of the columns.
+        rows: the class of each row, and its cells.
+    """
+    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    lines = "\n".join(
+        f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for kind, cells in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Write names and values, one a line."""
+    lines = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f'<table class="facts"><tbody>\n{lines}\n</tbody></table>'
+
+
+def write_page(path: Path, content: str) -> None:
+    """Write a page whole or not at all: under another name in the same folder, then renamed.
+
+    Raises:
+        SettingError: the folder is missing or can't be written, or `path` is a folder.
+    """
+    check_writable(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise SettingError(f"{path} can't be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where no page could be written, before hours of work are done for it.
+
+    Raises:
+        SettingError: the folder is missing or can't be written, or `path` is a folder.
+    """
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder; name a file in it, such as {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise SettingError(f"the folder {path.parent} doesn't exist; create it, or name another for {path.name}")
+    if not os.access(path.parent, os.W_OK):
+        raise SettingError(f"the folder {path.parent} can't be written; name another for {path.name}")

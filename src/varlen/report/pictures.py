@@ -1,0 +1,93 @@
+"""Documents as coloured strips, padded and packed, and the masks that say who attends to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from varlen.report.figures import PieceFigures
+from varlen.report.svg import drawing, polygon, rect, text
+
+NUM_COLOURS = 10
+"""Colours of documents in the page's style sheet, used in turn."""
+
+
+def padded_batch(pieces: Sequence[PieceFigures], width: int) -> str:
+    """Draw one document a row, and what padding to the longest adds."""
+    longest = max(piece.num_tokens for piece in pieces)
+    pitch = 13
+    marks = []
+    for index, piece in enumerate(pieces):
+        y, length = index * pitch, width * piece.num_tokens / longest
+        marks.append(rect(length, y, width - length, pitch - 2, "padding"))
+        marks.append(rect(0, y, length, pitch - 2, colour(index), tip(piece)))
+    return drawing(width, pitch * len(pieces), marks, "a padded batch: one document a row, the rest padding")
+
+
+def flattened_batch(pieces: Sequence[PieceFigures], width: int) -> str:
+    """Draw the same documents end to end, broken into lines as long as the padded batch is wide."""
+    longest = max(piece.num_tokens for piece in pieces)
+    pitch, at = 13, 0
+    marks = []
+    for index, piece in enumerate(pieces):
+        left = piece.num_tokens
+        while left > 0:
+            row, column = divmod(at, longest)
+            part = min(left, longest - column)
+            box = (width * column / longest, row * pitch, width * part / longest, pitch - 2)
+            marks.append(rect(*box, colour(index), tip(piece)))
+            at, left = at + part, left - part
+    rows = -(-at // longest)
+    return drawing(width, pitch * rows, marks, "the same documents end to end")
+
+
+def packed_row(pieces: Sequence[PieceFigures], capacity: int, width: int) -> str:
+    """Draw a row of documents one after another, its free slots at the end."""
+    marks, at = [rect(0, 0, width, 22, "padding")], 0
+    for index, piece in enumerate(pieces):
+        marks.append(rect(width * at / capacity, 0, width * piece.num_tokens / capacity, 22, colour(index), tip(piece)))
+        at += piece.num_tokens
+    return drawing(width, 22, marks, f"a packed row of {capacity:,} slots")
+
+
+def packed_mask(pieces: Sequence[PieceFigures], capacity: int, width: int) -> str:
+    """Draw which position (down) attends to which (across) in a packed row: a triangle for each document."""
+    scale, at = width / capacity, 0
+    marks = [rect(0, 0, width, width, "unused")]
+    for index, piece in enumerate(pieces):
+        marks.append(_triangle(at * scale, at * scale, piece.num_tokens * scale, index, piece))
+        at += piece.num_tokens
+    return drawing(width, width, marks, "the mask of the packed row: one causal triangle for each document")
+
+
+def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int, width: int) -> str:
+    """Draw the masks of the same documents padded, to the scale of `packed_mask`: a whole square for each.
+
+    Args:
+        pieces: of the packed row.
+        capacity: of the packed row.
+        scale_width: the width that `packed_mask` is drawn in.
+        width: of this picture; squares are set in as many columns as fit.
+    """
+    side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
+    columns = max(1, min(len(pieces), int((width + 6) // (side + 6))))
+    marks = []
+    for index, piece in enumerate(pieces):
+        x, y = index % columns * (side + 6), index // columns * (side + 6)
+        marks.append(rect(x, y, side, side, "padding"))
+        marks.append(_triangle(x, y, piece.num_tokens * scale_width / capacity, index, piece))
+    rows = -(-len(pieces) // columns)
+    return drawing(width, rows * (side + 6) - 6, marks, "the masks of the same documents padded: one square for each")
+
+
+def colour(index: int) -> str:
+    """Return the class that colours a picture's n-th document."""
+    return f"doc doc{index % NUM_COLOURS}"
+
+
+def tip(piece: PieceFigures) -> str:
+    """Say which document this is."""
+    return f"document {piece.document_id:,}, {piece.num_tokens:,} tokens: {piece.excerpt}"
+
+
+def _triangle(x: float, y: float, side: float, index: int, piece: PieceFigures) -> str:
+    return polygon([(x, y), (x, y + side), (x + side, y + side)], colour(index), tip(piece))

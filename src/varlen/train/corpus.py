@@ -1,0 +1,157 @@
+"""The demo's documents: text to tokens, a validation set kept aside, and a fair draw for every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.source.interpreter import interpreter_texts
+from varlen.source.read import read_texts
+from varlen.source.tokenize import encode, train_bpe
+from varlen.train.settings import DemoSettings
+from varlen.types import Int32Array, IntArray
+
+MAX_DOCUMENTS = 3000
+"""Documents the demo tokenizes; it trains on a few hundred of them and draws the lengths of all."""
+MAX_CHARACTERS = 32_000_000
+"""Text the demo reads from the user's files, so that a large file doesn't make a newcomer wait."""
+BPE_CHARACTERS = 3_000_000
+"""Text the tokenizer learns from, about a second's worth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Documents:
+    """Documents as flat arrays: document d is `tokens[offsets[d]:offsets[d + 1]]`."""
+
+    tokens: Int32Array
+    """int32 `[num_tokens]`."""
+    offsets: IntArray
+    """int64 `[num_documents + 1]`."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 `[num_documents]`: tokens of each document."""
+        return np.diff(self.offsets)
+
+    def take(self, ids: IntArray) -> Documents:
+        """Return some of the documents, in the order asked for."""
+        pieces = [self.tokens[self.offsets[i] : self.offsets[i + 1]] for i in ids.tolist()]
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[ids])]).astype(np.int64)
+        return Documents(tokens=np.concatenate(pieces), offsets=offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Corpus:
+    """All documents of a demo, and which of them are never trained on."""
+
+    documents: Documents
+    texts: tuple[str, ...]
+    """The text of each document, for pictures."""
+    validation_ids: IntArray
+    """int64: documents kept aside."""
+    train_ids: IntArray
+    """int64: all others."""
+    vocab_size: int
+    description: str
+    """What was read, in words."""
+    documents_found: int
+    """Documents read, of which `MAX_DOCUMENTS` at most were drawn."""
+    too_short: int
+    """Drawn documents of fewer than two tokens, which hold no target and are left out."""
+    is_cut: bool
+    """Whether reading stopped at `MAX_CHARACTERS`."""
+
+    @property
+    def validation(self) -> Documents:
+        """The documents kept aside."""
+        return self.documents.take(self.validation_ids)
+
+    def draw(self, num_documents: int, seed: int) -> IntArray:
+        """Draw documents to train on, in random order, with the lengths of the whole set.
+
+        One document is drawn from each of `num_documents` strata of equal size, from the shortest to the
+        longest: a hundred documents then have the mean and the tail of thousands, and figures depend
+        less on luck.
+
+        Returns:
+            int64 `[num_documents]`, distinct, from `train_ids`.
+        """
+        rng = np.random.default_rng([seed, 1])
+        lengths = self.documents.lengths[self.train_ids]
+        by_length = self.train_ids[np.argsort(lengths, kind="stable")]
+        bounds = np.linspace(0, len(by_length), num_documents + 1).astype(np.int64)
+        drawn = by_length[rng.integers(bounds[:-1], bounds[1:])]
+        return rng.permutation(drawn)
+
+
+def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
+    """Read documents, learn a tokenizer from those that may be trained on, and encode all.
+
+    Args:
+        data: the user's path or glob; None for the interpreter's own sources.
+        settings: of the experiment.
+
+    Raises:
+        SourceError: nothing readable, or fewer documents than the experiment needs.
+    """
+    rng = np.random.default_rng([settings.seed, 0])
+    source = interpreter_texts() if data is None else read_texts(data)
+    found, is_cut = _within_limit(source)
+    if len(found) < settings.num_documents_needed:
+        raise SourceError(_too_few(data, len(found), settings))
+    kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
+    texts = [found[i] for i in kept.tolist()]
+    tokenizer = train_bpe(
+        _first_characters(texts[settings.validation_documents :], BPE_CHARACTERS), settings.model.vocab_size
+    )
+    tokens, offsets = encode(tokenizer, texts)
+    documents = Documents(tokens=tokens, offsets=offsets)
+    usable = np.flatnonzero(documents.lengths >= 2)
+    if len(usable) < settings.num_documents_needed:
+        raise SourceError(_too_few(data, len(usable), settings))
+    return Corpus(
+        documents=documents.take(usable),
+        texts=tuple(texts[i] for i in usable.tolist()),
+        validation_ids=np.arange(settings.validation_documents),
+        train_ids=np.arange(settings.validation_documents, len(usable)),
+        vocab_size=tokenizer.get_vocab_size(),
+        description="the Python sources of this interpreter" if data is None else str(data),
+        documents_found=len(found),
+        too_short=len(texts) - len(usable),
+        is_cut=is_cut,
+    )
+
+
+def _within_limit(source: Iterator[str]) -> tuple[list[str], bool]:
+    """Collect texts up to `MAX_CHARACTERS`, and say whether there were more."""
+    texts: list[str] = []
+    characters = 0
+    for text in source:
+        texts.append(text)
+        characters += len(text)
+        if characters >= MAX_CHARACTERS:
+            return texts, next(source, None) is not None
+    return texts, False
+
+
+def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield texts until they hold `limit` characters."""
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _too_few(data: str | Path | None, found: int, settings: DemoSettings) -> str:
+    """Say how many documents there are, how many it takes, and the way out."""
+    what = "this interpreter's sources hold" if data is None else f"{data} holds"
+    return (
+        f"{what} {found:,} documents of two tokens or more, but the demo needs {settings.num_documents_needed:,}: "
+        f"{settings.steps:,} steps of {settings.batch_documents:,} to train on and "
+        f"{settings.validation_documents:,} to validate; pass more documents, or fewer --steps"
+    )

@@ -1,0 +1,71 @@
+"""What the demo's experiment trains, on how much, and for how long: one frozen noun, checked at the door."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from varlen.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSettings:
+    """A Llama small enough to train on two CPU cores: about 1.4 million parameters."""
+
+    vocab_size: int = 4096
+    """Tokens the tokenizer may learn; the model embeds as many as it did."""
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 2
+    intermediate_size: int = 384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSettings:
+    """The experiment. Every method trains the same documents in the same number of steps."""
+
+    steps: int = 6
+    """Optimizer steps of every run."""
+    batch_documents: int = 16
+    """Documents of a random or bucketed batch, which is one step."""
+    max_length: int = 2048
+    """Documents are cut to this many tokens; packs hold as many."""
+    num_seeds: int = 3
+    """Draws of documents, batches and initial weights, over which validation losses spread."""
+    seed: int = 0
+    """First seed; the others follow it."""
+    validation_documents: int = 48
+    """Documents kept aside, the same for every run."""
+    learning_rate: float = 4e-3
+    threads: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))
+    """Threads of every run."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse settings with which nothing could be trained or compared.
+
+        Raises:
+            SettingError: a setting out of its range, named.
+        """
+        lowest = {
+            "steps": 1,
+            "batch_documents": 2,
+            "max_length": 16,
+            "num_seeds": 1,
+            "seed": 0,
+            "validation_documents": 1,
+            "threads": 1,
+        }
+        for name, limit in lowest.items():
+            if getattr(self, name) < limit:
+                raise SettingError(f"{name} must be at least {limit:,}, got {getattr(self, name):,}")
+
+    @property
+    def run_documents(self) -> int:
+        """Documents that one run trains on."""
+        return self.steps * self.batch_documents
+
+    @property
+    def num_documents_needed(self) -> int:
+        """Documents without which the experiment can't be run: one run's and the validation set's."""
+        return self.run_documents + self.validation_documents

@@ -1,0 +1,114 @@
+"""A process of its own for every run, so that its memory is its own and can be measured.
+
+The processes are forked from a server that has imported torch and nothing else (no thread pool runs in it),
+while the parent never imports torch: six runs start in the time of one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from varlen.errors import InputError, VarlenError
+
+if TYPE_CHECKING:
+    from varlen.train.run import Job
+
+_PRELOAD = ["varlen.train.run", "numba"]
+
+
+def prepare() -> None:
+    """Start importing torch in the background; the first `Worker` then starts at once.
+
+    Threads that wait for one another sleep instead of spinning, so that CPU seconds count work.
+    """
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        forkserver.set_forkserver_preload(_PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_WAIT_POLICY"]
+
+
+class Worker:
+    """A run in a process of its own, which answers one request at a time."""
+
+    def __init__(self, name: str, job: Job) -> None:
+        """Start the process; it builds its model while the caller goes on."""
+        prepare()
+        context = get_context("forkserver")
+        self._name = name
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, job), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        """Return when the model is built and warm."""
+        self._receive()
+
+    def request(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the run and return what it returns.
+
+        Raises:
+            VarlenError: the process died, or the run failed; the message says how.
+        """
+        try:
+            self._connection.send((method, arguments))
+        except OSError:
+            pass  # the process is gone: receiving says how it ended
+        return self._receive()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+        self._process.close()
+
+    def _receive(self) -> Any:
+        try:
+            outcome, value = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=5)
+            raise VarlenError(self._epitaph()) from None
+        if outcome == "refused":
+            raise InputError(f"the run {self._name!r} can't be done: {value}")
+        if outcome == "failed":
+            raise VarlenError(f"the run {self._name!r} failed:\n{value}")
+        return value
+
+    def _epitaph(self) -> str:
+        """Say how the process ended, and what usually helps."""
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return (
+                f"the run {self._name!r} was killed by the system, most likely for lack of memory; "
+                "free some, or shorten documents with --max-length"
+            )
+        return f"the process of the run {self._name!r} ended unexpectedly with exit code {code}"
+
+
+def _serve(connection: Connection, job: Job) -> None:
+    """Build a run, then call its methods as asked until the parent hangs up."""
+    from varlen.train.run import Run
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    try:
+        run = Run(job)
+        connection.send(("done", None))
+        while True:
+            method, arguments = connection.recv()
+            connection.send(("done", getattr(run, method)(*arguments)))
+    except EOFError:
+        return
+    except InputError as error:
+        connection.send(("refused", str(error)))
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))
