@@ -83,7 +83,7 @@ def summary(parts: list[Part]) -> str:
         "",
         "Written by `make soak`.",
         "",
-        f"- {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, after commit {commit.stdout.strip() or 'unknown'}",
+        f"- {datetime.date.today()}, after commit {commit.stdout.strip() or 'unknown'}",
         f"- {machine()}; Python {platform.python_version()}, {versions}",
         "",
         "| part | tests | failed | skipped | minutes | result |",
