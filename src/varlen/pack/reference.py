@@ -208,27 +208,44 @@ def renumber(pack_of: Int32, number: Int64) -> None:
     pack_of[:] = [number[pack] if pack >= 0 else -1 for pack in pack_of.tolist()]
 
 
-def batch_bounds(pack_of: Int32, num_packs: int, longest: int) -> Int64:
-    """Where each pack begins among the placed pieces, int64 `[num_packs + 1]`: a batch is one pack here."""
-    placed = sorted(pack for pack in pack_of.tolist() if pack >= 0)
-    return np.searchsorted(placed, np.arange(num_packs + 1)).astype(np.int64)
+def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
+    """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch."""
+    sizes = np.bincount([pack >> shift for pack in pack_of.tolist() if pack >= 0], minlength=len(begin) - 1)
+    begin[1:] = np.cumsum(sizes)
+    return max(sizes.tolist(), default=0)
 
 
-def gather_batches(pack_of: Int32, lengths: Int32, longest: int, position: Int64, words: Int64) -> None:
-    """Write each piece's word, its number times 2^31 plus its length, in the order of packs."""
+def gather_batches(
+    pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
+) -> None:
+    """Write each piece's word (number, pack's place in the batch, length) at the next position of its batch."""
     for piece, (pack, length) in enumerate(zip(pack_of.tolist(), lengths.tolist())):
         if pack >= 0:
-            words[position[pack]] = (piece << 31) + length
-            position[pack] += 1
+            batch, place = divmod(pack, 1 << shift)
+            words[position[batch]] = (((piece << shift) + place) << length_bits) + length
+            position[batch] += 1
 
 
 def order_batches(
-    words: Int64, begin: Int64, num_pieces: int, longest: int, offsets: Int64, lengths: Int32
+    words: Int64,
+    begin: Int64,
+    shift: int,
+    length_bits: int,
+    buffer: Int64,
+    position: Int64,
+    offsets: Int64,
+    lengths: Int32,
 ) -> None:
-    """Take the words apart into piece numbers (in place) and lengths; the packs are in order already."""
-    offsets[:] = begin
-    lengths[:] = words & (2**31 - 1)
-    words >>= 31
+    """Sort each batch by pack and piece, and take the words apart; working space is left alone."""
+    split = []
+    for batch, (start, stop) in enumerate(zip(begin[:-1].tolist(), begin[1:].tolist())):
+        for word in words[start:stop].tolist():
+            piece, place = divmod(word >> length_bits, 1 << shift)
+            split.append(((batch << shift) + place, piece, word % (1 << length_bits)))
+    split.sort()
+    words[:] = [piece for _, piece, _ in split]
+    lengths[:] = [length for _, _, length in split]
+    offsets[:] = np.searchsorted([pack for pack, _, _ in split], np.arange(len(offsets)))
 
 
 def checksum(lengths: Int32) -> int:
