@@ -104,7 +104,8 @@ class PackedBatch:
         """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
         owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(np.asarray(self.pack_offsets)))
         targets = np.bincount(owner, weights=np.asarray(self.document_targets), minlength=len(self.pack_ids))
-        return np.asarray(self.pack_ids)[targets == 0]
+        empty: IntArray = np.asarray(self.pack_ids)[targets == 0]
+        return empty
 
     def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:
         """Return what to multiply the *sum* of this batch's target losses by, so that a step is a token mean.
@@ -122,7 +123,9 @@ class PackedBatch:
         if reduction not in ("mean", "sum"):
             raise SettingError(f'reduction must be "mean" or "sum", got {reduction!r}')
         if self.step_num_targets == 0:
-            raise SettingError("this step holds no target on any rank, so no loss scale exists; skip the step")
+            raise SettingError(
+                "this step holds no target on any rank, so no loss scale exists; skip the step"
+            )
         return (self.dp_world_size if reduction == "mean" else 1) / self.step_num_targets
 
     def loss_weights(self, weighting: LossWeighting = "token") -> Array:
