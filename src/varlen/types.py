@@ -152,7 +152,7 @@ class Packing:
         """
         array = np.asarray(values)
         wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
-        return np.add.reduceat(wide, self.offsets[:-1]) if self.num_packs else wide[:0]
+        return np.add.reduceat(wide, self.offsets[:-1]) if self.num_packs else wide[:0]  # type: ignore[return-value]
 
     def to_lists(self) -> list[list[int]]:
         """Return the document ids of each pack, for reading and for small tests.

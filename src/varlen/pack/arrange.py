@@ -20,38 +20,49 @@ def shuffled(seed: int, size: int) -> IntArray:
     return order
 
 
-def gather(
-    lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None, longest: int
-) -> tuple[IntArray, IntArray]:
+def arrange(
+    lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None
+) -> tuple[IntArray, IntArray, int, int, int]:
     """Bring the pieces of neighbouring packs together: packs by their first piece, or at random.
+
+    Split from `lay_out` so that a caller with 10^8 documents can let go of `pack_of` in between.
 
     Args:
         lengths: int32 `[num_pieces]`.
         pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed; overwritten.
         num_packs: how many packs were opened.
         seed: permutes the packs; None leaves them in the order of their first piece.
-        longest: at least the largest length.
 
     Returns:
-        Words and batch bounds for `lay_out`.
+        Words, batch bounds, packs a batch and bits a length, and the largest batch: all for `lay_out`.
     """
     used = _kernel("rank_packs")(pack_of, np.full(num_packs, -1, np.int32))
     assert used == num_packs, "a method opened a pack and left it empty"
     if seed is not None:
         _kernel("renumber")(pack_of, shuffled(seed, num_packs))
-    begin = _kernel("batch_bounds")(pack_of, num_packs, longest)
+    length_bits = max(int(lengths.max(initial=0)), 1).bit_length()
+    # A word is 63 bits; 2^11 packs, some 20,000 pieces, are sorted within a core's cache.
+    shift = min(11, 63 - length_bits - max(pack_of.size, 1).bit_length())
+    begin = np.zeros(-(-num_packs >> shift) + 1 if num_packs else 1, np.int64)
+    largest = _kernel("batch_bounds")(pack_of, shift, begin)
     words = np.empty(int(begin[-1]), np.int64)
-    _kernel("gather_batches")(pack_of, lengths, longest, begin.copy(), words)
-    return words, begin
+    _kernel("gather_batches")(pack_of, lengths, shift, length_bits, begin.copy(), words)
+    return words, begin, shift, length_bits, int(largest)
 
 
 def lay_out(
-    words: IntArray, begin: IntArray, num_pieces: int, num_packs: int, longest: int
+    words: IntArray, begin: IntArray, shift: int, length_bits: int, largest: int, num_packs: int
 ) -> tuple[IntArray, Int32Array, IntArray]:
-    """Turn words into piece numbers int64 `[num_placed]` (the same memory), lengths int32 and offsets int64."""
+    """Finish what `arrange` began.
+
+    Returns:
+        Piece numbers int64 `[num_placed]` (in the memory of the words), lengths int32 `[num_placed]`, and
+        offsets int64 `[num_packs + 1]`.
+    """
     offsets = np.zeros(num_packs + 1, np.int64)
     lengths = np.empty(words.size, np.int32)
-    _kernel("order_batches")(words, begin, num_pieces, longest, offsets, lengths)
+    space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
+    _kernel("order_batches")(words, begin, shift, length_bits, *space, offsets, lengths)
     return words, lengths, offsets
 
 

@@ -51,7 +51,9 @@ def lower_bound(
         return 0
     documents = int(counts.sum())
     most = documents if max_documents is None else as_count(max_documents, "max_documents")
-    return max(-(-documents // most), _martello_toth(values.astype(np.int64), counts.astype(np.int64), capacity))
+    return max(
+        -(-documents // most), _martello_toth(values.astype(np.int64), counts.astype(np.int64), capacity)
+    )
 
 
 def _martello_toth(values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], capacity: int) -> int:

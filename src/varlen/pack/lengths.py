@@ -32,7 +32,9 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     if array.ndim != 1:
         raise LengthsError(f"lengths must have one dimension, one number a document; got shape {array.shape}")
     if array.size > LARGEST:
-        raise LengthsError(f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts")
+        raise LengthsError(
+            f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
+        )
     if array.dtype.kind == "f":
         _refuse(array, ~np.isfinite(array), "is not a finite number")
         _refuse(array, array != np.floor(array), "is not a whole number")
@@ -92,4 +94,6 @@ def check_multiple(capacity: int, multiple: int, name: str) -> None:
     if capacity % multiple:
         below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
-        raise SettingError(f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}")
+        raise SettingError(
+            f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}"
+        )

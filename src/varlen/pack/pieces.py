@@ -49,9 +49,7 @@ def fit(lengths: Int32Array, capacity: int, overlong: Overlong) -> Pieces:
     over = int(lengths[too_long].sum(dtype=np.int64))
     if overlong == "truncate":
         kept = np.minimum(lengths, np.int32(capacity))
-        return Pieces(
-            lengths=kept, losses={"truncated": over - many * capacity, "truncated_documents": many}
-        )
+        return Pieces(lengths=kept, losses={"truncated": over - many * capacity, "truncated_documents": many})
     if overlong == "drop":
         kept = np.where(too_long, np.int32(0), lengths)
         return Pieces(lengths=kept, losses={"dropped": over, "dropped_documents": many})
@@ -126,7 +124,12 @@ def as_groups(groups: npt.ArrayLike, num_documents: int) -> IntArray:
 
 
 def gather_groups(
-    lengths: Int32Array, groups: IntArray, capacity: int, max_documents: int, multiple: int, overlong: Overlong
+    lengths: Int32Array,
+    groups: IntArray,
+    capacity: int,
+    max_documents: int,
+    multiple: int,
+    overlong: Overlong,
 ) -> tuple[Pieces, Items]:
     """Join the documents of each group into one item, in the order of the groups' first documents.
 
