@@ -73,7 +73,8 @@ def cases(draw: st.DrawFn, methods: tuple[Method, ...] = METHODS, most: int = 40
     max_documents = draw(st.sampled_from([None, None, 1, 2, 5]))
     groups = None
     if grouped:
-        groups = [draw(st.integers(-2, len(lengths))) for _ in lengths]
+        group = st.integers(-2, draw(st.sampled_from([0, 2, len(lengths)])))
+        groups = [draw(group) for _ in lengths]
         if overlong == "error":
             lengths, groups = only_groups_that_fit(lengths, groups, capacity, multiple, max_documents)
     seed = draw(st.sampled_from([None, 0, 1, 2**64 - 1]))

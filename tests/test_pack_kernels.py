@@ -283,7 +283,7 @@ def sorted_with(
 def test_the_kernels_that_sort_pieces_by_pack_equal_their_references(
     assignment: tuple[np.ndarray, np.ndarray, int], shift: int
 ) -> None:
-    pack_of, lengths, num_packs = assignment
+    pack_of, lengths, _ = assignment
     ours = sorted_with(kernels_arrange, *assignment, shift)
 
     assert ours == sorted_with(reference, *assignment, shift)

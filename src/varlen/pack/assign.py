@@ -31,7 +31,7 @@ def assign(
     """
     slots = items.slots
     pack_of = np.empty(slots.size, np.int32)
-    if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= slots.size):
+    if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
         return pack_of, _search("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
     sizes = np.ones(slots.size, np.int32) if items.sizes is None else items.sizes
     if method == "next_fit":
