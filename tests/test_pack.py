@@ -325,3 +325,14 @@ def test_a_packing_says_what_it_holds() -> None:
     assert repr(vl.pack([5, 9], 8, overlong="drop")) == (
         "Packing(2 documents in 1 packs of 8 tokens, 62.50% full, 3 tokens of padding, 9 tokens cut or dropped)"
     )
+
+
+def test_balanced_finds_space_for_groups_that_fit_no_pack_begun() -> None:
+    # Heavy documents are spread over all packs first; then no pack has space for a light but long group.
+    many, capacity = 342, 1000
+    lengths = [400] * (2 * many) + [61] * (10 * many)
+    groups = [*range(2 * many), *(2 * many + place // 10 for place in range(10 * many))]
+    packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
+
+    check_complete(packs_of(packing), lengths)
+    check_limits(packs_of(packing), capacity, 1, None)

@@ -51,7 +51,8 @@ def assign(
 def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
     """More packs than any method opens that opens one only where no pack has space.
 
-    Any two such packs hold more than one capacity of tokens, or of documents, between them.
+    Packs that stood open from the start are not counted. Any two of the others hold more than one capacity of
+    tokens, or of documents, between them.
     """
     tokens = int(slots.sum(dtype=np.int64))
     documents = int(sizes.sum(dtype=np.int64))
@@ -67,7 +68,7 @@ def _balance(
     order = np.argsort(-item_work, kind="stable").astype(np.int32)
     best: tuple[Int32Array, int] | None = None
     for _ in range(3):  # a rerun with the packs that were missing spreads work over those as well
-        most = max(num_packs, _most_packs(slots, sizes, capacity, max_documents))
+        most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
         used = _tree("balanced")(order, slots, sizes, item_work, *settings, pack_of)
         if best is not None and used > best[1]:
