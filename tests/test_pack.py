@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from packings import (
 )
 
 import varlen as vl
+from varlen import jit
+from varlen.pack import kernels_tree
 from varlen.types import Ledger, Method, Overlong
 
 
@@ -327,12 +330,24 @@ def test_a_packing_says_what_it_holds() -> None:
     )
 
 
-def test_balanced_finds_space_for_groups_that_fit_no_pack_begun() -> None:
+def test_balanced_has_room_for_all_packs_that_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     # Heavy documents are spread over all packs first; then no pack has space for a light but long group.
     many, capacity = 342, 1000
     lengths = [400] * (2 * many) + [61] * (10 * many)
     groups = [*range(2 * many), *(2 * many + place // 10 for place in range(10 * many))]
-    packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
+    balanced, opened = kernels_tree.balanced, []
 
+    def watched(*arguments: Any) -> int:
+        used: int = balanced(*arguments)
+        opened.append((used, arguments[7]))
+        return used
+
+    monkeypatch.setattr(kernels_tree, "balanced", watched)
+    jit.kernel.cache_clear()
+    packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
+    jit.kernel.cache_clear()
+
+    assert opened[0][0] == 3 * many
+    assert all(used <= most for used, most in opened)
     check_complete(packs_of(packing), lengths)
     check_limits(packs_of(packing), capacity, 1, None)
