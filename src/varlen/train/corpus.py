@@ -151,7 +151,8 @@ def _too_few(data: str | Path | None, found: int, settings: DemoSettings) -> str
     """Say how many documents there are, how many it takes, and the way out."""
     what = "this interpreter's sources hold" if data is None else f"{data} holds"
     return (
-        f"{what} {found:,} documents of two tokens or more, but the demo needs {settings.num_documents_needed:,}: "
+        f"{what} {found:,} documents of two tokens or more, but the demo needs "
+        f"{settings.num_documents_needed:,}: "
         f"{settings.steps:,} steps of {settings.batch_documents:,} to train on and "
         f"{settings.validation_documents:,} to validate; pass more documents, or fewer --steps"
     )

@@ -26,7 +26,7 @@ from varlen.types import IntArray
 
 BUCKET_POOL_BATCHES = 50
 """Batches sorted together by transformers' length-grouped sampler; what bucketing reaches on a large set."""
-_EXCERPT_CHARACTERS = 60
+_EXCERPT_CHARACTERS = 110
 
 
 def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnProgress) -> DemoFigures:

@@ -1,4 +1,4 @@
-"""One training run in one process: the same model, optimizer and loss for every method, measured by the step."""
+"""One training run in one process: one model, optimizer and loss for all methods, measured by the step."""
 
 from __future__ import annotations
 

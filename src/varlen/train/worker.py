@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from contextlib import suppress
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -59,10 +60,8 @@ class Worker:
         Raises:
             VarlenError: the process died, or the run failed; the message says how.
         """
-        try:
+        with suppress(OSError):  # where the process is gone, receiving says how it ended
             self._connection.send((method, arguments))
-        except OSError:
-            pass  # the process is gone: receiving says how it ended
         return self._receive()
 
     def close(self) -> None:
