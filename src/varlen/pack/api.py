@@ -143,7 +143,11 @@ def _items(
 def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
     """Work of every item: a·s + b·s² summed over its documents."""
     tokens = lengths.astype(np.float64)
-    piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+    with np.errstate(over="ignore"):
+        piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+        total = piece_work.sum()
+    if not np.isfinite(total):
+        raise SettingError(f"work {work} is too large: the work of all documents is no finite number")
     if items.item_of is None:
         return piece_work
     item_work = np.zeros(items.slots.size, np.float64)
