@@ -30,6 +30,9 @@ def assign(
         int32 `[num_items]`, the pack of each item or -1, numbered as opened; and the number of packs.
     """
     slots = items.slots
+    if capacity > slots.size:
+        # Kernels take memory for every free space that a pack can have; none needs more than for all tokens.
+        capacity = min(capacity, max(int(slots.sum(dtype=np.int64)), 1))
     pack_of = np.empty(slots.size, np.int32)
     if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
         return pack_of, _search("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
