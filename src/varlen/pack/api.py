@@ -108,7 +108,7 @@ def pack(
     documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
     del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
     placed, stops, offsets = lay_out(*gathered, num_packs)
-    packed, again = audit(placed, stops, offsets, capacity, multiple, expected)
+    packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
     ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
     first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
     return Packing(

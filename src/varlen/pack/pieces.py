@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
+from varlen.pack.arrange import audit_cuts
 from varlen.pack.lengths import LARGEST
 from varlen.types import Int32Array, IntArray, Overlong
 
@@ -65,13 +66,16 @@ def _split(lengths: Int32Array, capacity: int, num_split: int) -> Pieces:
     documents = np.repeat(np.arange(lengths.size), parts)
     first_piece = np.cumsum(parts) - parts
     starts = (np.arange(documents.size) - first_piece[documents]) * capacity
-    pieces = np.minimum(wide[documents] - starts, capacity)
-    return Pieces(
-        lengths=pieces.astype(np.int32),
-        documents=documents,
-        starts=starts.astype(np.int32),
-        losses={"split_documents": num_split},
-    )
+    pieces = np.minimum(wide[documents] - starts, capacity).astype(np.int32)
+    return _cut(lengths, documents, starts.astype(np.int32), pieces, num_split)
+
+
+def _cut(
+    wholes: Int32Array, documents: IntArray, starts: Int32Array, lengths: Int32Array, num_split: int
+) -> Pieces:
+    """Pieces of documents, in input order, proved to hold every token once."""
+    audit_cuts(documents, starts, lengths, wholes)
+    return Pieces(lengths=lengths, documents=documents, starts=starts, losses={"split_documents": num_split})
 
 
 def _check_pieces(num_pieces: int, capacity: int) -> None:
@@ -100,10 +104,7 @@ def wrap(
     starts, stops, pack_of = (np.empty(num_pieces, np.int32) for _ in range(3))
     num_pieces, num_packs = kernel(*settings, documents, starts, stops, pack_of)
     num_split = int((np.bincount(documents, minlength=1) > 1).sum())
-    pieces = Pieces(
-        lengths=stops - starts, documents=documents, starts=starts, losses={"split_documents": num_split}
-    )
-    return pieces, pack_of, num_packs
+    return _cut(lengths, documents, starts, stops - starts, num_split), pack_of, num_packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
