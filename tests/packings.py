@@ -58,17 +58,19 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, methods: tuple[Method, ...] = METHODS, most: int = 40) -> Case:
+def cases(
+    draw: st.DrawFn, methods: tuple[Method, ...] = METHODS, policies: tuple[Overlong, ...] = POLICIES
+) -> Case:
     """Calls that must succeed: small capacities, so that ties, full packs and overlong documents are common."""
     multiple = draw(st.sampled_from([1, 1, 2, 3, 8]))
     capacity = multiple * draw(st.integers(1, 24))
     method = draw(st.sampled_from(methods))
-    overlong = draw(st.sampled_from(POLICIES))
+    overlong = draw(st.sampled_from(policies))
     grouped = method != "wrapped" and overlong in ("error", "drop") and draw(st.booleans())
     longest = capacity if overlong == "error" and method != "wrapped" else 3 * capacity
     few = st.sampled_from([0, 1, longest, capacity, max(1, capacity // 2), capacity // 2 + 1])
     lengths = draw(
-        st.lists(st.one_of(st.integers(0, longest), few.filter(lambda n: n <= longest)), max_size=most)
+        st.lists(st.one_of(st.integers(0, longest), few.filter(lambda n: n <= longest)), max_size=40)
     )
     max_documents = draw(st.sampled_from([None, None, 1, 2, 5]))
     groups = None

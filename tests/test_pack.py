@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packings import (
     METHODS,
@@ -29,13 +30,18 @@ from packings import (
 )
 
 import varlen as vl
-from varlen import jit
 from varlen.pack import kernels_tree
 from varlen.types import Ledger, Method, Overlong
 
 
-@given(cases())
-def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(case: Case) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("overlong", POLICIES)
+@settings(max_examples=settings.default.max_examples // 4)
+@given(data=st.data())
+def test_every_token_stands_in_one_pack_and_no_pack_is_over_its_limits(
+    method: Method, overlong: Overlong, data: st.DataObject
+) -> None:
+    case = data.draw(cases((method,), (overlong,)))
     packing = vl.pack(case.lengths, **case.settings())
     packs = packs_of(packing)
 
@@ -116,9 +122,9 @@ def test_the_same_input_gives_the_same_bytes_whatever_form_it_has(case: Case) ->
 
 @given(cases(), st.integers(0, 2**64 - 1))
 def test_a_seed_permutes_packs_and_changes_nothing_else(case: Case, seed: int) -> None:
-    settings = case.settings()
-    plain = packs_of(vl.pack(case.lengths, **{**settings, "seed": None}))
-    seeded = packs_of(vl.pack(case.lengths, **{**settings, "seed": seed}))
+    given = case.settings()
+    plain = packs_of(vl.pack(case.lengths, **{**given, "seed": None}))
+    seeded = packs_of(vl.pack(case.lengths, **{**given, "seed": seed}))
 
     assert sorted(seeded) == plain
 
@@ -130,7 +136,7 @@ def test_seeds_give_different_orders_and_every_pack_a_chance_to_be_first() -> No
     assert {order[0] for order in orders} == set(range(6))
 
 
-@given(cases(methods=WHOLE))
+@given(cases(methods=WHOLE, policies=("error", "drop")))
 def test_documents_of_a_group_share_a_pack(case: Case) -> None:
     assume(case.groups is not None)
     packing = vl.pack(case.lengths, **case.settings())
@@ -330,7 +336,7 @@ def test_a_packing_says_what_it_holds() -> None:
     )
 
 
-def test_balanced_has_room_for_all_packs_that_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[..., None]) -> None:
     # Heavy documents are spread over all packs first; then no pack has space for a light but long group.
     many, capacity = 342, 1000
     lengths = [400] * (2 * many) + [61] * (10 * many)
@@ -342,10 +348,8 @@ def test_balanced_has_room_for_all_packs_that_it_opens(monkeypatch: pytest.Monke
         opened.append((used, arguments[7]))
         return used
 
-    monkeypatch.setattr(kernels_tree, "balanced", watched)
-    jit.kernel.cache_clear()
+    replace_kernel(kernels_tree, "balanced", watched)
     packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
-    jit.kernel.cache_clear()
 
     assert opened[0][0] == 3 * many
     assert all(used <= most for used, most in opened)
