@@ -101,8 +101,9 @@ class Packing:
     """int64 `[num_documents]`: the group of each document, or None; a group's documents share a pack."""
 
     def __post_init__(self) -> None:
-        for array in (self.document_ids, self.starts, self.stops, self.offsets):
-            array.flags.writeable = False
+        for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
+            if array is not None:
+                array.flags.writeable = False
 
     @property
     def num_packs(self) -> int:
