@@ -80,11 +80,11 @@ class Trial:
         Raises:
             ModelError: the logits of a document's tokens aren't finite, or have another shape.
         """
-        logits = self.call((inputs or self.inputs)(batch, self.model)).logits
+        logits: torch.Tensor = self.call((inputs or self.inputs)(batch, self.model)).logits
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
-                f"the model was given {list(self.owner.shape)} tokens and returned logits {list(logits.shape)}; "
-                "the check needs one row of logits for every token"
+                f"the model was given {list(self.owner.shape)} tokens and returned logits "
+                f"{list(logits.shape)}; the check needs one row of logits for every token"
             )
         if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
             raise ModelError(
@@ -111,12 +111,13 @@ class Trial:
 
     def others(self, document: int) -> BoolArray:
         """Return the tokens of all other documents, padding left out."""
-        return (self.owner >= 0) & (self.owner != document)
+        others: BoolArray = (self.owner >= 0) & (self.owner != document)
+        return others
 
     def attention_across(self) -> float | None:
         """Return the largest attention weight from a document's token to another document or to padding."""
         outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
-        weights = [w for w in outputs.attentions or () if w is not None]
+        weights = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
         if not weights:
             return None
         owner = self.owner

@@ -6,6 +6,7 @@ Both take all documents in one call and half precision only. What neither comput
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -85,9 +86,8 @@ def by_flash_attention(
     rules: LayerRules,
 ) -> torch.Tensor:
     """Attend within segments with the flash-attn package; arguments as `per_document.attend`."""
-    from flash_attn import flash_attn_varlen_func
-
-    out: Any = flash_attn_varlen_func(
+    flash_attn: Any = importlib.import_module("flash_attn")
+    out: Any = flash_attn.flash_attn_varlen_func(
         query,
         key,
         value,

@@ -80,8 +80,9 @@ def only_kind(model: Any) -> str:
 
 def vocabulary_size(model: Any) -> int:
     """Return how many token ids the model embeds."""
+    config = text_config(model)
     size = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None)
-    return int(text_config(model).vocab_size if size is None else size)
+    return int(config.vocab_size if size is None else size)
 
 
 def has_experts(model: Any) -> bool:
