@@ -166,7 +166,7 @@ def test_half_precision_is_taken() -> None:
     )
 
 
-def test_padding_is_finite() -> None:
+def test_logits_at_padding_are_finite() -> None:
     model, batch = tiny("llama", NAME), packed()
 
     assert (batch.segment_ids < 0).any()

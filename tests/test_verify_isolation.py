@@ -28,7 +28,7 @@ def positions_only(batch: Any, model: Any, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "attention"), PAIRS)
-def test_model_inputs_isolate(family: str, attention: str, layout: Any) -> None:
+def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: Any) -> None:
     report = check_isolation(tiny(family, attention), packed(layout))
 
     assert report.verdict == "isolated", str(report)

@@ -61,6 +61,11 @@ def use_varlen_attention(model: Any) -> Any:
 def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **rest: Any) -> None:
     """Build no mask: boundaries reach the attention function as `cu_seq_lens_q`.
 
+    Args:
+        attention_mask: `[rows, width]`, 0 at padding; all ones, or None, changes nothing.
+        config: the model's.
+        rest: how the model wants its mask, as transformers says it.
+
     Raises:
         ModelError: the caller gave a mask with holes, or the model adds a pattern of its own, which would
             both be lost.
