@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from benchmarks import checks, inputs
+from benchmarks import checks, inputs, memory
 from benchmarks.stopwatch import alternate
 
 
@@ -108,3 +108,17 @@ def test_both_contestants_run_in_turns(monkeypatch):
 
     assert "".join(calls[-6:]) == "ababab"
     assert len(ours.wall_s) == len(ours.cpu_s) == len(theirs.wall_s) == 3
+
+
+@pytest.mark.skipif(not memory.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
+def test_the_peak_of_memory_is_what_was_held_at_most_since_it_was_forgotten():
+    size = 64 * 2**20
+    del_me = np.ones(2 * size, np.uint8)
+    del del_me
+    memory.forget_peak()
+    before = memory.resident_bytes()
+
+    held = np.ones(size, np.uint8)
+    del held
+
+    assert size * 0.9 < memory.peak_bytes() - before < size * 1.5
