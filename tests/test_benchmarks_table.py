@@ -136,7 +136,7 @@ def test_what_could_not_be_measured_is_said():
         (1.27, "GB", "1.27 GB"),
     ],
 )
-def test_quantities_are_readable(value, unit, text):
+def test_quantities_have_units_that_keep_them_readable(value, unit, text):
     assert table.quantity(value, unit) == text
 
 
@@ -196,6 +196,6 @@ def test_result_files_name_neither_folder_nor_host():
 
 
 def test_a_reason_keeps_the_file_and_leaves_out_its_folder():
-    error = ImportError("Traceback\ncannot import name 'a' from 'b' (/home/someone/.venv/lib/b.py)")
+    error = ImportError("Traceback\ncannot import name 'a' from 'b' (/opt/place/lib/b.py)")
 
     assert reason(error) == "cannot import name 'a' from 'b' (b.py)"
