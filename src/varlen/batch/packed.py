@@ -140,6 +140,9 @@ class PackedBatch:
         - "longalign": K/(N·M) (LongAlign, arXiv:2401.18058, equation 4), so that the mean over packs of
           each pack's sum is the mean over documents.
 
+        Args:
+            weighting: see above.
+
         Returns:
             float32, same shape as `labels`; 0 where the label is -100.
 
@@ -165,13 +168,21 @@ class PackedBatch:
         return dense_mask(self, sliding_window)
 
     def mask_function(self, sliding_window: int | None = None) -> Callable[..., Any]:
-        """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch."""
+        """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch.
+
+        Args:
+            sliding_window: as in `dense_mask`.
+        """
         from varlen.batch.torch import mask_function
 
         return mask_function(self, sliding_window)
 
     def block_mask(self, sliding_window: int | None = None) -> Any:
-        """Return FlexAttention's `BlockMask` for this batch; needs torch."""
+        """Return FlexAttention's `BlockMask` for this batch; needs torch.
+
+        Args:
+            sliding_window: as in `dense_mask`.
+        """
         from varlen.batch.torch import block_mask
 
         return block_mask(self, sliding_window)
@@ -192,6 +203,9 @@ class PackedBatch:
 
     def row(self, index: int) -> PackedBatch:
         """Return one row as a batch of its own, views of this batch's arrays where they can be.
+
+        Args:
+            index: which row, from 0.
 
         Raises:
             SettingError: no such row.

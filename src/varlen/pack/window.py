@@ -214,6 +214,9 @@ class WindowPacker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that a packer with the same settings gave.
 
+        Args:
+            state: what `state_dict` returned, as it is or back from JSON.
+
         Raises:
             StateError: another version or other settings, named; the packer is unchanged then.
         """

@@ -175,7 +175,10 @@ def judge(moved: Movements, tolerance: float) -> tuple[Verdict, str]:
     if moved.attention_across is not None and moved.attention_across > 0:
         return "leaks", f"a document gives attention weight {moved.attention_across:.3g} to tokens outside it"
     if moved.control_difference is None:
-        return "blind", "no row holds two documents, so there was nothing to leak; try a batch with more of them"
+        return (
+            "blind",
+            "no row holds two documents, so there was nothing to leak; try a batch with more of them",
+        )
     if moved.control_difference == 0:
         return "blind", "documents don't move each other without boundaries either, so a leak can't be seen"
     if moved.own_difference == 0:

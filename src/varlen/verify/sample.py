@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-import varlen.pack.api
-from varlen.batch.collate import collate
+import varlen as vl
 from varlen.batch.packed import PackedBatch
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
@@ -21,5 +20,5 @@ def sample_batch(vocabulary_size: int, seed: int = 0) -> PackedBatch:
     """
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, vocabulary_size, length).astype(np.int32) for length in LENGTHS]
-    packing = varlen.pack.api.pack(LENGTHS, capacity=52, method="next_fit")
-    return collate(documents, packing)
+    packing = vl.pack(LENGTHS, capacity=52, method="next_fit")
+    return vl.collate(documents, packing)

@@ -70,7 +70,9 @@ class Trial:
         shifts = self.rng.integers(1, max(2, self.vocabulary), int(chosen.sum()))
         tokens[chosen] = (tokens[chosen] + shifts) % self.vocabulary
         ids: Any = tokens.astype(np.int32)
-        return self.batch.replace(input_ids=torch.as_tensor(tokens) if torch.is_tensor(self.batch.input_ids) else ids)
+        return self.batch.replace(
+            input_ids=torch.as_tensor(tokens) if torch.is_tensor(self.batch.input_ids) else ids
+        )
 
     def logits(self, batch: PackedBatch, inputs: Inputs | None = None) -> torch.Tensor:
         """Run the model; `[rows, width, vocabulary]`.
@@ -85,7 +87,9 @@ class Trial:
                 "the check needs one row of logits for every token"
             )
         if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
-            raise ModelError("the model's logits aren't finite, so nothing can be compared; check its weights and dtype")
+            raise ModelError(
+                "the model's logits aren't finite, so nothing can be compared; check its weights and dtype"
+            )
         return logits
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
@@ -123,7 +127,9 @@ class Trial:
     def alone(self, document: int) -> torch.Tensor:
         """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
-        logits: torch.Tensor = self.call(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)).logits[0]
+        logits: torch.Tensor = self.call(
+            hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)
+        ).logits[0]
         return logits
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:

@@ -52,8 +52,8 @@ def use_varlen_attention(model: Any) -> Any:
     base.set_attn_implementation(NAME)
     if implementation(model) != NAME:
         raise ModelError(
-            f"{type(base).__name__} computes attention by itself, not through transformers' attention functions, "
-            f'so it stays with "{implementation(model)}"; use that with model_inputs'
+            f"{type(base).__name__} computes attention by itself, not through transformers' registry, so it "
+            f'keeps "{implementation(model)}"; use model_inputs with that'
         )
     return model
 
@@ -67,15 +67,15 @@ def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = N
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(
-            f'the "{NAME}" attention takes packed documents without an attention_mask, and was given one with '
-            f"{int((attention_mask == 0).sum()):,} masked positions; pass model_inputs(batch, model), or choose "
-            'model.set_attn_implementation("sdpa") for padded batches'
+            f'the "{NAME}" attention takes packed documents and no attention_mask, and was given one with '
+            f"{int((attention_mask == 0).sum()):,} masked positions; pass model_inputs(batch, model), or "
+            'for padded batches choose model.set_attn_implementation("sdpa")'
         )
     chunk = getattr(config, "attention_chunk_size", None)
     if rest.get("use_vmap") or (chunk is not None and rest.get("local_size") == chunk):
         raise ModelError(
-            f'the model asks for an attention pattern of its own (chunks, images), which the "{NAME}" attention '
-            'doesn\'t compute; choose model.set_attn_implementation("sdpa")'
+            f'the model asks for a pattern of its own (chunks, images), which the "{NAME}" attention doesn\'t '
+            'compute; choose model.set_attn_implementation("sdpa")'
         )
 
 
@@ -123,7 +123,11 @@ def varlen_attention(
     _check_pattern(module, sliding_window, is_causal, rest)
     rows, _, width, _ = query.shape
     rules = LayerRules(
-        scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux, dropout=dropout if module.training else 0.0
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout if module.training else 0.0,
     )
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out = attend(*flat, ends=ends, longest=max_length_q, rules=rules)
@@ -135,20 +139,20 @@ def _checked_boundaries(
 ) -> torch.Tensor:
     if attention_mask is not None:
         raise ModelError(
-            f'the "{NAME}" attention reads boundaries, never a mask, and was given both or a mask alone; pass '
-            "model_inputs(batch, model)"
+            f'the "{NAME}" attention reads boundaries (cu_seq_lens_q) and no mask, and was given a mask; '
+            "pass model_inputs(batch, model), made after the attention was set"
         )
     if cu_seq_lens_q is None:
         raise ModelError(
-            f'the "{NAME}" attention was called without document boundaries (cu_seq_lens_q), so documents would '
-            "attend to each other; pass model_inputs(batch, model), or choose "
-            'model.set_attn_implementation("sdpa") to generate text or to run padded batches'
+            f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would attend '
+            "to each other; pass model_inputs(batch, model), or to generate text and for padded batches "
+            'choose model.set_attn_implementation("sdpa")'
         )
     rows, _, width, _ = query.shape
     if key.shape[2] != width:
         raise ModelError(
-            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row: a cache is '
-            "on; pass use_cache=False"
+            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row: a cache '
+            "is on; pass use_cache=False"
         )
     # On a GPU, reading the end would wait for the device in every layer.
     if cu_seq_lens_q.device.type == "cpu" and int(cu_seq_lens_q[-1]) != rows * width:
@@ -159,19 +163,26 @@ def _checked_boundaries(
     return cu_seq_lens_q
 
 
-def _check_pattern(module: torch.nn.Module, window: int | None, is_causal: bool | None, rest: dict[str, Any]) -> None:
+def _check_pattern(
+    module: torch.nn.Module, window: int | None, is_causal: bool | None, rest: dict[str, Any]
+) -> None:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
-        raise ModelError(f'the "{NAME}" attention is causal, and {type(module).__name__} attends in both directions')
+        raise ModelError(
+            f'the "{NAME}" attention is causal, and {type(module).__name__} attends in both directions'
+        )
     given = [name for name in UNKNOWN_PATTERNS if rest.get(name) is not None]
     if given:
         raise ModelError(
-            f'{type(module).__name__} passes {", ".join(given)}, which the "{NAME}" attention doesn\'t compute; '
-            'choose model.set_attn_implementation("sdpa")'
+            f'{type(module).__name__} passes {", ".join(given)}, which the "{NAME}" attention doesn\'t '
+            'compute; choose model.set_attn_implementation("sdpa")'
         )
-    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    kinds, layer = (
+        getattr(getattr(module, "config", None), "layer_types", None),
+        getattr(module, "layer_idx", None),
+    )
     if window is None and kinds and layer is not None and kinds[layer] == "sliding_attention":
         raise ModelError(
-            f'layer {layer} slides a window, but {type(module).__name__} doesn\'t tell the "{NAME}" attention how '
-            'wide; choose model.set_attn_implementation("sdpa")'
+            f'layer {layer} slides a window, but {type(module).__name__} doesn\'t tell the "{NAME}" attention '
+            'how wide; choose model.set_attn_implementation("sdpa")'
         )

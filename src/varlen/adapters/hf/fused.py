@@ -29,7 +29,12 @@ def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) ->
         rules: of the layer.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if not half or rules.sinks is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] > MAX_HEAD_DIM:
+    if (
+        not half
+        or rules.sinks is not None
+        or query.shape[-1] != value.shape[-1]
+        or query.shape[-1] > MAX_HEAD_DIM
+    ):
         return None
     if rules.softcap is None and rules.dropout == 0 and _torch_takes("scale", "window_size", "enable_gqa"):
         return by_torch

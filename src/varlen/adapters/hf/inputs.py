@@ -61,8 +61,8 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
-            f"{type(unwrap(model)).__name__} takes no {', '.join(refused)}, without which documents aren't kept "
-            "apart; give it one document a row (padded)"
+            f"{type(unwrap(model)).__name__} takes no {', '.join(refused)}, without which documents aren't "
+            "kept apart; give it one document a row (padded)"
         )
     return inputs
 
@@ -77,17 +77,21 @@ def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
         batch: in either layout.
         model: any transformers model; recurrent ones, which `model_inputs` refuses, are called plainly.
     """
-    rows, width = batch.input_ids.shape
-    erased = batch.replace(
-        segment_ids=torch.zeros((rows, width), dtype=torch.int32),
+    device = unwrap(model).device
+    tensors = batch.to_torch(device)
+    rows, width = tensors.input_ids.shape
+    erased = tensors.replace(
+        segment_ids=torch.zeros((rows, width), dtype=torch.int32, device=device),
+        position_ids=torch.arange(width, device=device).expand(rows, width),
         cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * width,
         cu_seqlens_padded=None,
     )
     try:
         check_family(model)
     except ModelError:
-        return plain_inputs(_on_device(erased, unwrap(model).device).input_ids, model)
-    return {name: value for name, value in _arguments(erased, model).items() if accepts(model, name)}
+        return plain_inputs(tensors.input_ids, model)
+    inputs = _arguments(erased, model) | {"position_ids": tensors.position_ids}
+    return {name: value for name, value in inputs.items() if accepts(model, name)}
 
 
 def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     """Return the arguments for the model's attention, whether or not its forward takes them."""
     base, name = unwrap(model), implementation(model)
     with_boundaries = _takes_boundaries(name)
-    tensors = _on_device(batch, base.device)
+    tensors = batch.to_torch(base.device)
     inputs: dict[str, Any] = {
         "input_ids": tensors.input_ids,
         "position_ids": tensors.position_ids,
@@ -156,13 +160,3 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     if tensors.shift_labels is not None:
         inputs["shift_labels"] = tensors.shift_labels
     return inputs
-
-
-def _on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """Return the batch as torch tensors on the device, with ids, labels and positions in int64."""
-    wide = {
-        name: torch.as_tensor(value).to(device).long()
-        for name in ("input_ids", "labels", "position_ids", "segment_ids", "shift_labels")
-        if (value := getattr(batch, name)) is not None
-    }
-    return batch.replace(**wide)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from varlen.adapters.hf.model import layer_kinds, text_config
+from varlen.adapters.hf.model import named_kinds, only_kind, text_config
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -29,18 +29,9 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
         `config.layer_types`. Quadratic in the width, except for "block".
     """
     config = text_config(model)
-    if kinds := layer_kinds(config):
+    if kinds := named_kinds(config):
         return {kind: _mask(batch, config, kind, form, dtype) for kind in kinds}
-    return _mask(batch, config, _only_kind(config), form, dtype)
-
-
-def _only_kind(config: Any) -> str:
-    """Return the kind of a model whose layers are all alike, as transformers reads it from the config."""
-    if getattr(config, "sliding_window", None) is not None:
-        return "sliding_attention"
-    if getattr(config, "attention_chunk_size", None) is not None:
-        return "chunked_attention"
-    return "full_attention"
+    return _mask(batch, config, only_kind(model), form, dtype)
 
 
 def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
@@ -52,7 +43,7 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
                 'model.set_attn_implementation("sdpa")'
             )
         return batch.block_mask(sliding_window=window)
-    mask = _dense(batch, window)
+    mask: torch.Tensor = batch.dense_mask(sliding_window=window)
     if kind == "chunked_attention":
         chunk = batch.position_ids // config.attention_chunk_size
         mask = mask & (chunk[:, :, None] == chunk[:, None, :])
@@ -61,13 +52,3 @@ def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dt
         return mask
     zero, closed = torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min
     return torch.where(mask, zero, closed)
-
-
-def _dense(batch: PackedBatch, window: int | None) -> torch.Tensor:
-    """Return bool `[rows, width, width]`: same segment, not later, within the window; padding sees itself."""
-    segments, width = batch.segment_ids, batch.segment_ids.shape[1]
-    places = torch.arange(width, device=segments.device)
-    distance = places[:, None] - places[None, :]
-    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    same = (segments[:, :, None] == segments[:, None, :]) & (segments >= 0)[:, :, None]
-    return (same & near) | (distance == 0)

@@ -30,6 +30,12 @@ def unwrap(model: Any) -> Any:
         model = wrapped
 
 
+def text_decoder(model: Any) -> Any:
+    """Return the module that mixes tokens: the decoder without its head, or the text part of several."""
+    base = unwrap(model)
+    return base.get_decoder() if hasattr(base, "get_decoder") else base
+
+
 def text_config(model: Any) -> Any:
     """Return the configuration of the model's text decoder.
 
@@ -47,9 +53,29 @@ def implementation(model: Any) -> str:
     return getattr(text_config(model), "_attn_implementation", None) or "eager"
 
 
-def layer_kinds(config: Any) -> tuple[str, ...]:
-    """Return the distinct kinds of attention among the layers, by first use; empty where they have no names."""
+def named_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
     return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+
+
+def only_kind(model: Any) -> str:
+    """Return the kind of attention of a model whose layers are all alike and have no names.
+
+    A window in the config is not enough: some models (Moshi) carry one that they never use. So the source
+    of the model is asked whether it makes windowed masks, as transformers does for such questions.
+    """
+    config = text_config(model)
+    if getattr(config, "sliding_window", None) is not None:
+        module = inspect.getmodule(type(text_decoder(model)))
+        try:
+            source = inspect.getsource(module) if module else ""
+        except OSError:
+            source = ""
+        if not source or "sliding_window_causal_mask" in source:
+            return "sliding_attention"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return "chunked_attention"
+    return "full_attention"
 
 
 def vocabulary_size(model: Any) -> int:
@@ -93,8 +119,7 @@ def check_family(model: Any) -> None:
         ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
             outside attention (recurrence, convolution).
     """
-    base, config = unwrap(model), text_config(model)
-    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
     reason = (
         _two_sequences(base)
         or _both_directions(decoder, config)
@@ -108,21 +133,21 @@ def check_family(model: Any) -> None:
 
 def _two_sequences(base: Any) -> str | None:
     if getattr(base.config, "is_encoder_decoder", False):
-        return "is an encoder-decoder, which takes inputs and targets as two sequences, and a PackedBatch has one"
+        return "is an encoder-decoder: it takes two sequences, inputs and targets, and a PackedBatch has one"
     return None
 
 
 def _both_directions(decoder: Any, config: Any) -> str | None:
     if getattr(config, "is_causal", True) is False:
-        return "attends in both directions (config.is_causal is False), and packed documents are kept apart causally"
+        return "attends in both directions (config.is_causal is False), and varlen packs for causal models"
     for name, module in decoder.named_modules():
         if getattr(module, "is_causal", True) is False:
-            return f"attends in both directions (in {name}), and packed documents are kept apart causally"
+            return f"attends in both directions (in {name}), and varlen packs for causal models"
     return None
 
 
 def _foreign_layers(config: Any) -> str | None:
-    foreign = [kind for kind in layer_kinds(config) if kind not in MASKED_LAYERS]
+    foreign = [kind for kind in named_kinds(config) if kind not in MASKED_LAYERS]
     if not foreign:
         return None
     count = sum(kind in foreign for kind in config.layer_types)
@@ -151,7 +176,10 @@ def check_size(batch: PackedBatch, model: Any) -> None:
     Raises:
         ModelError: too few positions or too small a vocabulary.
     """
-    name, positions = type(unwrap(model)).__name__, getattr(text_config(model), "max_position_embeddings", None)
+    name, positions = (
+        type(unwrap(model)).__name__,
+        getattr(text_config(model), "max_position_embeddings", None),
+    )
     if isinstance(positions, int) and 0 < positions < batch.max_seqlen:
         raise ModelError(
             f"the longest document has {batch.max_seqlen:,} tokens, but {name} has {positions:,} positions "

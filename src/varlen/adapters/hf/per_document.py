@@ -68,7 +68,9 @@ def _document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules
 
 def _band(rows: int, window: int, device: torch.device) -> torch.Tensor:
     """Return bool `[rows, window - 1 + rows]`: row r sees the columns r to r + window - 1."""
-    distance = torch.arange(window - 1 + rows, device=device)[None] - torch.arange(rows, device=device)[:, None]
+    distance = (
+        torch.arange(window - 1 + rows, device=device)[None] - torch.arange(rows, device=device)[:, None]
+    )
     return (distance >= 0) & (distance < window)
 
 
@@ -99,7 +101,9 @@ def _document_by_scores(
     out = []
     for start in range(0, length, BLOCK):
         stop, first = min(start + BLOCK, length), max(0, start - reach + 1)
-        out.append(_block_by_scores(query[start:stop], key[first:stop], value[first:stop], start - first, rules))
+        out.append(
+            _block_by_scores(query[start:stop], key[first:stop], value[first:stop], start - first, rules)
+        )
     return torch.cat(out)
 
 
