@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -104,6 +105,10 @@ class Packing:
         for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
             if array is not None:
                 array.flags.writeable = False
+
+    def __reduce__(self) -> tuple[partial[Packing], tuple[()]]:
+        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        return partial(Packing, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property
     def num_packs(self) -> int:

@@ -62,7 +62,8 @@ def _opening(figures: DemoFigures) -> str:
     lead = (
         f"A Llama of {figures.num_parameters / 1e6:.1f} million parameters learns {ours.num_targets:,} "
         f"targets from {ours.num_documents:,} documents ({figures.corpus.description}) in "
-        f"{figures.steps:,} steps, {len(figures.methods)} times over. Only the way that the documents are fed differs."
+        f"{figures.steps:,} steps, {len(figures.methods)} times over. "
+        "Only the way that the documents are fed differs."
     )
     return (
         '<header><p class="kicker"><b>varlen</b> demo</p>'

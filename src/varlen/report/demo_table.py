@@ -55,14 +55,14 @@ def _methods(figures: DemoFigures) -> Table:
             times(ours.tokens_per_cpu_s / method.tokens_per_cpu_s),
             f"{method.slots_per_token:.2f}",
             memory(method.memory_bytes),
-            f"{fmean(losses):.3f}±{spread(losses):.3f}{_mark(method)}",
+            f"{_mark(method)}{fmean(losses):.3f}±{spread(losses):.3f}",
             style=_STYLES[method.role],
         )
     return table
 
 
 def _mark(method: MethodFigures) -> str:
-    return "*" if None in method.validation_losses else " "
+    return "*" if None in method.validation_losses else ""
 
 
 def _reading(figures: DemoFigures) -> str:

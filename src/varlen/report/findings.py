@@ -132,8 +132,8 @@ def _control(figures: DemoFigures) -> str:
     remark = (
         "Here the loss shows it; often it doesn't, so isolation is proved by changing documents."
         if gap > max(gap_spread, 0.02)
-        else "The loss doesn't give it away: a run that leaks looks normal. So isolation is proved by changing "
-        "documents."
+        else "The loss doesn't give it away: a run that leaks looks normal. So isolation is proved by "
+        "changing documents."
     )
     return (
         "The same packs without boundaries let documents attend to one another: validation loss "

@@ -89,7 +89,7 @@ class Corpus:
 
 
 def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
-    """Read documents, learn a tokenizer from those that may be trained on, and encode all.
+    """Read documents, learn a tokenizer from them, encode them, and keep some aside for validation.
 
     Args:
         data: the user's path or glob; None for the interpreter's own sources.
@@ -105,9 +105,7 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
         raise SourceError(_too_few(data, len(found), settings))
     kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
     texts = [found[i] for i in kept.tolist()]
-    tokenizer = train_bpe(
-        _first_characters(texts[settings.validation_documents :], BPE_CHARACTERS), settings.model.vocab_size
-    )
+    tokenizer = train_bpe(_first_characters(texts, BPE_CHARACTERS), settings.model.vocab_size)
     tokens, offsets = encode(tokenizer, texts)
     documents = Documents(tokens=tokens, offsets=offsets)
     usable = np.flatnonzero(documents.lengths >= 2)

@@ -15,10 +15,10 @@ import numpy as np
 from varlen.errors import LedgerError
 from varlen.report.figures import IsolationFigures, MethodFigures
 from varlen.train.corpus import Corpus, Documents
+from varlen.train.job import Job, StepRecord
 from varlen.train.measure import Seconds
 from varlen.train.methods import FASTEST_LAYOUT, METHODS, ORDERS, LayoutName, Method, OrderName
 from varlen.train.orders import Order, make_order, step_slots
-from varlen.train.run import Job, StepRecord
 from varlen.train.settings import DemoSettings
 from varlen.train.worker import Worker
 

@@ -34,8 +34,9 @@ def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: in
 
     - "random": neighbours share a step, as many documents in each.
     - "bucketed": the same after sorting by length, the batches then shuffled.
-    - "packed": best fit into packs of `max_length` (less where documents are few and short) over the window of all documents in the order given
-      (not sorted, so that packs stay random samples), the packs dealt evenly to steps.
+    - "packed": best fit into packs of `max_length` (less where documents are few and short) over the window
+      of all documents in the order given (not sorted, so that packs stay random samples), the packs dealt
+      evenly to steps.
 
     Args:
         name: one of the three.
@@ -51,8 +52,8 @@ def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: in
         packing = pack(lengths, _capacity(lengths, steps, max_length), method="best_fit", overlong="truncate")
         if packing.num_packs < steps:
             raise SourceError(
-                f"the documents fill {packing.num_packs:,} packs, too few for {steps:,} steps: one is far longer "
-                "than the others; pass more documents, or fewer --steps"
+                f"the documents fill {packing.num_packs:,} packs, too few for {steps:,} steps: one is far "
+                "longer than the others; pass more documents, or fewer --steps"
             )
         return Order(packing=packing, step_offsets=_even_offsets(packing.num_packs, steps))
     batches = np.arange(len(lengths)).reshape(steps, -1)
