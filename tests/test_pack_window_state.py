@@ -1,4 +1,4 @@
-"""The state of `vl.WindowPacker`: small, plain JSON, and refused where it belongs to other settings or was changed."""
+"""The state of `vl.WindowPacker`: small, plain JSON, refused where it belongs to other settings or was changed."""
 
 from __future__ import annotations
 
