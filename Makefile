@@ -35,7 +35,7 @@ setup: ## make the environment; every other target does so by itself
 	@sh scripts/setup "$(VENV)"
 
 demo: setup ## train on real text, padded against packed, and write report.html (under 3 minutes)
-	$(RUN) -m varlen demo --report "$(SCRATCH)/report.html" $(ARGS)
+	$(RUN) -m varlen demo --output "$(SCRATCH)/report.html" $(ARGS)
 
 test: setup ## run the tests
 	$(PYTEST) -n $(WORKERS) $(ARGS)
@@ -53,6 +53,7 @@ types: setup
 
 docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
 	$(PYTEST) tests/test_docs.py tests/test_readme.py
+	$(RUN) -m benchmarks.table --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
 	$(RUN) docs/draw.py && $(RUN) docs/pages.py
@@ -60,8 +61,10 @@ pages: setup ## write into README and docs what their examples print now, and dr
 soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)
 
-bench: setup ## run peers side by side and write benchmarks/results/
-	$(RUN) -m benchmarks $(ARGS)
+bench: setup ## run peers side by side, write benchmarks/results/ and the tables of docs/benchmarks.md
+	@sh benchmarks/setup_peers.sh $(abspath $(VENV))/bin/python $(abspath $(VENV))-peers
+	PYTHONPATH=src "$(VENV)-peers/bin/python" -m benchmarks $(ARGS)
+	$(RUN) -m benchmarks.table
 
 pins: setup ## write constraints.txt from what the environment holds now
 	$(RUN) scripts/pins.py >constraints.new && mv constraints.new constraints.txt

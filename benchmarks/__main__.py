@@ -1,149 +1,20 @@
-"""Run the benchmarks: a progress bar, a table of every figure, and a result file for the docs."""
+"""`python -m benchmarks`: settle the number of threads, then run."""
 
-from __future__ import annotations
-
-import argparse
-import importlib
-import json
+import os
 import sys
-import time
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
+# Libraries read these when they are first imported: one thread each, and no call home while timing.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    OPENBLAS_NUM_THREADS="1",
+    NUMBA_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
 )
-from rich.table import Table
 
-from benchmarks.checks import WrongResultError
-from benchmarks.machine import load, machine, versions
-from benchmarks.rows import Limit, Row, to_json
-from benchmarks.step import Step
-from benchmarks.stopwatch import calm
-from benchmarks.table import RESULTS, quantity, ratio_text
-
-SECTIONS = ("startup", "packing", "collating", "scale", "windows")
-
-
-def main() -> int:
-    """Run the sections asked for; return 1 where a target was missed or a contestant couldn't be run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        epilog="example: python -m benchmarks packing collating",
-    )
-    parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="result file; by default results/<date>.json where all sections ran"
-    )
-    asked = parser.parse_args()
-    unknown = sorted(set(asked.sections) - set(SECTIONS))
-    if unknown:
-        parser.error(f"unknown section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-
-    console = Console()
-    sections = [section for section in SECTIONS if not asked.sections or section in asked.sections]
-    begun, load_before = time.perf_counter(), load()
-    rows, absent = _run(sections, console)
-    if absent:
-        console.print(_table_of_absent(absent))
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": versions(),
-        "load": [load_before, load()],
-        "seconds": round(time.perf_counter() - begun),
-        "rows": [to_json(row) for row in rows],
-        "absent": absent,
-    }
-    out = asked.out or (RESULTS / f"{result['date']}.json" if len(sections) == len(SECTIONS) else None)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        console.print(f"Written to {out.name}; `python -m benchmarks.table` puts it into the docs.")
-    judged = [row for row in rows if row.met is not None]
-    met = sum(bool(row.met) for row in judged)
-    console.print(f"{met} of {len(judged)} targets met, in {result['seconds']} s.")
-    return 0 if met == len(judged) and not absent else 1
-
-
-def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[str, str]]]:
-    """Run every step, printing each section's table as it is complete."""
-    plans: dict[str, list[Step]] = {
-        section: importlib.import_module(f"benchmarks.{section}").steps() for section in sections
-    }
-    rows: list[Row] = []
-    absent: list[dict[str, str]] = []
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=sum(len(steps) for steps in plans.values()))
-        for section, steps in plans.items():
-            before = len(rows)
-            for step in steps:
-                progress.update(task, description=f"{section}: {step.title}")
-                calm()
-                try:
-                    rows += step.run()
-                except (ImportError, RuntimeError, WrongResultError) as error:
-                    absent.append(
-                        {"what": f"{section}: {step.title}", "why": f"{type(error).__name__}: {error}"}
-                    )
-                progress.advance(task)
-            progress.console.print(_table_of(section, rows[before:]))
-    return rows, absent
-
-
-def _table_of(section: str, rows: list[Row]) -> Table:
-    """Return one section's figures for the terminal."""
-    table = Table(title=section, title_justify="left", title_style="bold", expand=True)
-    for name in ("what", "varlen", "peer", "ratio", "fill", "target", "met"):
-        table.add_column(name, justify="right" if name in ("ratio", "target") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: Row) -> list[str]:
-    """Return a row's cells for the terminal."""
-    met = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}[row.met]
-    if isinstance(row, Limit):
-        base = "" if row.base is None else quantity(row.base, row.unit)
-        limit = "" if row.limit is None else f"≤ {quantity(row.limit, row.unit)}"
-        return [row.what, quantity(row.value, row.unit), base, "", "", limit, met]
-    fills = [fill for fill in (row.ours.fill, row.peer.fill) if fill is not None]
-    return [
-        row.what + (f" ({row.note})" if row.note else ""),
-        f"{quantity(row.ours.samples.median_s, 's')}\n{row.ours.call}",
-        f"{quantity(row.peer.samples.median_s, 's')}\n{row.peer.name}: {row.peer.call}",
-        ratio_text(row.ratio),
-        "\n".join(f"{100 * fill:.3f} %" for fill in fills),
-        "" if row.target is None else f"≥ {ratio_text(row.target)}",
-        met,
-    ]
-
-
-def _table_of_absent(absent: list[dict[str, Any]]) -> Table:
-    """Return what couldn't be measured, and why."""
-    table = Table("not measured", "why", title_justify="left", expand=True)
-    for entry in absent:
-        table.add_row(entry["what"], entry["why"])
-    return table
-
+from benchmarks.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -93,16 +93,19 @@ class Documents:
         return pa.ListArray.from_arrays(pa.array(self.offsets.astype(np.int32)), pa.array(self.tokens))
 
 
-def real_lengths(folder: Path = REAL_LENGTHS) -> Iterator[tuple[str, Int32Array]]:
-    """Yield the name and the lengths of every real set, in the order its documents stand in.
+def real_lengths(folder: Path = REAL_LENGTHS, *, only: str = "*") -> Iterator[tuple[str, Int32Array]]:
+    """Yield the name and the lengths of real sets, in the order their documents stand in.
 
-    Sets published as a histogram are expanded and shuffled with a fixed seed, because a histogram has no
-    order and sorted lengths would be a kind of input that no data set has. Nothing is yielded where the
-    folder is absent.
+    Sets published as a histogram are expanded and shuffled with a fixed seed, since a histogram has no order.
+    Nothing is yielded where the folder is absent.
+
+    Args:
+        folder: where the sets lie, as `NAME.npz`.
+        only: the one set wanted; all of them otherwise.
     """
-    for path in sorted(folder.glob("*.npz")):
+    for path in sorted(folder.glob(f"{only}.npz")):
         with np.load(path) as stored:
-            if "lengths" in stored:
+            if "histogram" not in stored:
                 yield path.stem, stored["lengths"].astype(np.int32)
                 continue
             counts = stored["histogram"]

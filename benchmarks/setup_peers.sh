@@ -1,18 +1,27 @@
 #!/bin/sh
-# Make .venv-peers, the environment in which `make bench` runs varlen beside its peers; again only after the
-# lists of versions have changed. PYTHON names the interpreter to use.
+# Make the environment in which `make bench` runs varlen beside its peers, apart from varlen's own: torch first,
+# so that its CPU build is taken where one is offered, then the peers. Quick when there is nothing to do.
 set -eu
-cd "$(dirname "$0")/.."
-venv=.venv-peers
-lists="benchmarks/peers.txt benchmarks/peers-alone.txt benchmarks/setup_peers.sh"
-made_of=$(cat $lists | cksum)
-if [ -f "$venv/made-of" ] && [ "$(cat "$venv/made-of")" = "$made_of" ]; then
+python=${1:?"usage: benchmarks/setup_peers.sh PYTHON FOLDER"}
+venv=${2:?"usage: benchmarks/setup_peers.sh PYTHON FOLDER"}
+cd "$(dirname "$0")"
+
+stamp="$venv/peers-ready"
+wanted=$(cat peers.txt peers-alone.txt setup_peers.sh | cksum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c "" 2>/dev/null; then
     exit 0
 fi
-"${PYTHON:-python3}" -m venv --clear "$venv"
-pip="$venv/bin/python -m pip --disable-pip-version-check install --quiet"
-echo "installing torch (CPU build where offered), then the peers: a few minutes"
-$pip torch==2.13.0
-$pip -r benchmarks/peers.txt
-$pip --no-deps -r benchmarks/peers-alone.txt
-echo "$made_of" > "$venv/made-of"
+if [ -d "$venv" ] && [ -n "$(ls -A "$venv")" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
+    echo "varlen: $venv holds something else than a Python environment; name another folder" >&2
+    exit 1
+fi
+
+echo "varlen: making an environment for the peers in $venv; the first time this downloads about 500 MB" >&2
+"$python" -m venv --clear "$venv"
+install() {
+    PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --quiet --only-binary :all: "$@"
+}
+install torch==2.13.0
+install -r peers.txt
+install --no-deps -r peers-alone.txt
+echo "$wanted" >"$stamp"

@@ -29,22 +29,8 @@ class Samples:
         return median(self.wall_s)
 
 
-def calm() -> None:
-    """Keep the process on one core, with one thread in the libraries that would start more."""
-    with suppress(AttributeError, OSError):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    with suppress(ImportError):
-        import pyarrow as pa
-
-        pa.set_cpu_count(1)
-    with suppress(ImportError):
-        import torch
-
-        torch.set_num_threads(1)
-
-
 def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]:
-    """Run both calls once unmeasured, then measure them in turns.
+    """Run both calls once unmeasured, then measure them in turns, on one core.
 
     What stands in memory by then is frozen for the garbage collector, and automatic collection is off, as in
     `timeit`. Both help the peers: they make many Python objects, and one of them calls `gc.collect()` itself.
@@ -57,6 +43,7 @@ def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]
     Returns:
         Both contestants' samples; sample i of one was taken right beside sample i of the other.
     """
+    _stay_on_one_core()
     calls = (ours, peer)
     repeats = [_repeats(call) for call in calls]
     samples = (Samples([], []), Samples([], []))
@@ -72,6 +59,20 @@ def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]
     gc.enable()
     gc.unfreeze()
     return samples
+
+
+def _stay_on_one_core() -> None:
+    """Keep the process on one core, with one thread in the libraries that would start more."""
+    with suppress(AttributeError, OSError):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with suppress(ImportError):
+        import pyarrow as pa
+
+        pa.set_cpu_count(1)
+    with suppress(ImportError):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def _repeats(call: Call) -> int:

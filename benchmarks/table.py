@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     is_check = parser.parse_args(arguments).check
     page = PAGE.read_text()
-    fresh = spliced(page, render(json.loads(newest(RESULTS).read_text())))
+    try:
+        fresh = spliced(page, render(json.loads(newest(RESULTS).read_text())))
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
     if fresh == page:
         return 0
     if is_check:

@@ -23,10 +23,10 @@ SAMPLE = [7, 3, 12, 2, 5, 4, 9, 3, 6, 1, 8, 2]
 CAPACITY = 16
 
 
-def sample_lengths() -> np.ndarray:
-    """Return the lengths that the charts measure: 20,000 documents, log-normal, at most 8,192 tokens."""
+def sample_lengths(log_mean: float, log_spread: float, longest: int) -> np.ndarray:
+    """Return the lengths that a chart measures: 20,000 documents, log-normal."""
     rng = np.random.default_rng(0)
-    return rng.lognormal(6.0, 1.2, 20_000).clip(16, 8192).astype(np.int32)
+    return rng.lognormal(log_mean, log_spread, 20_000).clip(16, longest).astype(np.int32)
 
 
 def colour(document: int) -> str:
@@ -130,24 +130,31 @@ def padded_and_packed() -> Drawing:
 
 
 def methods() -> Drawing:
-    """Each method on the same lengths: packs over the lower bound, and the most work a pack over the mean."""
-    lengths = sample_lengths()
-    bound = vl.lower_bound(lengths, 8192)
-    packings = [vl.pack(lengths, capacity=8192, method=method) for method in METHODS]
-    over = [100 * (packing.num_packs / bound - 1) for packing in packings]
-    heavy = [vl.score(packing).work_imbalance for packing in packings]
-    d = Drawing(760, 320, "packs over the lower bound and work of the heaviest pack, by method")
-    d.text(190, 34, "packs over the bound", size=15, bold=True)
-    d.text(480, 34, "heaviest pack / mean work", size=15, bold=True)
+    """Each method on the same lengths: packs over the bound, heaviest work, likeness of lengths in a pack."""
+    lengths = sample_lengths(7.5, 1.3, 32_768)
+    scores = [vl.score(vl.pack(lengths, capacity=65_536, method=method)) for method in METHODS]
+    columns = (
+        (
+            180,
+            "packs over the bound",
+            [100 * s.packs_over_bound / s.lower_bound for s in scores],
+            0.0,
+            "{:.1f}%",
+        ),
+        (380, "heaviest / mean work", [s.work_imbalance for s in scores], 1.0, "{:.2f}x"),
+        (580, "likeness of lengths", [abs(s.length_correlation) for s in scores], 0.0, "{:.2f}"),
+    )
+    d = Drawing(780, 324, "packs over the lower bound, heaviest work and likeness of lengths, by method")
     for row, method in enumerate(METHODS):
-        y = 50 + 34 * row
-        d.text(174, y + 15, method, anchor="end", mono=True, size=12)
-        for x, values, base, form in ((190, over, 0.0, "{:.2f}%"), (480, heavy, 1.0, "{:.2f}x")):
-            width = max(200 * (values[row] - base) / (max(values) - base), 1)
-            d.box(x, y, width, 20, ACCENT if x == 190 else WARM)
-            d.text(x + width + 6, y + 15, form.format(values[row]), size=12)
-    words = f"{lengths.size:,} log-normal lengths, mean {lengths.mean():.0f}, longest {lengths.max():,}"
-    d.text(190, 304, f"{words}; capacity 8,192", size=12, fill=SOFT)
+        d.text(166, 65 + 34 * row, method, anchor="end", mono=True, size=12)
+    for (x, name, values, base, form), fill in zip(columns, (ACCENT, WARM, SOFT)):
+        d.text(x, 34, name, size=14, bold=True)
+        for row, value in enumerate(values):
+            width = max(130 * (value - base) / (max(values) - base), 1)
+            d.box(x, 50 + 34 * row, width, 20, fill)
+            d.text(x + width + 6, 65 + 34 * row, form.format(value), size=12)
+    words = f"{lengths.size:,} log-normal lengths, mean {lengths.mean():,.0f}, longest {lengths.max():,}"
+    d.text(180, 306, f"{words}; capacity 65,536", size=12, fill=SOFT)
     return d
 
 
@@ -178,31 +185,37 @@ def overlong() -> Drawing:
 
 
 def windows() -> Drawing:
-    """How many more packs a window costs: packing as documents arrive against packing all of them."""
-    lengths = sample_lengths()
+    """How many more packs windows cost than packing everything at once, with and without carrying over."""
+    lengths = sample_lengths(6.0, 1.2, 8192)
     whole = vl.pack(lengths, capacity=8192).num_packs
-    sizes = [256, 512, 1024, 2048, 4096, 8192, 16384]
-    extra = []
+    sizes = (64, 128, 256, 512, 1024, 2048, 4096)
+    alone = [
+        sum(vl.pack(lengths[at : at + size], capacity=8192).num_packs for at in range(0, lengths.size, size))
+        for size in sizes
+    ]
+    carried = []
     for size in sizes:
         packer = vl.WindowPacker(capacity=8192, window=size)
-        extra.append(100 * ((packer.add(lengths).num_packs + packer.flush().num_packs) / whole - 1))
-    d = Drawing(760, 300, "more packs than best-fit-decreasing over the whole set, by window")
-    d.text(30, 34, "more packs than packing the whole set at once", size=15, bold=True)
-    left, bottom, wide, high, top = 90, 236, 620, 170, max(extra) * 1.15
-    for step in range(4):
-        value = top * step / 3
-        y = bottom - high * step / 3
+        carried.append(packer.add(lengths).num_packs + packer.flush().num_packs)
+    d = Drawing(760, 320, "more packs than packing everything at once, by window")
+    d.text(30, 34, "more packs than packing everything at once", size=15, bold=True)
+    left, bottom, wide, high, top = 90, 250, 620, 190, 100 * (max(alone) / whole - 1) * 1.1
+    for percent in range(0, int(top) + 1, 2):
+        y = bottom - high * percent / top
         d.line(left, y, left + wide, y)
-        d.text(left - 10, y + 4, f"{value:.1f}%", anchor="end", size=12, fill=SOFT)
-    points = []
-    for place, (size, value) in enumerate(zip(sizes, extra)):
-        x = left + 30 + (wide - 60) * place / (len(sizes) - 1)
-        y = bottom - high * value / top
-        points.append((x, y))
+        d.text(left - 10, y + 4, f"{percent}%", anchor="end", size=12, fill=SOFT)
+    xs = [left + 40 + (wide - 80) * place / (len(sizes) - 1) for place in range(len(sizes))]
+    for x, size in zip(xs, sizes):
         d.text(x, bottom + 20, f"{size:,}", anchor="middle", size=12, fill=SOFT)
-        d.text(x, y - 10, f"{value:.2f}%", anchor="middle", size=12)
-    d.curve(points)
-    d.text(left + wide / 2, 284, "documents in a window", anchor="middle", size=12, fill=SOFT)
+    for counts, stroke in ((alone, WARM), (carried, ACCENT)):
+        points = [(x, bottom - high * 100 * (count / whole - 1) / top) for x, count in zip(xs, counts)]
+        d.curve(points, stroke=stroke)
+        for (x, y), count in zip(points, counts):
+            if count in (max(counts), alone[1], alone[2], alone[3]):
+                d.text(x + 9, y - 8, f"{100 * (count / whole - 1):.1f}%", size=12)
+    d.text(330, 96, "each window packed by itself", size=13, fill=WARM, bold=True)
+    d.text(330, 118, "WindowPacker, which carries over", size=13, fill=ACCENT, bold=True)
+    d.text(left + wide / 2, 302, "documents in a window", anchor="middle", size=12, fill=SOFT)
     return d
 
 

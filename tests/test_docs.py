@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 PAGES = {page.relative_to(pages.ROOT).as_posix(): page for page in pages.pages()}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-COMMANDS = ("make", "varlen", "pip", "git", "cd", "python")
+COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", ".ci/run")
 
 
 def anchors(text: str) -> set[str]:
@@ -54,7 +55,7 @@ def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> 
     targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for block in pages.blocks(PAGES[name].read_text(encoding="utf-8")):
         for line in block.code.splitlines() if block.language == "bash" else ():
-            words = [word for word in line.split("#")[0].split() if "=" not in word]
+            words = [word for word in shlex.split(line, comments=True) if "=" not in word]
             assert not words or words[0] in COMMANDS, line
             if words[:1] == ["make"]:
                 assert set(words[1:]) <= targets, line

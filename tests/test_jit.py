@@ -208,3 +208,23 @@ def test_kernels_run_in_python_where_numba_is_told_to(machine: Machine) -> None:
 
     assert report["path"] is None
     assert machine.kept() == []
+
+
+REFERENCES = """
+import json, sys
+import varlen as vl
+documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+packing = vl.pack([3, 2, 4], capacity=6)
+batch = vl.collate(documents, packing)
+loaded = sorted({name.partition(".")[0] for name in sys.modules} & {"numba", "torch"})
+print(json.dumps({"total": 5, "packs": packing.to_lists(), "ids": batch.input_ids.tolist(), "loaded": loaded}))
+"""
+
+
+def test_switched_off_kernels_give_the_same_arrays_and_never_load_numba(machine: Machine) -> None:
+    compiled = machine.run(REFERENCES)
+    references = machine.run(REFERENCES, VARLEN_JIT="0")
+
+    assert compiled.pop("loaded") == ["numba"]
+    assert references.pop("loaded") == []
+    assert references == compiled

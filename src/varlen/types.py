@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -101,8 +102,13 @@ class Packing:
     """int64 `[num_documents]`: the group of each document, or None; a group's documents share a pack."""
 
     def __post_init__(self) -> None:
-        for array in (self.document_ids, self.starts, self.stops, self.offsets):
-            array.flags.writeable = False
+        for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
+            if array is not None:
+                array.flags.writeable = False
+
+    def __reduce__(self) -> tuple[partial[Packing], tuple[()]]:
+        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        return partial(Packing, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
     @property
     def num_packs(self) -> int:
@@ -152,7 +158,7 @@ class Packing:
         """
         array = np.asarray(values)
         wide = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
-        return np.add.reduceat(wide, self.offsets[:-1]) if self.num_packs else wide[:0]
+        return np.add.reduceat(wide, self.offsets[:-1]) if self.num_packs else wide[:0]  # type: ignore[return-value]
 
     def to_lists(self) -> list[list[int]]:
         """Return the document ids of each pack, for reading and for small tests.

@@ -197,7 +197,9 @@ def _f():
 ''',
     "src/varlen/source/read.py": '"""Documents from files."""\nimport pyarrow\n',
     "src/varlen/adapters/hf.py": '"""Spellings of a peer."""\nimport torch\nfrom varlen.batch import torch\n',
-    "src/varlen/cli/main.py": '"""The command line here."""\nfrom varlen.train import run\n',
+    "src/varlen/cli/main.py": '"""The command line here."""\nfrom varlen import __version__\n'
+    "from varlen.train import run\ndef table(rows: list[tuple[str, list[str]]]) -> None:\n"
+    '    """Print."""\n',
     "src/varlen/pack/long.py": LONG_FUNCTION.removesuffix("    print()\n").replace("A file", "A long file"),
     "tests/test_a.py": '''\
 """Tests of one thing."""

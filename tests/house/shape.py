@@ -11,6 +11,7 @@ from house.tree import CODE_FOLDERS, functions, python_files
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
 NAMELESS = ("utils", "util", "helpers", "helper", "common", "manager", "managers", "misc", "base_*")
+LISTS = ("list", "List", "Sequence", "Iterable")
 ROOMS_WITH_KERNELS = ("pack", "batch")
 
 
@@ -98,7 +99,7 @@ def _arguments(function: ast.FunctionDef) -> str:
 
 
 def collections_are_flat(root: Path) -> list[str]:
-    """No public function takes or returns lists of lists, but for `to_lists`, which is for reading."""
+    """No public function takes or returns lists of lists of anything but words; `to_lists` is for reading."""
     found = []
     for source in python_files(root, "src"):
         for function in functions(source.tree):
@@ -116,13 +117,17 @@ def collections_are_flat(root: Path) -> list[str]:
 
 
 def _is_nested(annotation: ast.expr) -> bool:
-    listed = ("list", "List", "Sequence", "Iterable", "tuple")
-    for node in ast.walk(annotation):
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in listed[:-1]:
-            for inner in ast.walk(node.slice):
-                if (
-                    isinstance(inner, ast.Subscript)
-                    and ast.unparse(inner.value).split(".")[-1] in listed[:-1]
-                ):
-                    return True
-    return False
+    """Return whether a list stands within a list, unless the inner one holds words."""
+    return any(
+        ast.unparse(inner.slice) != "str"
+        for outer in _lists_in(annotation)
+        for inner in _lists_in(outer.slice)
+    )
+
+
+def _lists_in(annotation: ast.expr) -> list[ast.Subscript]:
+    return [
+        node
+        for node in ast.walk(annotation)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] in LISTS
+    ]

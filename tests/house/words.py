@@ -10,7 +10,6 @@ from pathlib import Path
 from house.tree import functions, python_files
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-ROOMS_FOR_USERS = ("adapters", "verify")
 NOT_OURS = ("Exception", "BaseException", "RuntimeError", "ValueError", "TypeError", "OSError", "ImportError")
 
 
@@ -48,13 +47,13 @@ def public_things_are_documented(root: Path) -> list[str]:
 
 
 def what_users_call_explains_its_arguments(root: Path) -> list[str]:
-    """The functions and methods that users call explain each argument under `Args:`."""
+    """Public functions, and methods of public classes, explain each argument under `Args:`."""
     face = _public_names(root)
     found = []
     for source in python_files(root, "src"):
         for name, node in _public(source.tree):
-            is_called_by_users = face.get(name.split(".")[0]) == ".".join(source.module)
-            if isinstance(node, ast.ClassDef) or not (is_called_by_users or source.room in ROOMS_FOR_USERS):
+            is_public = face.get(name.split(".")[0]) == ".".join(source.module)
+            if isinstance(node, ast.ClassDef) or not is_public:
                 continue
             explained = _sections(ast.get_docstring(node) or "").get("Args", "")
             missing = [a for a in _argument_names(node) if not re.search(rf"\b{a}\b", explained)]

@@ -153,7 +153,11 @@ class _Source:
 
     def read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
         """Flat values and the index of each segment's first value."""
-        if values is not self.documents and isinstance(self.documents, tuple) and not isinstance(values, tuple):
+        if (
+            values is not self.documents
+            and isinstance(self.documents, tuple)
+            and not isinstance(values, tuple)
+        ):
             array = np.asarray(values) if not hasattr(values, "value_lengths") else None
             if array is not None and array.ndim == 1 and array.dtype != object:
                 tokens = np.asarray(self.documents[0])
@@ -201,7 +205,11 @@ class _Source:
         return starts
 
     def read_targets(
-        self, labels: Documents | None, loss_mask: Documents | None, tokens: npt.NDArray[Any], starts: IntArray
+        self,
+        labels: Documents | None,
+        loss_mask: Documents | None,
+        tokens: npt.NDArray[Any],
+        starts: IntArray,
     ) -> tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray] | None:
         """Labels and mask for the kernel, or None where every token is its own label."""
         if labels is None and loss_mask is None:

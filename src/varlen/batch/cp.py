@@ -80,4 +80,5 @@ def _spans(begins: IntArray, widths: IntArray) -> IntArray:
     """All whole numbers of several spans, one span after the other."""
     ends = np.cumsum(widths)
     shift = np.repeat(begins - (ends - widths), widths)
-    return np.arange(int(ends[-1]) if ends.size else 0) + shift
+    spans: IntArray = np.arange(int(ends[-1]) if ends.size else 0) + shift
+    return spans

@@ -4,6 +4,9 @@
 batch; every kernel writes padding as it goes, so no array is written twice.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 from typing import Any

@@ -69,7 +69,9 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         )
     each = padding_segment(multiple)
     plan = (packing.starts, packing.stops, packing.offsets, pack_ids, width, multiple)
-    count, entries, positions, longest, bad = _kernel("measure")(*plan, math.lcm(multiple, pad_to_multiple_of), each)
+    count, entries, positions, longest, bad = _kernel("measure")(
+        *plan, math.lcm(multiple, pad_to_multiple_of), each
+    )
     if bad >= 0:
         wrong = int(((pack_ids < 0) | (pack_ids >= packing.num_packs)).sum())
         raise SettingError(

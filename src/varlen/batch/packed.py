@@ -104,7 +104,8 @@ class PackedBatch:
         """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
         owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(np.asarray(self.pack_offsets)))
         targets = np.bincount(owner, weights=np.asarray(self.document_targets), minlength=len(self.pack_ids))
-        return np.asarray(self.pack_ids)[targets == 0]
+        empty: IntArray = np.asarray(self.pack_ids)[targets == 0]
+        return empty
 
     def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:
         """Return what to multiply the *sum* of this batch's target losses by, so that a step is a token mean.
@@ -122,7 +123,9 @@ class PackedBatch:
         if reduction not in ("mean", "sum"):
             raise SettingError(f'reduction must be "mean" or "sum", got {reduction!r}')
         if self.step_num_targets == 0:
-            raise SettingError("this step holds no target on any rank, so no loss scale exists; skip the step")
+            raise SettingError(
+                "this step holds no target on any rank, so no loss scale exists; skip the step"
+            )
         return (self.dp_world_size if reduction == "mean" else 1) / self.step_num_targets
 
     def loss_weights(self, weighting: LossWeighting = "token") -> Array:
@@ -136,6 +139,9 @@ class PackedBatch:
         - "pair": 1 over the targets of its whole group (preference pair, rollout group);
         - "longalign": K/(N·M) (LongAlign, arXiv:2401.18058, equation 4), so that the mean over packs of
           each pack's sum is the mean over documents.
+
+        Args:
+            weighting: see above.
 
         Returns:
             float32, same shape as `labels`; 0 where the label is -100.
@@ -162,13 +168,21 @@ class PackedBatch:
         return dense_mask(self, sliding_window)
 
     def mask_function(self, sliding_window: int | None = None) -> Callable[..., Any]:
-        """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch."""
+        """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch.
+
+        Args:
+            sliding_window: as in `dense_mask`.
+        """
         from varlen.batch.torch import mask_function
 
         return mask_function(self, sliding_window)
 
     def block_mask(self, sliding_window: int | None = None) -> Any:
-        """Return FlexAttention's `BlockMask` for this batch; needs torch."""
+        """Return FlexAttention's `BlockMask` for this batch; needs torch.
+
+        Args:
+            sliding_window: as in `dense_mask`.
+        """
         from varlen.batch.torch import block_mask
 
         return block_mask(self, sliding_window)
@@ -189,6 +203,9 @@ class PackedBatch:
 
     def row(self, index: int) -> PackedBatch:
         """Return one row as a batch of its own, views of this batch's arrays where they can be.
+
+        Args:
+            index: which row, from 0.
 
         Raises:
             SettingError: no such row.

@@ -72,7 +72,7 @@ def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged
     if isinstance(documents, Ragged):
         return documents, wanted
     if isinstance(documents, tuple):
-        return _flat(*documents, name=name), wanted
+        return _flat(documents[0], documents[1], name=name), wanted
     if hasattr(documents, "combine_chunks") or hasattr(documents, "value_lengths"):
         return _from_arrow(documents, name), wanted
     if wanted.size > 1 and not (wanted[1:] > wanted[:-1]).all():
@@ -82,7 +82,7 @@ def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged
     return _from_list([documents[index] for index in needed.tolist()], name), places
 
 
-def _flat(values: Any, offsets: Any, name: str) -> Ragged:
+def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
     """Values and offsets as given, checked for their form; each document is checked where it is used."""
     array = np.asarray(values)
     bounds = np.asarray(offsets)
@@ -104,7 +104,9 @@ def _from_arrow(array: Any, name: str) -> Ragged:
     if "list" not in kind:
         raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {kind}")
     if array.null_count:
-        raise DocumentsError(f"{name} hold {array.null_count:,} nulls in place of documents; drop those rows first")
+        raise DocumentsError(
+            f"{name} hold {array.null_count:,} nulls in place of documents; drop those rows first"
+        )
     if kind.startswith("fixed_size_list"):
         size = array.type.list_size
         offsets = np.arange(len(array) + 1, dtype=np.int64) * size
@@ -113,8 +115,10 @@ def _from_arrow(array: Any, name: str) -> Ragged:
         offsets = array.offsets.to_numpy(zero_copy_only=False)
         values = array.values
     if values.null_count:
-        raise DocumentsError(f"{name} hold {values.null_count:,} nulls in place of values; fill or drop them first")
-    return _flat(values.to_numpy(zero_copy_only=False), offsets, name)
+        raise DocumentsError(
+            f"{name} hold {values.null_count:,} nulls in place of values; fill or drop them first"
+        )
+    return _flat(values.to_numpy(zero_copy_only=False), offsets, name=name)
 
 
 def _from_list(parts: list[Any], name: str) -> Ragged:
@@ -176,5 +180,7 @@ def as_sequence(values: Sequence[int] | npt.ArrayLike) -> IntArray:
     """
     array = np.atleast_1d(np.asarray(values))
     if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
-        raise DocumentsError(f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}")
+        raise DocumentsError(
+            f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
+        )
     return array.astype(np.int64)

@@ -107,7 +107,7 @@ def locate(
         length = int(lengths[segment])
         stop = int(first_tokens[segment]) + length
         ends = stop == end - begin
-        inside = 0 <= begin and stop <= end - begin and end <= num_values
+        inside = begin >= 0 and stop <= end - begin and end <= num_values
         allowed = whole == 0 or ends or (whole == 1 and length == capacity)
         if not (inside and allowed):
             wrong.append(segment)
@@ -182,7 +182,9 @@ def read_lists(data: UInt8, begin: int, tokens: Int32, offsets: Int64) -> bool:
     """Read lists of 32-bit integers out of Python's marshal format; False if anything else was met."""
     lists = marshal.loads(data.tobytes())
     flat = [token for part in lists if isinstance(part, list) for token in part]
-    if len(flat) != len(tokens) or not all(type(token) is int and -(2**31) <= token < 2**31 for token in flat):
+    if len(flat) != len(tokens) or not all(
+        type(token) is int and -(2**31) <= token < 2**31 for token in flat
+    ):
         return False
     tokens[:] = flat
     offsets[0] = 0

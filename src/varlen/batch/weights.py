@@ -17,7 +17,9 @@ def loss_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
         SettingError: an unknown weighting, or "pair" without groups.
     """
     if weighting not in get_args(LossWeighting):
-        raise SettingError(f"weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}")
+        raise SettingError(
+            f"weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}"
+        )
     labels = np.asarray(batch.labels)
     per_segment = _segment_weights(batch, weighting)
     flat = np.zeros(labels.size, np.float32)

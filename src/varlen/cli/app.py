@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -62,11 +63,17 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _varlen(
-    version: bool = typer.Option(  # noqa: ARG001
+    version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:
     """Pack, balance, feed and run variable-length sequences for LLM training."""
 
 
-app.command()(_verb(demo))
+def _flowing(function: Callable[..., None]) -> str:
+    """Return a docstring with every paragraph on one line, for the terminal to break where it is wide."""
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+
+
+app.command(help=_flowing(demo))(_verb(demo))

@@ -34,7 +34,9 @@ def demo(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the report goes.")
     ] = Path("report.html"),
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of every run.  [dim]\\[default: 6][/]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps of every run.  [dim]\\[default: 6][/]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="First of three seeds: documents, batches, weights.")] = 0,
     threads: Annotated[int | None, typer.Option(help="Threads of every run.  [dim]\\[default: 2][/]")] = None,
     as_json: Annotated[

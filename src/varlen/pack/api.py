@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError
-from varlen.pack.arrange import audit, checksum, gather, lay_out
+from varlen.pack.arrange import arrange, audit, checksum, lay_out
 from varlen.pack.assign import assign
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
 from varlen.pack.pieces import Items, Pieces, as_groups, fit, gather_groups, slots_of, wrap
@@ -103,13 +103,12 @@ def pack(
         del items
     del checked, lengths
 
-    longest = int(pieces.lengths.max(initial=0))
     expected = checksum(pieces.lengths)
-    words, begin = gather(pieces.lengths, pack_of, num_packs, seed, longest)
-    documents, starts, losses, num_pieces = pieces.documents, pieces.starts, pieces.losses, pack_of.size
+    gathered = arrange(pieces.lengths, pack_of, num_packs, seed)
+    documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
     del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
-    placed, stops, offsets = lay_out(words, begin, num_pieces, num_packs, longest)
-    packed, again = audit(placed, stops, offsets, capacity, multiple, expected)
+    placed, stops, offsets = lay_out(*gathered, num_packs)
+    packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
     ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
     first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
     return Packing(
@@ -144,10 +143,16 @@ def _items(
 def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
     """Work of every item: a·s + b·s² summed over its documents."""
     tokens = lengths.astype(np.float64)
-    piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+    with np.errstate(over="ignore"):
+        piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+        total = piece_work.sum()
+    if not np.isfinite(total):
+        raise SettingError(f"work {work} is too large: the work of all documents is no finite number")
     if items.item_of is None:
         return piece_work
-    return np.bincount(items.item_of, weights=piece_work, minlength=items.slots.size)
+    item_work = np.zeros(items.slots.size, np.float64)
+    np.add.at(item_work, items.item_of, piece_work)
+    return item_work
 
 
 def as_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

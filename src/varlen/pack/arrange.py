@@ -20,38 +20,56 @@ def shuffled(seed: int, size: int) -> IntArray:
     return order
 
 
-def gather(
-    lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None, longest: int
-) -> tuple[IntArray, IntArray]:
+def arrange(
+    lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None
+) -> tuple[IntArray, IntArray, int, int, int]:
     """Bring the pieces of neighbouring packs together: packs by their first piece, or at random.
+
+    Split from `lay_out` so that a caller with 10^8 documents can let go of `pack_of` in between.
 
     Args:
         lengths: int32 `[num_pieces]`.
         pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed; overwritten.
         num_packs: how many packs were opened.
         seed: permutes the packs; None leaves them in the order of their first piece.
-        longest: at least the largest length.
 
     Returns:
-        Words and batch bounds for `lay_out`.
+        Words, batch bounds, packs a batch and bits a length, and the largest batch: all for `lay_out`.
+
+    Raises:
+        LedgerError: a pack was opened and left empty; a bug in varlen.
     """
     used = _kernel("rank_packs")(pack_of, np.full(num_packs, -1, np.int32))
-    assert used == num_packs, "a method opened a pack and left it empty"
+    if used != num_packs:
+        raise LedgerError(
+            f"{num_packs:,} packs were opened and {num_packs - used:,} of them left empty. "
+            "This is a bug in varlen; please report the lengths and the settings"
+        )
     if seed is not None:
         _kernel("renumber")(pack_of, shuffled(seed, num_packs))
-    begin = _kernel("batch_bounds")(pack_of, num_packs, longest)
+    length_bits = max(int(lengths.max(initial=0)), 1).bit_length()
+    # A word is 63 bits; 2^11 packs, some 20,000 pieces, are sorted within a core's cache.
+    shift = min(11, 63 - length_bits - max(pack_of.size, 1).bit_length())
+    begin = np.zeros(-(-num_packs >> shift) + 1 if num_packs else 1, np.int64)
+    largest = _kernel("batch_bounds")(pack_of, shift, begin)
     words = np.empty(int(begin[-1]), np.int64)
-    _kernel("gather_batches")(pack_of, lengths, longest, begin.copy(), words)
-    return words, begin
+    _kernel("gather_batches")(pack_of, lengths, shift, length_bits, begin.copy(), words)
+    return words, begin, shift, length_bits, int(largest)
 
 
 def lay_out(
-    words: IntArray, begin: IntArray, num_pieces: int, num_packs: int, longest: int
+    words: IntArray, begin: IntArray, shift: int, length_bits: int, largest: int, num_packs: int
 ) -> tuple[IntArray, Int32Array, IntArray]:
-    """Turn words into piece numbers int64 `[num_placed]` (the same memory), lengths int32 and offsets int64."""
+    """Finish what `arrange` began.
+
+    Returns:
+        Piece numbers int64 `[num_placed]` (in the memory of the words), lengths int32 `[num_placed]`, and
+        offsets int64 `[num_packs + 1]`.
+    """
     offsets = np.zeros(num_packs + 1, np.int64)
     lengths = np.empty(words.size, np.int32)
-    _kernel("order_batches")(words, begin, num_pieces, longest, offsets, lengths)
+    space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
+    _kernel("order_batches")(words, begin, shift, length_bits, *space, offsets, lengths)
     return words, lengths, offsets
 
 
@@ -60,8 +78,36 @@ def checksum(lengths: Int32Array) -> int:
     return int(_kernel("checksum")(lengths))
 
 
+def audit_cuts(documents: IntArray, starts: Int32Array, lengths: Int32Array, wholes: Int32Array) -> None:
+    """Require that pieces, in input order, make up their documents: each begins where the one before ended.
+
+    `audit` then follows the pieces by number and length into the packs.
+
+    Args:
+        documents: int64 `[num_pieces]`.
+        starts: int32 `[num_pieces]`.
+        lengths: int32 `[num_pieces]`.
+        wholes: int32 `[num_documents]`: tokens of each document that must be packed.
+
+    Raises:
+        LedgerError: a token stands in no piece or in two; a bug in varlen.
+    """
+    wrong = int(_kernel("misplaced")(documents, starts, lengths, wholes))
+    if wrong:
+        raise LedgerError(
+            f"documents were cut so that {wrong:,} of {documents.size:,} pieces miss or repeat tokens. "
+            "This is a bug in varlen; please report the lengths and the settings"
+        )
+
+
 def audit(
-    pieces: IntArray, lengths: Int32Array, offsets: IntArray, capacity: int, multiple: int, expected: int
+    pieces: IntArray,
+    lengths: Int32Array,
+    offsets: IntArray,
+    capacity: int,
+    max_documents: int,
+    multiple: int,
+    expected: int,
 ) -> tuple[int, int]:
     """Count the tokens in finished packs, and those of them that stand there twice.
 
@@ -73,19 +119,22 @@ def audit(
         lengths: int32 `[num_placed]`.
         offsets: int64 `[num_packs + 1]`.
         capacity: tokens a pack may hold.
+        max_documents: pieces a pack may hold.
         multiple: slots are lengths rounded up to it.
         expected: `checksum` of the pieces that went in.
 
     Raises:
-        LedgerError: a pack is over its capacity, or other pieces came out than went in; a bug in varlen.
+        LedgerError: a pack is over its limits, or other pieces came out than went in; a bug in varlen.
     """
     tokens, overfull, total = _kernel("audit")(pieces, lengths, offsets, capacity, multiple)
-    if overfull or int(total) != expected:
+    crowded = int((np.diff(offsets) > max_documents).sum())
+    if overfull or crowded or int(total) != expected:
         _, first = np.unique(pieces, return_index=True)
         again = tokens - int(lengths[first].sum(dtype=np.int64))
         raise LedgerError(
-            f"{overfull:,} of {offsets.size - 1:,} packs hold more than {capacity:,} tokens, {again:,} tokens "
-            f"stand twice, and the pieces packed {'match' if int(total) == expected else 'differ from'} those "
-            "given. This is a bug in varlen; please report the lengths and the settings"
+            f"{overfull:,} of {offsets.size - 1:,} packs hold more than {capacity:,} tokens, {crowded:,} "
+            f"more than {max_documents:,} pieces, {again:,} tokens stand twice, and the pieces packed "
+            f"{'match' if int(total) == expected else 'differ from'} those given. "
+            "This is a bug in varlen; please report the lengths and the settings"
         )
     return tokens, 0

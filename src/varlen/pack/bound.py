@@ -38,20 +38,22 @@ def lower_bound(
     capacity = as_count(capacity, "capacity")
     multiple = as_count(document_multiple_of, "document_multiple_of")
     check_multiple(capacity, multiple, "document_multiple_of")
-    slots = slots_of(checked, multiple)
-    if slots.size and slots.max() > capacity:
+    if checked.size and checked.max() > capacity:
         first = int(np.argmax(checked > capacity))
         raise OverlongDocumentError(
             f"document {first:,} has {checked[first]:,} tokens but capacity is {capacity:,} "
             f"({int((checked > capacity).sum()):,} of {checked.size:,} documents are too long); "
             "cut or drop them first: a bound speaks of whole documents"
         )
+    slots = slots_of(checked, multiple)
     values, counts = np.unique(slots[slots > 0], return_counts=True)
     if not values.size:
         return 0
     documents = int(counts.sum())
     most = documents if max_documents is None else as_count(max_documents, "max_documents")
-    return max(-(-documents // most), _martello_toth(values.astype(np.int64), counts.astype(np.int64), capacity))
+    return max(
+        -(-documents // most), _martello_toth(values.astype(np.int64), counts.astype(np.int64), capacity)
+    )
 
 
 def _martello_toth(values: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], capacity: int) -> int:

@@ -10,6 +10,9 @@ places all items of one length at once (histogram packing: Krell et al. 2021, ar
 costs the same for a thousand documents as for a billion.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 import numpy as np
@@ -179,7 +182,15 @@ def _times(whole: int, part: int) -> int:
 
 @compiled
 def _plan_equal_lengths(
-    counts: Int64, capacity: int, max_documents: int, clusters: Int32, runs: Int32, run_offsets: Int64
+    counts: Int64,
+    capacity: int,
+    max_documents: int,
+    low: UInt64,
+    high: UInt64,
+    ends: Int32,
+    clusters: Int32,
+    runs: Int32,
+    run_offsets: Int64,
 ) -> int:
     """Best-fit-decreasing over a histogram, every step for all packs in the same situation.
 
@@ -190,6 +201,9 @@ def _plan_equal_lengths(
         counts: int64 `[capacity + 1]`: number of items of each length.
         capacity: tokens per pack.
         max_documents: items per pack.
+        low: uint64: a bitmap of the free spaces, zeros; `high` marks its words.
+        high: uint64, zeros.
+        ends: int32 `[capacity + 1, 2]` of -1: first and last cluster of each free space.
         clusters: int32 `[any, 4]`: working space.
         runs: int32 `[any, 3]`, written.
         run_offsets: int64 `[capacity + 2]`, written: runs of length s are
@@ -198,11 +212,6 @@ def _plan_equal_lengths(
     Returns:
         The number of packs, or -1 if clusters or runs have too few rows.
     """
-    words = (capacity >> 6) + 1
-    low = np.zeros(words, np.uint64)
-    high = np.zeros((words >> 6) + 1, np.uint64)
-    head = np.full(capacity + 1, -1, np.int32)
-    tail = np.full(capacity + 1, -1, np.int32)
     num_clusters = 0
     num_runs = 0
     num_packs = 0
@@ -219,15 +228,15 @@ def _plan_equal_lengths(
                 packs = _times(left + each - 1, each)
                 num_packs += packs
             else:
-                cluster = head[room]
+                cluster = ends[room, 0]
                 first = clusters[cluster, 0]
                 places = clusters[cluster, 2]
                 each = min(_times(room, length), places)
                 packs = clusters[cluster, 1]
                 wanted = _times(left + each - 1, each)
                 if packs <= wanted:
-                    head[room] = clusters[cluster, 3]
-                    if head[room] < 0:
+                    ends[room, 0] = clusters[cluster, 3]
+                    if ends[room, 0] < 0:
                         _unmark(low, high, room)
                 else:
                     packs = wanted
@@ -252,12 +261,12 @@ def _plan_equal_lengths(
                     clusters[num_clusters, 1] = many
                     clusters[num_clusters, 2] = places - taken
                     clusters[num_clusters, 3] = -1
-                    if head[after] < 0:
-                        head[after] = num_clusters
+                    if ends[after, 0] < 0:
+                        ends[after, 0] = num_clusters
                         _mark(low, high, after)
                     else:
-                        clusters[tail[after], 3] = num_clusters
-                    tail[after] = num_clusters
+                        clusters[ends[after, 1], 3] = num_clusters
+                    ends[after, 1] = num_clusters
                     num_clusters += 1
                 if taken < each:
                     break
@@ -269,14 +278,12 @@ def _plan_equal_lengths(
 
 
 @compiled
-def _deal_equal_lengths(slots: Int32, capacity: int, runs: Int32, run_offsets: Int64, pack_of: Int32) -> None:
-    """Give every item, in input order, the next place among the runs of its length."""
-    now = np.empty((capacity + 1, 4), np.int32)  # pack, its places left, packs left in the run, next run
-    for key in range(capacity + 1):
-        now[key, 0] = -1
-        now[key, 1] = 0
-        now[key, 2] = 0
-        now[key, 3] = run_offsets[key]
+def _deal_equal_lengths(slots: Int32, capacity: int, runs: Int32, now: Int32, pack_of: Int32) -> None:
+    """Give every item, in input order, the next place among the runs of its length.
+
+    Row `capacity - length` of `now` follows that length: the pack in turn, places left in it, packs left in
+    its run, the next run.
+    """
     for item in range(slots.size):
         length = slots[item]
         if length == 0:
@@ -317,9 +324,18 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
     rows = 4 * min(slots.size, capacity) + 64
     num_packs = -1
     while num_packs < 0:
-        runs = np.empty((rows, 3), np.int32)
-        clusters = np.empty((2 * rows, 4), np.int32)
-        num_packs = _plan_equal_lengths(counts, capacity, max_documents, clusters, runs, run_offsets)
+        runs, clusters = np.empty((rows, 3), np.int32), np.empty((2 * rows, 4), np.int32)
+        ends = np.full((capacity + 1, 2), -1, np.int32)
+        space = (*_bitmap(capacity), ends, clusters, runs, run_offsets)
+        num_packs = _plan_equal_lengths(counts, capacity, max_documents, *space)
         rows *= 4
-    _deal_equal_lengths(slots, capacity, runs, run_offsets, pack_of)
+    now = np.zeros((capacity + 1, 4), np.int32)
+    now[:, 3] = run_offsets[:-1]
+    _deal_equal_lengths(slots, capacity, runs, now, pack_of)
     return int(num_packs)
+
+
+def _bitmap(largest: int) -> tuple[UInt64, UInt64]:
+    """An empty bitmap set of the numbers up to `largest`: its words, and the words that mark those."""
+    words = (largest >> 6) + 1
+    return np.zeros(words, np.uint64), np.zeros((words >> 6) + 1, np.uint64)

@@ -3,6 +3,9 @@
 Compiled by numba; `reference.py` says in plain Python what each must return.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 import numpy as np
@@ -63,32 +66,28 @@ def renumber(pack_of: Int32, number: Int64) -> None:
 
 
 @compiled
-def _word_bits(num_pieces: int, longest: int) -> tuple[int, int]:
-    """Bits for a length, and bits left for a pack's place in its batch beside a piece number and a length."""
-    length_bits = 1
-    while longest >> length_bits:
-        length_bits += 1
-    piece_bits = 1
-    while num_pieces >> piece_bits:
-        piece_bits += 1
-    return length_bits, min(11, 63 - length_bits - piece_bits)
+def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
+    """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch.
 
-
-@compiled
-def batch_bounds(pack_of: Int32, num_packs: int, longest: int) -> Int64:
-    """Where each batch of neighbouring packs begins among the placed pieces, int64 `[num_batches + 1]`."""
-    _, shift = _word_bits(pack_of.size, longest)
-    begin = np.zeros((num_packs >> shift) + 2, np.int64)
+    Args:
+        pack_of: int32 `[num_pieces]`: the pack of each piece, -1 for none.
+        shift: packs of a batch, as a power of two.
+        begin: int64 `[num_batches + 1]` of zeros, written.
+    """
     for piece in range(pack_of.size):
         if pack_of[piece] >= 0:
             begin[(pack_of[piece] >> shift) + 1] += 1
+    largest = np.int64(0)
     for batch in range(1, begin.size):
+        largest = max(largest, begin[batch])
         begin[batch] += begin[batch - 1]
-    return begin
+    return largest
 
 
 @compiled
-def gather_batches(pack_of: Int32, lengths: Int32, longest: int, position: Int64, words: Int64) -> None:
+def gather_batches(
+    pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
+) -> None:
     """Bring the pieces of neighbouring packs together.
 
     First of two passes of a radix sort that never writes far from where it wrote before: at 10^8 pieces it
@@ -98,11 +97,11 @@ def gather_batches(pack_of: Int32, lengths: Int32, longest: int, position: Int64
     Args:
         pack_of: int32 `[num_pieces]`: the pack of each piece, -1 for none.
         lengths: int32 `[num_pieces]`.
-        longest: at least the largest length.
+        shift: packs of a batch, as a power of two.
+        length_bits: bits that the largest length takes.
         position: where each batch begins, from `batch_bounds`; moved on.
         words: int64 `[num_placed]`, written.
     """
-    length_bits, shift = _word_bits(pack_of.size, longest)
     place = (1 << shift) - 1
     for piece in range(pack_of.size):
         pack = pack_of[piece]
@@ -115,26 +114,33 @@ def gather_batches(pack_of: Int32, lengths: Int32, longest: int, position: Int64
 
 @compiled
 def order_batches(
-    words: Int64, begin: Int64, num_pieces: int, longest: int, offsets: Int64, lengths: Int32
+    words: Int64,
+    begin: Int64,
+    shift: int,
+    length_bits: int,
+    buffer: Int64,
+    position: Int64,
+    offsets: Int64,
+    lengths: Int32,
 ) -> None:
     """Finish the sort within each batch of packs, which fits in a core's cache, and take the words apart.
 
     Args:
         words: int64 `[num_placed]` as `gather_batches` left them; piece numbers afterwards.
-        begin: int64: where each batch begins.
-        num_pieces: as given to `gather_batches`.
-        longest: as given to `gather_batches`.
+        begin: int64 `[num_batches + 1]`: where each batch begins.
+        shift: packs of a batch, as a power of two.
+        length_bits: bits that the largest length takes.
+        buffer: int64, as long as the largest batch: working space.
+        position: int64 `[2^shift + 1]`: working space.
         offsets: int64 `[num_packs + 1]`, written.
         lengths: int32 `[num_placed]`, written.
     """
-    length_bits, shift = _word_bits(num_pieces, longest)
     place = (1 << shift) - 1
     length_mask = (np.int64(1) << length_bits) - 1
-    buffer = np.empty((begin[1:] - begin[:-1]).max(), np.int64)
-    position = np.empty(place + 2, np.int64)
     for batch in range(begin.size - 1):
         start, stop = begin[batch], begin[batch + 1]
-        position[:] = 0
+        for local in range(place + 2):
+            position[local] = 0
         for index in range(start, stop):
             buffer[index - start] = words[index]
             position[((words[index] >> length_bits) & place) + 1] += 1
@@ -150,7 +156,7 @@ def order_batches(
             position[local] = to + 1
             words[to] = word >> (length_bits + shift)
             lengths[to] = word & length_mask
-    offsets[-1] = words.size
+    offsets[offsets.size - 1] = words.size
 
 
 @compiled
@@ -195,6 +201,36 @@ def audit(
             index += 1
         overfull += used > capacity
     return tokens, overfull, total
+
+
+@compiled
+def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
+    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+
+    Args:
+        documents: int64 `[num_pieces]`: the document of each piece.
+        starts: int32 `[num_pieces]`: its first token.
+        lengths: int32 `[num_pieces]`: its tokens.
+        wholes: int32 `[num_documents]`: tokens of each document that the pieces must make up.
+    """
+    wrong = 0
+    document = -1
+    at = np.int64(0)
+    for piece in range(documents.size + 1):
+        coming = documents[piece] if piece < documents.size else wholes.size
+        if coming != document:
+            if document >= 0 and at != wholes[document]:
+                wrong += 1
+            for skipped in range(document + 1, min(coming, wholes.size)):
+                wrong += wholes[skipped] != 0
+            if coming < document or (coming >= wholes.size and piece < documents.size):
+                return documents.size + 1
+            document = coming
+            at = np.int64(0)
+        if piece < documents.size:
+            wrong += starts[piece] != at
+            at += lengths[piece]
+    return wrong
 
 
 @compiled

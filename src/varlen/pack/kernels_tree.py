@@ -4,6 +4,9 @@ Compiled by numba; `reference.py` says in plain Python what each must return. It
 numbers are as in `kernels.py`.
 """
 
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
 from __future__ import annotations
 
 import numpy as np
@@ -75,7 +78,13 @@ def _lower(leaf: Int32, block: Int32, chunk: Int32, pack: int, room: int) -> Non
 
 @compiled
 def first_fit(
-    order: Int32, slots: Int32, sizes: Int32, capacity: int, max_documents: int, most_packs: int, pack_of: Int32
+    order: Int32,
+    slots: Int32,
+    sizes: Int32,
+    capacity: int,
+    max_documents: int,
+    most_packs: int,
+    pack_of: Int32,
 ) -> int:
     """Put each item, in the order given, into the first pack with space; returns the number of packs.
 
@@ -116,7 +125,9 @@ def first_fit(
 
 
 @compiled
-def _lightest(work: Float64, room: Int32, places: Int32, leaves: int, slot: int, size: int, stack: Int32) -> int:
+def _lightest(
+    work: Float64, room: Int32, places: Int32, leaves: int, slot: int, size: int, stack: Int32
+) -> int:
     """The pack with the least work among those with space, the first of equals, or -1.
 
     `work` and `room` are complete binary trees, node n above 2n and 2n + 1, the packs at `leaves + pack`:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,16 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     if array.ndim != 1:
         raise LengthsError(f"lengths must have one dimension, one number a document; got shape {array.shape}")
     if array.size > LARGEST:
-        raise LengthsError(f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts")
+        raise LengthsError(
+            f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
+        )
     if array.dtype.kind == "f":
+        array = array.astype(np.float64)  # a float32 can't tell 2^31 - 1 from 2^31
         _refuse(array, ~np.isfinite(array), "is not a finite number")
         _refuse(array, array != np.floor(array), "is not a whole number")
     elif array.dtype.kind not in "iu":
-        raise LengthsError(
-            f"lengths must be whole numbers, got dtype {array.dtype}; "
-            f"pass the number of tokens of each document, such as [len(ids) for ids in documents]"
-        )
+        whole = [isinstance(value, Integral) and not isinstance(value, bool) for value in array.tolist()]
+        _refuse(array, ~np.array(whole, np.bool_), "is not a whole number")
     if array.size:
         if array.min() < 0:
             _refuse(array, array < 0, "is negative")
@@ -53,7 +55,7 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
     """Whatever the caller has as an array; an empty one counts as integers."""
     try:
         array = np.asarray(lengths)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise LengthsError(f"lengths can't be read as one number a document: {error}") from None
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
 
@@ -63,7 +65,7 @@ def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) ->
     if wrong.any():
         first = int(np.argmax(wrong))
         raise LengthsError(
-            f"length {array[first]} of document {first:,} {what} "
+            f"length {array[first : first + 1].tolist()[0]!r} of document {first:,} {what} "
             f"({int(wrong.sum()):,} of {array.size:,} lengths are wrong in this way)"
         )
 
@@ -92,4 +94,6 @@ def check_multiple(capacity: int, multiple: int, name: str) -> None:
     if capacity % multiple:
         below, above = capacity // multiple * multiple, (capacity // multiple + 1) * multiple
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
-        raise SettingError(f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}")
+        raise SettingError(
+            f"capacity {capacity:,} is not a multiple of {name} {multiple:,}; the nearest: {near}"
+        )

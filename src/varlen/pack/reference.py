@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,13 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
 
 
 def first_fit(
-    order: Int32, slots: Int32, sizes: Int32, capacity: int, max_documents: int, most_packs: int, pack_of: Int32
+    order: Int32,
+    slots: Int32,
+    sizes: Int32,
+    capacity: int,
+    max_documents: int,
+    most_packs: int,
+    pack_of: Int32,
 ) -> int:
     """Put each item, in the order given, into the first pack with space; returns the number of packs."""
     rooms: list[int] = []
@@ -105,7 +111,7 @@ def first_fit(
     return len(rooms)
 
 
-def _fitting(rooms: list[int], places: list[int], slot: int, size: int) -> Iterable[int]:
+def _fitting(rooms: list[int], places: list[int], slot: int, size: int) -> Iterator[int]:
     """The packs with space for an item, in order."""
     return (pack for pack in range(len(rooms)) if rooms[pack] >= slot and places[pack] >= size)
 
@@ -173,8 +179,9 @@ def wrapped(
             places -= 1
             start = stop
     if pieces and len(documents) >= len(pieces):
-        for array, values in zip((documents, starts, stops, pack_of), zip(*pieces)):
-            array[: len(pieces)] = values
+        table = np.array(pieces)
+        documents[: len(pieces)], starts[: len(pieces)] = table[:, 0], table[:, 1]
+        stops[: len(pieces)], pack_of[: len(pieces)] = table[:, 2], table[:, 3]
     return len(pieces), num_packs
 
 
@@ -201,27 +208,44 @@ def renumber(pack_of: Int32, number: Int64) -> None:
     pack_of[:] = [number[pack] if pack >= 0 else -1 for pack in pack_of.tolist()]
 
 
-def batch_bounds(pack_of: Int32, num_packs: int, longest: int) -> Int64:
-    """Where each pack begins among the placed pieces, int64 `[num_packs + 1]`: a batch is one pack here."""
-    placed = sorted(pack for pack in pack_of.tolist() if pack >= 0)
-    return np.searchsorted(placed, np.arange(num_packs + 1)).astype(np.int64)
+def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
+    """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch."""
+    sizes = np.bincount([pack >> shift for pack in pack_of.tolist() if pack >= 0], minlength=len(begin) - 1)
+    begin[1:] = np.cumsum(sizes)
+    return max(sizes.tolist(), default=0)
 
 
-def gather_batches(pack_of: Int32, lengths: Int32, longest: int, position: Int64, words: Int64) -> None:
-    """Write each piece's word, its number times 2^31 plus its length, in the order of packs."""
+def gather_batches(
+    pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
+) -> None:
+    """Write each piece's word (number, pack's place in the batch, length) at the next position of its batch."""
     for piece, (pack, length) in enumerate(zip(pack_of.tolist(), lengths.tolist())):
         if pack >= 0:
-            words[position[pack]] = (piece << 31) + length
-            position[pack] += 1
+            batch, place = divmod(pack, 1 << shift)
+            words[position[batch]] = (((piece << shift) + place) << length_bits) + length
+            position[batch] += 1
 
 
 def order_batches(
-    words: Int64, begin: Int64, num_pieces: int, longest: int, offsets: Int64, lengths: Int32
+    words: Int64,
+    begin: Int64,
+    shift: int,
+    length_bits: int,
+    buffer: Int64,
+    position: Int64,
+    offsets: Int64,
+    lengths: Int32,
 ) -> None:
-    """Take the words apart into piece numbers (in place) and lengths; the packs are in order already."""
-    offsets[:] = begin
-    lengths[:] = words & (2**31 - 1)
-    words >>= 31
+    """Sort each batch by pack and piece, and take the words apart; working space is left alone."""
+    split = []
+    for batch, (start, stop) in enumerate(zip(begin[:-1].tolist(), begin[1:].tolist())):
+        for word in words[start:stop].tolist():
+            piece, place = divmod(word >> length_bits, 1 << shift)
+            split.append(((batch << shift) + place, piece, word % (1 << length_bits)))
+    split.sort()
+    words[:] = [piece for _, piece, _ in split]
+    lengths[:] = [length for _, _, length in split]
+    offsets[:] = np.searchsorted([pack for pack, _, _ in split], np.arange(len(offsets)))
 
 
 def checksum(lengths: Int32) -> int:
@@ -240,6 +264,23 @@ def audit(
     pairs = zip(pieces.tolist(), lengths.tolist())
     total = sum(_scramble((piece << 31) | length) for piece, length in pairs) & _WORD
     return sum(lengths.tolist()), overfull, total
+
+
+def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
+    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+
+    Pieces of a document that is unknown or was finished before make all of them wrong.
+    """
+    order = documents.tolist()
+    if order != sorted(order) or any(not 0 <= document < len(wholes) for document in order):
+        return len(order) + 1
+    ends = dict.fromkeys(range(len(wholes)), 0)
+    wrong = 0
+    for document, start, length in zip(order, starts.tolist(), lengths.tolist()):
+        wrong += start != ends[document]
+        ends[document] += length
+    unfinished = sum(ends[document] != length for document, length in enumerate(wholes.tolist()))
+    return int(wrong + unfinished)
 
 
 def _scramble(word: int) -> int:

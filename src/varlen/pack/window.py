@@ -48,7 +48,10 @@ class _Waiting:
     def take(self, index: Any) -> _Waiting:
         """Some of the pieces."""
         return _Waiting(
-            records=self.records[index], starts=self.starts[index], stops=self.stops[index], ages=self.ages[index]
+            records=self.records[index],
+            starts=self.starts[index],
+            stops=self.stops[index],
+            ages=self.ages[index],
         )
 
     def by_arrival(self) -> _Waiting:
@@ -57,7 +60,9 @@ class _Waiting:
 
     def older(self) -> _Waiting:
         """The same pieces, one window older."""
-        return _Waiting(records=self.records, starts=self.starts, stops=self.stops, ages=self.ages + np.int32(1))
+        return _Waiting(
+            records=self.records, starts=self.starts, stops=self.stops, ages=self.ages + np.int32(1)
+        )
 
     def and_then(self, other: _Waiting) -> _Waiting:
         """These pieces and others after them."""
@@ -188,7 +193,9 @@ class WindowPacker:
 
     def flush(self) -> Packing:
         """Pack all that is waiting and return it; the packer is empty then and may go on."""
-        parts = [self._packed(self._waiting, "wrapped" if self._method == "wrapped" else "best_fit_decreasing")]
+        parts = [
+            self._packed(self._waiting, "wrapped" if self._method == "wrapped" else "best_fit_decreasing")
+        ]
         self._waiting, self._fresh = _nothing(), 0
         return self._hand_out(parts, {}, np.empty(0, np.int32))
 
@@ -207,6 +214,9 @@ class WindowPacker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that a packer with the same settings gave.
 
+        Args:
+            state: what `state_dict` returned, as it is or back from JSON.
+
         Raises:
             StateError: another version or other settings, named; the packer is unchanged then.
         """
@@ -219,14 +229,20 @@ class WindowPacker:
                 stops=np.asarray(waiting["stops"], np.int32),
                 ages=np.asarray(waiting["ages"], np.int32),
             )
-            num_records, fresh, ledger = int(state["num_records"]), int(state["fresh"]), Ledger(**state["ledger"])
+            num_records, fresh, ledger = (
+                int(state["num_records"]),
+                int(state["fresh"]),
+                Ledger(**state["ledger"]),
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"this is no state of a WindowPacker: {type(error).__name__} {error}") from None
         if version != _VERSION:
             raise StateError(f"the state has version {version!r}, this varlen reads version {_VERSION}")
         changed = [name for name, value in self._settings().items() if settings.get(name) != value]
         if changed:
-            was = ", ".join(f"{name} {settings.get(name)!r}, here {self._settings()[name]!r}" for name in changed)
+            was = ", ".join(
+                f"{name} {settings.get(name)!r}, here {self._settings()[name]!r}" for name in changed
+            )
             raise StateError(f"the state was made with other settings: {was}; make the packer with those")
         sizes = {len(restored.records), len(restored.starts), len(restored.stops), len(restored.ages)}
         tokens = int((restored.stops.astype(np.int64) - restored.starts).sum())
@@ -258,7 +274,9 @@ class WindowPacker:
             try:
                 pieces = fit(lengths, self._capacity, self._overlong)
             except OverlongDocumentError as error:
-                raise OverlongDocumentError(f"{error}; documents are counted from record {self._num_records:,}") from None
+                raise OverlongDocumentError(
+                    f"{error}; documents are counted from record {self._num_records:,}"
+                ) from None
             kept, documents, starts, losses = pieces.lengths, pieces.documents, pieces.starts, pieces.losses
         numbers = np.arange(kept.size) if documents is None else documents
         first = np.zeros(kept.size, np.int32) if starts is None else starts
@@ -359,7 +377,9 @@ class WindowPacker:
 def _packs(pieces: _Waiting, offsets: IntArray, chosen: npt.NDArray[np.bool_]) -> tuple[_Waiting, IntArray]:
     """Some of the packs."""
     sizes = np.diff(offsets)
-    return pieces.take(np.repeat(chosen, sizes)), np.concatenate([[0], np.cumsum(sizes[chosen])]).astype(np.int64)
+    return pieces.take(np.repeat(chosen, sizes)), np.concatenate([[0], np.cumsum(sizes[chosen])]).astype(
+        np.int64
+    )
 
 
 def _joined(first: tuple[_Waiting, IntArray], second: tuple[_Waiting, IntArray]) -> tuple[_Waiting, IntArray]:

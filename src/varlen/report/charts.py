@@ -36,13 +36,14 @@ class Dots:
 
 def bars(rows: Sequence[Bar], width: int, label: str) -> str:
     """Draw horizontal bars from zero, their notes at their ends."""
-    note_width = 7.4 * max(len(row.note) for row in rows) + 8
+    note_width = 8 * max(len(row.note) for row in rows) + 10
     left, pitch, thickness, top = _row_shape(width)
     reach = width - left - note_width
     longest = max(row.value for row in rows) or 1.0
-    marks = [line(left, 0, left, pitch * len(rows) - 4, "axis")]
+    marks = []
     for index, row in enumerate(rows):
         y = index * pitch
+        marks.append(line(left, y + top - 3, left, y + top + thickness + 3, "axis"))
         marks.append(_row_label(row.label, left, y, thickness, row.kind))
         length = reach * row.value / longest
         marks.append(rect(left, y + top, length, thickness, f"bar {row.kind}"))
@@ -76,7 +77,9 @@ def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], s
         y = index * pitch
         middle = y + top + thickness / 2
         marks.append(_row_label(row.label, left, y, thickness, row.kind))
-        marks.append(line(place(min(row.values)), middle, place(max(row.values)), middle, f"range {row.kind}"))
+        marks.append(
+            line(place(min(row.values)), middle, place(max(row.values)), middle, f"range {row.kind}")
+        )
         marks += [circle(place(v), middle, 4, f"dot {row.kind}", axis(v)) for v in row.values]
         mean = place(sum(row.values) / len(row.values))
         marks.append(line(mean, middle - 9, mean, middle + 9, f"mean {row.kind}"))
@@ -105,21 +108,21 @@ def histogram(lengths: Sequence[int], cut: int, width: int, label: str) -> str:
     marks = []
     for top, shares, kind, title in panels:
         tallest = max(shares)
-        marks.append(text(0, top - 4, f"share of {title}, {100 * tallest:.0f} % in the highest bar", f"note {kind}"))
+        marks.append(text(0, top - 4, f"share of {title}", f"note {kind}"))
         for index, share in enumerate(shares):
             height = band * share / tallest
             low, high = 2 ** ((first + index) / 2), 2 ** ((first + index + 1) / 2)
             tip = f"{math.ceil(low):,} to {math.ceil(high) - 1:,} tokens: {100 * share:.1f} % of {title}"
-            marks.append(rect(index * pitch + 0.75, top + band - height, pitch - 1.5, height, f"bar {kind}", tip))
+            marks.append(
+                rect(index * pitch + 0.75, top + band - height, pitch - 1.5, height, f"bar {kind}", tip)
+            )
         marks.append(line(0, top + band, width, top + band, "axis"))
     bottom = 18 + 2 * band + gap
     marks += _length_axis(first, last, pitch, bottom, width)
     at = (2 * math.log2(cut) - first) * pitch
     marks.append(line(at, 8, at, bottom, "cut"))
-    marks.append(text(at - 5, 14, f"cut at {cut:,}", "tick", "end"))
+    marks.append(text(at + 5, 14, f"cut at {cut:,}", "tick"))
     return drawing(width, bottom + 24, marks, label)
-
-
 
 
 def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int) -> list[str]:
@@ -134,7 +137,7 @@ def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int)
 
 
 def _row_shape(width: int) -> tuple[float, float, float, float]:
-    """Return where bars begin, the distance of rows, the thickness of a bar, and its distance from the row's top."""
+    """Return where bars begin, how far rows are apart, how thick bars are, and how far from the row's top."""
     return (LABEL_WIDTH, 34, 20, 5) if width >= NARROW else (0, 46, 18, 20)
 
 

@@ -18,29 +18,29 @@ MASK_WIDTH = 320
 
 def demo_page(figures: DemoFigures) -> str:
     """Return the whole report as one self-contained HTML page; text of documents in it is escaped."""
-    said = {finding.title: finding.text for finding in findings(figures)}
+    said = findings(figures)
     return page(
         "varlen demo",
         [
             _opening(figures),
-            section("Speed", paragraph(said["Against padding"]), _speed(figures), _ratios(figures)),
+            section("Speed", paragraph(said.padding), _speed(figures), _ratios(figures)),
             section("Where the time goes", _padding(figures)),
-            section("The loss", paragraph(said["The loss"]), _losses(figures)),
-            section("Against length buckets", paragraph(said["Against length buckets"])),
+            section("The loss", paragraph(said.loss), _losses(figures)),
+            section("Against length buckets", paragraph(said.buckets)),
             section("Memory", _memory(figures)),
-            section("A packed row and its mask", paragraph(said["Packed windows"]), _row(figures)),
+            section("A packed row and its mask", paragraph(said.packed), _row(figures)),
             section(
-                "Proof of isolation", _verdict(figures), facts(figures.isolation.rows), paragraph(said[_WHY])
+                "Proof of isolation",
+                _verdict(figures),
+                facts(figures.isolation.rows),
+                paragraph(said.control),
             ),
             section("The ledger", _ledger(figures)),
             section("The documents", _documents(figures)),
-            section("What a CPU inflates", paragraph(said["What a CPU inflates"]), _cpu(figures)),
+            section("What a CPU inflates", paragraph(said.inflation), _cpu(figures)),
             section("How it was measured", _setup(figures)),
         ],
     )
-
-
-_WHY = "Why boundaries need a proof"
 
 
 def _opening(figures: DemoFigures) -> str:
@@ -49,16 +49,21 @@ def _opening(figures: DemoFigures) -> str:
         ("varlen", times(ours.tokens_per_s / padded.tokens_per_s), "tokens a second against padded, no mask"),
         ("", times(ours.tokens_per_s / masked.tokens_per_s), "against padded with a mask"),
         ("", times(padded.slots_per_token), "positions per token when padded: what padding alone explains"),
-        ("", times(padded.memory_bytes / max(ours.memory_bytes, 1)), "memory of a padded step over a flattened one"),
+        (
+            "",
+            times(padded.memory_bytes / max(ours.memory_bytes, 1)),
+            "memory of a padded step over a flattened one",
+        ),
     )
     boxes = "".join(
         f'<div class="number {kind}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
         for kind, value, note in numbers
     )
     lead = (
-        f"A Llama of {figures.num_parameters / 1e6:.1f} million parameters learns {count(ours.num_targets)} targets "
-        f"from {ours.num_documents:,} documents ({figures.corpus.description}) in {figures.steps:,} steps, "
-        f"{len(figures.methods)} times over; only the way that the documents are fed differs."
+        f"A Llama of {figures.num_parameters / 1e6:.1f} million parameters learns {ours.num_targets:,} "
+        f"targets from {ours.num_documents:,} documents ({figures.corpus.description}) in "
+        f"{figures.steps:,} steps, {len(figures.methods)} times over. "
+        "Only the way that the documents are fed differs."
     )
     return (
         '<header><p class="kicker"><b>varlen</b> demo</p>'
@@ -77,7 +82,8 @@ def _speed(figures: DemoFigures) -> str:
         charts.bars(rows, WIDE, label),
         charts.bars(rows, NARROW, label),
         "Effective tokens per second: tokens of documents, padding not counted, over the time from the "
-        f"documents' tokens to the updated weights. {figures.threads} threads; methods took turns step by step.",
+        f"documents' tokens to the updated weights. {figures.threads} threads; methods took turns step by "
+        "step, so that whatever else the machine did hit all alike.",
     )
 
 
@@ -120,8 +126,8 @@ def _padding(figures: DemoFigures) -> str:
         + _twice(pictures.flattened_batch(batch, half), pictures.flattened_batch(batch, NARROW))
         + "</div></div>"
         + _caption(
-            f"The first random batch, {len(batch)} documents, to one scale. Padded to its longest document it has "
-            f"{slots:,} positions, of which {tokens:,} hold a token ({percent(tokens / slots)}). "
+            f"The first random batch, {len(batch)} documents, to one scale. Padded to its longest document "
+            f"it has {slots:,} positions, of which {tokens:,} hold a token ({percent(tokens / slots)}). "
             "Flattened, the same documents stand end to end, broken here into lines of the same width."
         )
     )
@@ -142,13 +148,16 @@ def _losses(figures: DemoFigures) -> str:
     gaps = []
     for method in figures.methods:
         gap, gap_spread = loss_gap(figures, method, ours)
-        gaps.append((method.role, (method.title, f"{difference(gap)} ± {gap_spread:.3f}", _origin(figures, method))))
+        gaps.append(
+            (method.role, (method.title, f"{difference(gap)} ± {gap_spread:.3f}", _origin(figures, method)))
+        )
     return figure(
         charts.dots(rows, WIDE, label, _loss_words),
         charts.dots(rows, NARROW, label, _loss_words),
-        f"Validation loss in nats after {figures.steps:,} steps; one dot for each of {len(figures.seeds)} seeds, "
-        "their mean as a stroke, and half their range after ±. Seeds change documents, batches and initial weights, "
-        "so compare within a seed, as the table does. So few steps show equality, not a trained model.",
+        f"Validation loss in nats after {figures.steps:,} steps; a dot for each of {len(figures.seeds)} "
+        "seeds, their mean as a stroke, and half their range after ±. Seeds change documents, batches and "
+        "initial weights, so compare within a seed, as the table does. So few steps show equality, not a "
+        "trained model.",
     ) + table(("", "loss above flattened, same seed", "trained in its own layout"), gaps)
 
 
@@ -171,9 +180,9 @@ def _memory(figures: DemoFigures) -> str:
     return figure(
         charts.bars(rows, WIDE, label),
         charts.bars(rows, NARROW, label),
-        "Most memory that a step held, beyond what its process held before the first step (interpreter, torch, "
-        "model). Every method ran in a process of its own; the peak is the operating system's count of resident "
-        "memory. Logits are formed in blocks by every method, so none pays for them all at once.",
+        "Most memory that a step held, beyond what its process held before the first step (interpreter, "
+        "torch, model). Every method ran in a process of its own; the peak is the operating system's count "
+        "of resident memory. All methods form logits in blocks, so none pays for them all at once.",
     )
 
 
@@ -186,9 +195,7 @@ def _row(figures: DemoFigures) -> str:
         _twice(pictures.packed_row(row, capacity, WIDE), pictures.packed_row(row, capacity, NARROW))
         + _legend(row)
         + '<div class="pair masks" style="margin-top:24px"><div><h3>Its mask</h3>'
-        + _twice(
-            pictures.packed_mask(row, capacity, MASK_WIDTH), pictures.packed_mask(row, capacity, NARROW)
-        )
+        + _twice(pictures.packed_mask(row, capacity, MASK_WIDTH), pictures.packed_mask(row, capacity, NARROW))
         + "</div><div><h3>The same documents padded: a mask for each</h3>"
         + _twice(
             pictures.padded_masks(row, capacity, MASK_WIDTH, rest),
@@ -197,10 +204,11 @@ def _row(figures: DemoFigures) -> str:
         + "</div></div>"
         + _caption(
             f"The packed row with the most documents: {len(row)} in {capacity:,} slots, "
-            f"{capacity - sum(piece.num_tokens for piece in row):,} of them free. A position (downwards) attends to "
-            f"the coloured positions (across) only. Per-document attention computes the coloured blocks, "
-            f"{packed_cells / 1e6:.2f} million pairs before causality; padded to the longest, the same documents "
-            f"take {len(row) * longest**2 / 1e6:.2f} million. Both to one scale."
+            f"{capacity - sum(piece.num_tokens for piece in row):,} of them free. A position (downwards) "
+            "attends to the coloured positions (across) only, and attention per document computes nothing "
+            f"outside the squares around them: {packed_cells / 1e6:.2f} million pairs before causality. "
+            f"Padded to the longest, the same documents take {len(row) * longest**2 / 1e6:.2f} million, the "
+            "grey ones thrown away. Both to one scale."
         )
     )
 
@@ -217,22 +225,23 @@ def _legend(pieces: tuple[PieceFigures, ...]) -> str:
 def _verdict(figures: DemoFigures) -> str:
     proof = "the control leaked, as it must" if figures.isolation.is_proved else "not proved"
     return f'<p class="verdict"><b>{escape(figures.isolation.verdict)}</b> ({escape(proof)})</p>' + paragraph(
-        "On the model that the packed run trained: one document of a packed row is changed at a time, and the "
-        "logits of all others must not move by a single bit. Without boundaries they must move, or the check is "
-        "blind."
+        "On the model that the packed run trained, one document of a packed row is changed at a time, and "
+        "the logits of all others must not move by a single bit. Without boundaries they must move, or the "
+        "check is blind."
     )
 
 
 def _ledger(figures: DemoFigures) -> str:
     ledger = figures.ledger
     return (
-        f'<p class="sum">{ledger.tokens_in:,} <small>tokens in</small> = {ledger.packed:,} <small>packed</small> + '
-        f"{ledger.truncated:,} <small>cut</small> + {ledger.dropped:,} <small>dropped</small>; "
-        f"{ledger.duplicated:,} <small>twice</small>, {ledger.balance:,} <small>unaccounted for</small></p>"
+        f'<p class="sum">{ledger.tokens_in:,} <small>tokens in</small> = '
+        f"{ledger.packed:,} <small>packed</small> + {ledger.truncated:,} <small>cut</small> + "
+        f"{ledger.dropped:,} <small>dropped</small>; {ledger.duplicated:,} <small>twice</small>, "
+        f"{ledger.balance:,} <small>unaccounted for</small></p>"
         + paragraph(
             f"Of {ledger.documents_in:,} documents, {ledger.truncated_documents:,} are longer than "
-            f"{figures.max_length:,} tokens and lose their end, in every method alike. Packed tokens are counted "
-            "from the finished packs. Every method trained each document once and "
+            f"{figures.max_length:,} tokens and lose their end, in every method alike. Packed tokens are "
+            "counted from the finished packs. Every method trained each document once and "
             f"{figures.method('packed').num_targets:,} targets; the demo stops if they differ."
         )
     )
@@ -251,10 +260,10 @@ def _documents(figures: DemoFigures) -> str:
         charts.histogram(corpus.lengths, figures.max_length, WIDE, label),
         charts.histogram(corpus.lengths, figures.max_length, NARROW, label),
         f"Length in tokens, half an octave a bar: {corpus.description}. {drawn}. Median "
-        f"{median(corpus.lengths):,.0f}, mean {fmean(corpus.lengths):,.0f}, longest {max(corpus.lengths):,} tokens. "
-        f"Padded in random batches of {figures.batch_documents}, all of them would take {corpus.padded_ratio:.2f} "
-        f"positions a token; sorted {corpus.bucket_pool:,} at a time, {corpus.bucketed_ratio:.2f}. Each seed trains "
-        "on a draw that is even over the lengths.",
+        f"{median(corpus.lengths):,.0f}, mean {fmean(corpus.lengths):,.0f}, longest "
+        f"{max(corpus.lengths):,} tokens. Padded in random batches of {figures.batch_documents}, all of them "
+        f"would take {corpus.padded_ratio:.2f} positions a token; sorted {corpus.bucket_pool:,} at a time, "
+        f"{corpus.bucketed_ratio:.2f}. Each seed trains on a draw that is even over the lengths.",
     )
 
 
@@ -280,8 +289,14 @@ def _cpu(figures: DemoFigures) -> str:
 
 def _setup(figures: DemoFigures) -> str:
     rows = (
-        ("documents", f"{figures.corpus.description}; {figures.corpus.vocab_size:,} tokens of a byte-level BPE"),
-        ("steps, batch", f"{figures.steps:,} steps of {figures.batch_documents:,} documents, cut at {figures.max_length:,}"),
+        (
+            "documents",
+            f"{figures.corpus.description}; {figures.corpus.vocab_size:,} tokens of a byte-level BPE",
+        ),
+        (
+            "steps, batch",
+            f"{figures.steps:,} of {figures.batch_documents:,} documents, cut at {figures.max_length:,}",
+        ),
         ("seeds", ", ".join(str(seed) for seed in figures.seeds)),
         ("model", f"Llama, {figures.num_parameters:,} parameters, float32; AdamW; token mean loss"),
         ("threads", str(figures.threads)),
@@ -289,9 +304,9 @@ def _setup(figures: DemoFigures) -> str:
         ("whole demo", f"{figures.total_s:.0f} s"),
     )
     return facts(rows) + paragraph(
-        "All methods share the model's initial weights, the optimizer, and a loss that runs the head over every "
-        "position, padding included, as transformers does. The padded runs call the same attention kernel as the "
-        "flattened one. Times are one run's, on whatever else the machine was doing."
+        "All methods share the initial weights, the optimizer, and a loss that runs the head over every "
+        "position, padding included, as transformers does. Padded without a mask, attention runs in the same "
+        "kernel as per document. Times are those of one run, and other work on the machine is in them."
     )
 
 

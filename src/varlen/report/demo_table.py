@@ -32,18 +32,18 @@ def demo_table(figures: DemoFigures) -> RenderableType:
 
 def _methods(figures: DemoFigures) -> Table:
     """One row a method; ratios say how much faster flattened is."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
     for title in (
-        "tokens/s",
-        "tokens/\nCPU s",
-        "flattened is\nfaster, wall",
-        "faster,\nCPU",
-        "positions\na token",
+        "tokens\n/s",
+        "tokens\n/CPU s",
+        "flat is\nfaster",
+        "by CPU\ntime",
+        "slots/\ntoken",
         "peak\nmemory",
-        "validation loss\n(mean ± spread)",
+        "validation\nloss",
     ):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     ours = figures.method("flattened")
     for method in figures.methods:
         losses = figures.losses(method)
@@ -55,14 +55,14 @@ def _methods(figures: DemoFigures) -> Table:
             times(ours.tokens_per_cpu_s / method.tokens_per_cpu_s),
             f"{method.slots_per_token:.2f}",
             memory(method.memory_bytes),
-            f"{fmean(losses):.3f} ± {spread(losses):.3f}{_mark(method)}",
+            f"{_mark(method)}{fmean(losses):.3f}±{spread(losses):.3f}",
             style=_STYLES[method.role],
         )
     return table
 
 
 def _mark(method: MethodFigures) -> str:
-    return "*" if None in method.validation_losses else " "
+    return "*" if None in method.validation_losses else ""
 
 
 def _reading(figures: DemoFigures) -> str:
@@ -70,19 +70,22 @@ def _reading(figures: DemoFigures) -> str:
     ours = figures.method("flattened")
     lines = [
         f"{ours.num_documents:,} documents, {ours.num_tokens:,} tokens, {ours.num_targets:,} targets and "
-        f"{figures.steps:,} steps in every row (counted); {figures.threads} threads; tokens of documents only. "
-        "Methods took turns step by step, each in its own process; peak memory is the resident memory beyond "
-        "what the process held before its first step."
+        f"{figures.steps:,} steps in every row, counted; tokens of padding don't count; {figures.threads} "
+        "threads. Methods took turns step by step, each in a process of its own; peak memory is resident "
+        "memory beyond what the process held before its first step."
     ]
     if any(None in method.validation_losses for method in figures.methods):
         lines.append(
-            f"* its own loss for seed {figures.seeds[0]}; for further seeds that of flattened, the same batches"
+            f"* its own loss for seed {figures.seeds[0]}; for further seeds that of flattened, which trains "
+            "the same batches"
         )
     return "\n".join(lines)
 
 
 def _proof(figures: DemoFigures) -> list[RenderableType]:
-    verdict = Text(figures.isolation.verdict, style="bold green" if figures.isolation.is_proved else "bold red")
+    verdict = Text(
+        figures.isolation.verdict, style="bold green" if figures.isolation.is_proved else "bold red"
+    )
     return ["", Text("isolation of the packed run: ", style="bold") + verdict, _facts(figures.isolation.rows)]
 
 
@@ -102,9 +105,9 @@ def _ledger(figures: DemoFigures) -> list[RenderableType]:
 
 def _findings(figures: DemoFigures) -> list[RenderableType]:
     lines: list[RenderableType] = [""]
-    for finding in findings(figures):
-        lines.append(Text(finding.title, style="bold"))
-        lines.append(Padding(finding.text, (0, 0, 0, 2)))
+    for title, sentences in findings(figures).titled():
+        lines.append(Text(title, style="bold"))
+        lines.append(Padding(sentences, (0, 0, 0, 2)))
     return lines
 
 

@@ -156,7 +156,7 @@ class DemoFigures:
         return next(method for method in self.methods if method.name == name)
 
     def losses(self, method: MethodFigures) -> tuple[float, ...]:
-        """Return a validation loss for each seed, taken from the same batches in another layout where needed."""
+        """Return a loss for each seed, where needed that of the same batches in another layout."""
         twin = method if method.same_loss_as is None else self.method(method.same_loss_as)
         pairs = zip(method.validation_losses, twin.validation_losses, strict=True)
         return tuple(own if own is not None else _known(other) for own, other in pairs)

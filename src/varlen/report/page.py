@@ -1,4 +1,4 @@
-"""A self-contained HTML page: its parts as escaped text, one style sheet inside, nothing fetched from anywhere."""
+"""A self-contained HTML page: escaped text, one style sheet inside, nothing fetched from anywhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str
         f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
         for kind, cells in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+    )
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
@@ -93,6 +95,8 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise SettingError(f"{path} is a folder; name a file in it, such as {path / 'report.html'}")
     if not path.parent.is_dir():
-        raise SettingError(f"the folder {path.parent} doesn't exist; create it, or name another for {path.name}")
+        raise SettingError(
+            f"the folder {path.parent} doesn't exist; create it, or name another for {path.name}"
+        )
     if not os.access(path.parent, os.W_OK):
         raise SettingError(f"the folder {path.parent} can't be written; name another for {path.name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from varlen.report.figures import PieceFigures
-from varlen.report.svg import drawing, polygon, rect, text
+from varlen.report.svg import drawing, polygon, rect
 
 NUM_COLOURS = 10
 """Colours of documents in the page's style sheet, used in turn."""
@@ -44,7 +44,9 @@ def packed_row(pieces: Sequence[PieceFigures], capacity: int, width: int) -> str
     """Draw a row of documents one after another, its free slots at the end."""
     marks, at = [rect(0, 0, width, 22, "padding")], 0
     for index, piece in enumerate(pieces):
-        marks.append(rect(width * at / capacity, 0, width * piece.num_tokens / capacity, 22, colour(index), tip(piece)))
+        marks.append(
+            rect(width * at / capacity, 0, width * piece.num_tokens / capacity, 22, colour(index), tip(piece))
+        )
         at += piece.num_tokens
     return drawing(width, 22, marks, f"a packed row of {capacity:,} slots")
 
@@ -76,7 +78,9 @@ def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int
         marks.append(rect(x, y, side, side, "padding"))
         marks.append(_triangle(x, y, piece.num_tokens * scale_width / capacity, index, piece))
     rows = -(-len(pieces) // columns)
-    return drawing(width, rows * (side + 6) - 6, marks, "the masks of the same documents padded: one square for each")
+    return drawing(
+        width, rows * (side + 6) - 6, marks, "the masks of the same documents padded: one square for each"
+    )
 
 
 def colour(index: int) -> str:

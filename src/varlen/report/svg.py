@@ -1,4 +1,4 @@
-"""The few marks that our pictures are drawn with, as SVG text; colours are classes, so that a page may be dark.
+"""The few marks that our pictures are drawn with, as SVG text; their colours are the page's to choose.
 
 Every text is escaped here and nowhere else: no mark can carry a document's text into the page as markup.
 """
@@ -37,9 +37,8 @@ def polygon(points: Iterable[tuple[float, float]], kind: str, tip: str = "") -> 
 
 def text(x: float, y: float, content: str, kind: str = "label", anchor: str = "start") -> str:
     """Write a line of text; `y` is its baseline and `anchor` one of start, middle, end."""
-    return (
-        f'<text class="{escape(kind)}" x="{number(x)}" y="{number(y)}" text-anchor="{anchor}">{escape(content)}</text>'
-    )
+    place = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"'
+    return f'<text class="{escape(kind)}" {place}>{escape(content)}</text>'
 
 
 def drawing(width: float, height: float, marks: Iterable[str], label: str) -> str:

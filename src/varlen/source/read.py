@@ -68,7 +68,8 @@ def find_files(data: str | Path) -> list[Path]:
             )
         return files
     if glob.has_magic(str(path)):
-        files = sorted(p for name in glob.iglob(str(path), recursive=True) if (p := Path(name)).is_file())
+        root, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
+        files = sorted(p for p in root.glob(pattern) if p.is_file())
         if not files:
             raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
         return files

@@ -89,7 +89,7 @@ class Corpus:
 
 
 def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
-    """Read documents, learn a tokenizer from those that may be trained on, and encode all.
+    """Read documents, learn a tokenizer from them, encode them, and keep some aside for validation.
 
     Args:
         data: the user's path or glob; None for the interpreter's own sources.
@@ -105,9 +105,7 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
         raise SourceError(_too_few(data, len(found), settings))
     kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
     texts = [found[i] for i in kept.tolist()]
-    tokenizer = train_bpe(
-        _first_characters(texts[settings.validation_documents :], BPE_CHARACTERS), settings.model.vocab_size
-    )
+    tokenizer = train_bpe(_first_characters(texts, BPE_CHARACTERS), settings.model.vocab_size)
     tokens, offsets = encode(tokenizer, texts)
     documents = Documents(tokens=tokens, offsets=offsets)
     usable = np.flatnonzero(documents.lengths >= 2)
@@ -151,7 +149,8 @@ def _too_few(data: str | Path | None, found: int, settings: DemoSettings) -> str
     """Say how many documents there are, how many it takes, and the way out."""
     what = "this interpreter's sources hold" if data is None else f"{data} holds"
     return (
-        f"{what} {found:,} documents of two tokens or more, but the demo needs {settings.num_documents_needed:,}: "
+        f"{what} {found:,} documents of two tokens or more, but the demo needs "
+        f"{settings.num_documents_needed:,}: "
         f"{settings.steps:,} steps of {settings.batch_documents:,} to train on and "
         f"{settings.validation_documents:,} to validate; pass more documents, or fewer --steps"
     )

@@ -26,7 +26,7 @@ from varlen.types import IntArray
 
 BUCKET_POOL_BATCHES = 50
 """Batches sorted together by transformers' length-grouped sampler; what bucketing reaches on a large set."""
-_EXCERPT_CHARACTERS = 60
+_EXCERPT_CHARACTERS = 110
 
 
 def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnProgress) -> DemoFigures:
@@ -43,7 +43,10 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
     """
     start = time.perf_counter()
     on_progress(0, 1, "reading documents")
-    prepare()
+    if (
+        data is None
+    ):  # parsing a library takes as long as importing torch; a user's file may be refused at once
+        prepare()
     corpus = read_corpus(data, settings)
     outcome = Experiment(corpus, settings, on_progress).run()
     return DemoFigures(

@@ -15,10 +15,10 @@ import numpy as np
 from varlen.errors import LedgerError
 from varlen.report.figures import IsolationFigures, MethodFigures
 from varlen.train.corpus import Corpus, Documents
+from varlen.train.job import Job, StepRecord
 from varlen.train.measure import Seconds
-from varlen.train.methods import FASTEST_LAYOUT, METHODS, LayoutName, Method
-from varlen.train.orders import Order, OrderName, make_order, step_slots
-from varlen.train.run import Job, StepRecord
+from varlen.train.methods import FASTEST_LAYOUT, METHODS, ORDERS, LayoutName, Method, OrderName
+from varlen.train.orders import Order, make_order, step_slots
 from varlen.train.settings import DemoSettings
 from varlen.train.worker import Worker
 
@@ -81,7 +81,7 @@ class Experiment:
                 name, documents.lengths, steps=settings.steps, max_length=settings.max_length, seed=seed
             )
             for seed, documents in self._documents.items()
-            for name in ("random", "bucketed", "packed")
+            for name in ORDERS
         }
         self._tally = _Tally(total=self._all_slots(), on_progress=on_progress)
 

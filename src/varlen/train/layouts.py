@@ -20,7 +20,6 @@ from varlen.train.corpus import Documents
 from varlen.train.methods import LayoutName
 from varlen.train.orders import Order
 
-
 ATTENTION: dict[LayoutName, str] = {
     "padded_with_mask": "sdpa",
     "padded": "sdpa",

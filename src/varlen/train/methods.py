@@ -10,6 +10,8 @@ from varlen.report.figures import Role
 OrderName = Literal["random", "bucketed", "packed"]
 """Which documents share a step; see `orders`."""
 
+ORDERS: tuple[OrderName, ...] = ("random", "bucketed", "packed")
+
 LayoutName = Literal["padded_with_mask", "padded", "flat", "rows", "rows_without_boundaries"]
 """How a step becomes arrays; see `layouts`."""
 
@@ -55,7 +57,7 @@ METHODS = (
         layout="rows_without_boundaries",
     ),
 )
-"""Two baselines on random batches; the strongest baseline for speed, buckets; varlen's two; and the control."""
+"""Random batches padded, twice; buckets, the baseline that pads least; varlen's two ways; and the control."""
 
 FASTEST_LAYOUT: dict[LayoutName, LayoutName] = {"padded_with_mask": "flat", "padded": "flat"}
 """Layouts with the same loss, for runs in which only the loss counts."""

@@ -29,7 +29,7 @@ def small_llama(settings: DemoSettings, vocab_size: int, seed: int, attention: s
     hf.register()
     shape = settings.model
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=shape.hidden_size,
@@ -40,9 +40,10 @@ def small_llama(settings: DemoSettings, vocab_size: int, seed: int, attention: s
             max_position_embeddings=settings.max_length,
             tie_word_embeddings=True,
             use_cache=False,
-            attn_implementation=attention,
         )
     )
+    model.set_attn_implementation(attention)
+    return model
 
 
 def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -63,16 +64,16 @@ def add_gradients(model: Any, arguments: dict[str, Any], labels: torch.Tensor, n
         num_targets: what the sum of losses is divided by.
     """
     hidden = _positions_before_labels(model.model(**arguments).last_hidden_state)
-    targets = labels[:, 1:].reshape(-1).split(HEAD_BLOCK)
+    targets = _blocks(labels[:, 1:].reshape(-1))
     total = 0.0
     gradients = []
-    for block, target in zip(hidden.detach().split(HEAD_BLOCK), targets, strict=True):
+    for block, target in zip(_blocks(hidden.detach()), targets, strict=True):
         block.requires_grad_()
         loss = _sum_of_losses(model, block, target) / num_targets
-        loss.backward()
-        gradients.append(block.grad)
+        torch.autograd.backward(loss)
+        gradients.append(_gradient(block))
         total += loss.item()
-    hidden.backward(torch.cat(gradients))
+    torch.autograd.backward(hidden, torch.cat(gradients))
     return total
 
 
@@ -80,14 +81,24 @@ def add_gradients(model: Any, arguments: dict[str, Any], labels: torch.Tensor, n
 def mean_loss(model: Any, arguments: dict[str, Any], labels: torch.Tensor, num_targets: int) -> float:
     """Return the mean target loss without gradients; arguments as `add_gradients`."""
     hidden = _positions_before_labels(model.model(**arguments).last_hidden_state)
-    targets = labels[:, 1:].reshape(-1).split(HEAD_BLOCK)
-    blocks = zip(hidden.split(HEAD_BLOCK), targets, strict=True)
+    targets = _blocks(labels[:, 1:].reshape(-1))
+    blocks = zip(_blocks(hidden), targets, strict=True)
     return sum(_sum_of_losses(model, block, target).item() for block, target in blocks) / num_targets
 
 
 def _positions_before_labels(hidden: torch.Tensor) -> torch.Tensor:
-    """Return `[rows * (width - 1), hidden_size]`: every position but each row's last, which predicts nothing."""
+    """Return `[rows * (width - 1), hidden_size]`: all but each row's last, which predicts nothing."""
     return hidden[:, :-1].reshape(-1, hidden.shape[-1])
+
+
+def _blocks(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut positions into blocks of `HEAD_BLOCK`, the last one shorter."""
+    return positions.tensor_split(list(range(HEAD_BLOCK, len(positions), HEAD_BLOCK)))
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None, "backward has just run"
+    return leaf.grad
 
 
 def _sum_of_losses(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varlen.errors import SourceError
 from varlen.pack.api import pack
 from varlen.train.methods import LayoutName, OrderName
 from varlen.types import IntArray, Ledger, Packing
@@ -33,8 +34,9 @@ def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: in
 
     - "random": neighbours share a step, as many documents in each.
     - "bucketed": the same after sorting by length, the batches then shuffled.
-    - "packed": best fit into packs of `max_length` over the window of all documents in the order given
-      (not sorted, so that packs stay random samples), the packs dealt evenly to steps.
+    - "packed": best fit into packs of `max_length` (less where documents are few and short) over the window
+      of all documents in the order given (not sorted, so that packs stay random samples), the packs dealt
+      evenly to steps.
 
     Args:
         name: one of the three.
@@ -42,9 +44,17 @@ def make_order(name: OrderName, lengths: IntArray, *, steps: int, max_length: in
         steps: optimizer steps.
         max_length: documents are cut to it.
         seed: of the shuffle of buckets.
+
+    Raises:
+        SourceError: the packs are fewer than the steps.
     """
     if name == "packed":
-        packing = pack(lengths, capacity=max_length, method="best_fit", overlong="truncate")
+        packing = pack(lengths, _capacity(lengths, steps, max_length), method="best_fit", overlong="truncate")
+        if packing.num_packs < steps:
+            raise SourceError(
+                f"the documents fill {packing.num_packs:,} packs, too few for {steps:,} steps: one is far "
+                "longer than the others; pass more documents, or fewer --steps"
+            )
         return Order(packing=packing, step_offsets=_even_offsets(packing.num_packs, steps))
     batches = np.arange(len(lengths)).reshape(steps, -1)
     if name == "bucketed":
@@ -96,6 +106,12 @@ def step_slots(order: Order, layout: LayoutName) -> int:
 def most_crowded_pack(packing: Packing) -> int:
     """Return the number of the pack that holds the most pieces, the first of them."""
     return int(np.argmax(np.diff(packing.offsets)))
+
+
+def _capacity(lengths: IntArray, steps: int, max_length: int) -> int:
+    """Return `max_length`, or less where so few tokens wouldn't give every step a pack."""
+    cut = np.minimum(lengths, max_length)
+    return min(max_length, max(int(cut.max()), -(-int(cut.sum()) // steps)))
 
 
 def _even_offsets(num_packs: int, steps: int) -> IntArray:

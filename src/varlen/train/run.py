@@ -1,8 +1,6 @@
-"""One training run in one process: the same model, optimizer and loss for every method, measured by the step."""
+"""One training run in one process: one model, optimizer and loss for all methods, measured by the step."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,44 +9,16 @@ from varlen.adapters import hf
 from varlen.batch.collate import collate
 from varlen.report.figures import IsolationFigures
 from varlen.train.corpus import Documents
+from varlen.train.job import Job, StepRecord
 from varlen.train.layouts import ATTENTION, step_inputs
-from varlen.train.measure import Seconds, current_bytes, now, peak_bytes, reset_peak
-from varlen.train.methods import LayoutName
+from varlen.train.measure import current_bytes, now, peak_bytes, reset_peak
 from varlen.train.model import add_gradients, make_optimizer, mean_loss, small_llama
 from varlen.train.orders import Order, batches_as_packing, most_crowded_pack
 from varlen.train.proof import isolation_figures
-from varlen.train.settings import DemoSettings
 from varlen.verify.isolation import check_isolation
 
 _WARM_UP_DOCUMENTS = 4
 _WARM_UP_LENGTH = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Job:
-    """What to train, and how to lay it out; plain data, so that another process can take it."""
-
-    layout: LayoutName
-    order: Order
-    documents: Documents
-    validation: Documents
-    vocab_size: int
-    seed: int
-    """Of the initial weights."""
-    settings: DemoSettings
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One optimizer step: what it computed, and what that took."""
-
-    loss: float
-    """Mean over targets, in nats, before the step's update."""
-    num_tokens: int
-    num_targets: int
-    num_slots: int
-    seconds: Seconds
-    """From the documents' tokens to the updated weights: layout, forward, backward and optimizer."""
 
 
 class Run:
@@ -67,7 +37,7 @@ class Run:
     def step(self, step: int) -> StepRecord:
         """Train one step."""
         start = now()
-        loss, tokens, targets, slots = self._accumulate(self.job.order, step)
+        loss, tokens, targets, slots = self._accumulate(self.job.documents, self.job.order, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepRecord(
@@ -107,17 +77,17 @@ class Run:
         batch = collate((documents.tokens, documents.offsets), packing, pack_ids=[most_crowded_pack(packing)])
         return isolation_figures(check_isolation(self.model, batch.to_torch()))
 
-    def _accumulate(self, order: Order, step: int) -> tuple[float, int, int, int]:
+    def _accumulate(self, documents: Documents, order: Order, step: int) -> tuple[float, int, int, int]:
         """Lay out a step and add its gradients."""
-        inputs = step_inputs(self.job.layout, self.model, self.job.documents, order, step)
+        inputs = step_inputs(self.job.layout, self.model, documents, order, step)
         loss = add_gradients(self.model, inputs.arguments, inputs.labels, inputs.num_targets)
         return loss, inputs.num_tokens, inputs.num_targets, inputs.num_slots
 
     def _warm_up(self) -> None:
         """Compile kernels and start threads on a few tokens; the weights stay as they were drawn."""
         few = np.arange(min(_WARM_UP_DOCUMENTS, len(self.job.documents.lengths)))
-        packing = batches_as_packing(self.job.documents.lengths[few], few[None], _WARM_UP_LENGTH)
-        self._accumulate(Order(packing=packing, step_offsets=np.array([0, 1])), 0)
+        documents = self.job.documents.take(few)
+        self._accumulate(documents, _one_batch(documents, _WARM_UP_LENGTH), 0)
         self.optimizer.zero_grad()
 
 

@@ -1,7 +1,7 @@
 """A process of its own for every run, so that its memory is its own and can be measured.
 
-The processes are forked from a server that has imported torch and nothing else (no thread pool runs in it),
-while the parent never imports torch: six runs start in the time of one.
+The processes are forked from a server that has imported torch and compiled the kernels, and runs no thread
+pool, while the parent never imports torch: six runs start in the time of one.
 """
 
 from __future__ import annotations
@@ -9,29 +9,34 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from multiprocessing import forkserver, get_context
+from contextlib import suppress
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import InputError, VarlenError
 
 if TYPE_CHECKING:
-    from varlen.train.run import Job
+    from varlen.train.job import Job
 
-_PRELOAD = ["varlen.train.run", "numba"]
+_PRELOAD = ["varlen.train.run", "varlen.train.preload"]
 
 
 def prepare() -> None:
     """Start importing torch in the background; the first `Worker` then starts at once.
 
-    Threads that wait for one another sleep instead of spinning, so that CPU seconds count work.
+    In all runs, threads that wait for one another sleep instead of spinning, so that CPU seconds count
+    work; and Ctrl-C is the parent's to answer.
     """
     before = os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    resource_tracker.ensure_running()  # else the server starts it, and that unblocks the signal again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits the mask
     try:
         forkserver.set_forkserver_preload(_PRELOAD)
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if before is None:
             del os.environ["OMP_WAIT_POLICY"]
 
@@ -59,10 +64,8 @@ class Worker:
         Raises:
             VarlenError: the process died, or the run failed; the message says how.
         """
-        try:
+        with suppress(OSError):  # where the process is gone, receiving says how it ended
             self._connection.send((method, arguments))
-        except OSError:
-            pass  # the process is gone: receiving says how it ended
         return self._receive()
 
     def close(self) -> None:
@@ -99,7 +102,6 @@ def _serve(connection: Connection, job: Job) -> None:
     """Build a run, then call its methods as asked until the parent hangs up."""
     from varlen.train.run import Run
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     try:
         run = Run(job)
         connection.send(("done", None))

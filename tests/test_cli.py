@@ -1,0 +1,146 @@
+"""The command line: help, exit codes, and one sentence for what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from varlen.cli import app as app_module
+from varlen.cli import demo as demo_module
+
+VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
+
+
+def varlen(*arguments, **settings):
+    return subprocess.run(
+        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=300, **settings
+    )
+
+
+def one_sentence(run, code=2):
+    assert run.returncode == code, run.stderr
+    assert run.stdout == ""
+    lines = run.stderr.strip().splitlines()
+    assert len(lines) == 1, run.stderr
+    assert lines[0].startswith("varlen: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("-h",)])
+def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
+    script = (
+        "import sys\n"
+        "from varlen.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n"
+        "    loaded = {'torch', 'transformers', 'numba', 'pyarrow', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "    assert not loaded, loaded\n"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert run.returncode == 0, run.stderr
+    assert "demo" in run.stdout
+    assert ("Example:" in run.stdout) == ("demo" in arguments)
+
+
+def test_version_is_printed():
+    import varlen as package
+
+    assert varlen("--version").stdout == f"varlen {package.__version__}\n"
+
+
+def test_an_unknown_option_is_bad_input():
+    run = varlen("demo", "--nonsense")
+
+    assert run.returncode == 2
+    assert "--nonsense" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "does not exist"),
+        ("", "is empty"),
+        ('{"body": 1}\n', "found `body`"),
+        ('{"text": "a few words"}\n', "holds 1 documents of two tokens or more, but the demo needs"),
+    ],
+)
+def test_bad_data_ends_in_one_sentence_and_leaves_nothing(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "a.jsonl").write_text(content)
+
+    run = varlen("demo", "--data", tmp_path / "a.jsonl", "-o", tmp_path / "out.html")
+
+    assert said in one_sentence_after_progress(run)
+    assert not (tmp_path / "out.html").exists()
+    assert [p.name for p in tmp_path.iterdir() if p.name != "a.jsonl"] == []
+
+
+def one_sentence_after_progress(run):
+    """Progress may have begun before the fault was found."""
+    run.stderr = run.stderr.replace("  0 %  reading documents\n", "")
+    return one_sentence(run)
+
+
+def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
+    assert "steps must be at least 1, got 0" in one_sentence(varlen("demo", "--steps", 0, cwd=tmp_path))
+    assert "threads must be at least 1" in one_sentence(varlen("demo", "--threads", 0, cwd=tmp_path))
+    assert "seed must be at least 0" in one_sentence(varlen("demo", "--seed", -1, cwd=tmp_path))
+    assert "doesn't exist" in one_sentence(varlen("demo", "-o", tmp_path / "no" / "report.html"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+
+    with pytest.raises(SystemExit) as ended:
+        app_module.app(["demo"])
+
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert 'needs torch and transformers, not installed here; run: pip install "varlen[train]"' in said
+
+
+def test_the_demo_prints_one_json_object_and_writes_its_report(tmp_path):
+    rows = "".join(json.dumps({"text": f"line {n}. " * (1 + n % 17)}) + "\n" for n in range(40))
+    (tmp_path / "a.jsonl").write_text(rows)
+
+    run = varlen("demo", "--quick", "--json", "--data", "a.jsonl", "-o", "out.html", cwd=tmp_path)
+
+    assert run.returncode == 0, run.stderr
+    tree = json.loads(run.stdout)
+    assert {method["name"] for method in tree["methods"]} >= {"padded", "flattened", "packed"}
+    assert tree["isolation"]["is_proved"]
+    assert "100 %" in run.stderr
+    page = (tmp_path / "out.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.html"]
+
+
+def test_an_interrupt_ends_in_one_line_and_leaves_nothing(tmp_path):
+    process = subprocess.Popen(
+        [*VARLEN, "demo", "-o", "out.html"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert "reading" in process.stderr.readline()
+    time.sleep(1.5)  # torch is being imported in the background
+
+    os.killpg(process.pid, signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert out == ""
+    assert said.strip().splitlines()[-1:] == ["varlen: interrupted; nothing was written"]
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []

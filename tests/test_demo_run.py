@@ -1,0 +1,172 @@
+"""A run: layouts of the same batch learn the same, and the control is the only one that leaks."""
+
+import numpy as np
+import pytest
+import torch
+
+from varlen.batch.packed import IGNORE_INDEX
+from varlen.train.corpus import Documents
+from varlen.train.job import Job
+from varlen.train.layouts import ATTENTION, step_inputs
+from varlen.train.model import add_gradients, mean_loss, small_llama
+from varlen.train.orders import make_order
+from varlen.train.run import Run
+from varlen.train.settings import DemoSettings, ModelSettings
+
+SETTINGS = DemoSettings(
+    steps=2,
+    batch_documents=5,
+    max_length=48,
+    num_seeds=1,
+    validation_documents=3,
+    threads=1,
+    model=ModelSettings(vocab_size=97, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48),
+)
+LENGTHS = (7, 40, 3, 2, 60, 12, 5, 33, 9, 21)
+
+
+def documents(lengths, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, 97, sum(lengths)).astype(np.int32)
+    return Documents(tokens=tokens, offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+
+def order(name="random"):
+    return make_order(name, np.array(LENGTHS), steps=2, max_length=48, seed=0)
+
+
+def loss_and_gradients(layout, deal, dtype=torch.float64, step=0):
+    model = small_llama(SETTINGS, 97, seed=1, attention=ATTENTION[layout]).to(dtype)
+    inputs = step_inputs(layout, model, documents(LENGTHS), deal, step)
+    loss = add_gradients(model, inputs.arguments, inputs.labels, inputs.num_targets)
+    return inputs, loss, torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("layout", ["padded", "flat", "rows"])
+def test_a_batch_has_the_same_loss_and_gradients_in_every_layout(layout, step):
+    masked, loss, gradients = loss_and_gradients("padded_with_mask", order(), step=step)
+    inputs, other_loss, other_gradients = loss_and_gradients(layout, order(), step=step)
+
+    assert inputs.num_targets == masked.num_targets
+    assert inputs.num_tokens == masked.num_tokens
+    # Gradients pass through softmax and norms that transformers computes in float32 in any dtype.
+    assert other_loss == pytest.approx(loss, abs=1e-6)
+    assert torch.allclose(other_gradients, gradients, atol=1e-6 * gradients.abs().max().item(), rtol=1e-4)
+
+
+def test_packs_without_boundaries_have_the_same_targets_and_another_loss():
+    packed, loss, _ = loss_and_gradients("rows", order("packed"))
+    control, control_loss, _ = loss_and_gradients("rows_without_boundaries", order("packed"))
+
+    assert torch.equal(control.labels, packed.labels)
+    assert torch.equal(control.arguments["input_ids"], packed.arguments["input_ids"])
+    assert control.num_targets == packed.num_targets
+    assert abs(control_loss - loss) > 1e-4
+
+
+@pytest.mark.parametrize("layout", list(ATTENTION))
+def test_the_loss_in_blocks_is_the_loss_that_transformers_computes(layout):
+    inputs, loss, gradients = loss_and_gradients(layout, order("packed" if "rows" in layout else "random"))
+    model = small_llama(SETTINGS, 97, seed=1, attention=ATTENTION[layout]).double()
+
+    logits = model(**inputs.arguments).logits[:, :-1].reshape(-1, 97)
+    labels = inputs.labels[:, 1:].reshape(-1)
+    expected = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX)
+    expected.backward()
+
+    assert loss == pytest.approx(expected.item(), abs=1e-9)
+    assert mean_loss(model, inputs.arguments, inputs.labels, inputs.num_targets) == pytest.approx(
+        loss, abs=1e-9
+    )
+    theirs = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+    assert torch.allclose(gradients, theirs, atol=1e-9)
+
+
+def test_blocks_of_the_head_cover_every_position(monkeypatch):
+    whole = loss_and_gradients("flat", order())
+    monkeypatch.setattr("varlen.train.model.HEAD_BLOCK", 7)
+    blocks = loss_and_gradients("flat", order())
+
+    assert blocks[1] == pytest.approx(whole[1], abs=1e-9)
+    assert torch.allclose(blocks[2], whole[2], atol=1e-9)
+
+
+def test_no_target_is_the_first_token_of_its_document():
+    for layout in ATTENTION:
+        inputs, _, _ = loss_and_gradients(layout, order("packed" if "rows" in layout else "random"))
+        assert inputs.num_targets == int((inputs.labels != IGNORE_INDEX).sum())
+        assert (inputs.labels[:, 0] == IGNORE_INDEX).all()
+    padded, _, _ = loss_and_gradients("padded", order())
+    assert padded.num_targets == sum(min(length, 48) - 1 for length in LENGTHS[:5])
+    assert padded.num_slots == 5 * 48
+
+
+def run(layout, name="random"):
+    job = Job(
+        layout=layout,
+        order=order(name),
+        documents=documents(LENGTHS),
+        validation=documents((11, 2, 90), seed=1),
+        vocab_size=97,
+        seed=1,
+        settings=SETTINGS,
+    )
+    return Run(job)
+
+
+def test_padded_and_flattened_runs_stay_equal_step_by_step_and_validate_alike():
+    padded, flat = run("padded_with_mask"), run("flat")
+
+    for step in range(2):
+        one, other = padded.step(step), flat.step(step)
+        assert one.loss == pytest.approx(other.loss, abs=2e-6)
+        assert (one.num_tokens, one.num_targets) == (other.num_tokens, other.num_targets)
+        assert one.num_slots > other.num_slots == other.num_tokens
+    assert padded.validate() == pytest.approx(flat.validate(), abs=1e-5)
+
+
+def test_training_changes_the_loss_and_warming_up_does_not():
+    first = run("flat")
+    weights = small_llama(SETTINGS, 97, seed=1, attention="varlen").state_dict()
+
+    assert all(torch.equal(value, first.model.state_dict()[name]) for name, value in weights.items())
+    before = first.validate()
+    first.step(0)
+    assert first.validate() != before
+
+
+def test_validation_is_the_mean_over_targets_of_documents_alone_and_cut():
+    trained = run("padded")
+    trained.step(0)
+    model = small_llama(SETTINGS, 97, seed=1, attention="sdpa")
+    model.load_state_dict(trained.model.state_dict())
+
+    losses, targets = 0.0, 0
+    for length, start in ((11, 0), (2, 11), (48, 13)):
+        tokens = torch.from_numpy(
+            documents((11, 2, 90), seed=1).tokens[start : start + length].astype(np.int64)
+        )
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+        losses += torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
+        targets += length - 1
+
+    assert trained.validate() == pytest.approx(losses / targets, abs=1e-5)
+
+
+def test_a_step_reports_time_and_the_run_reports_memory():
+    trained = run("rows", "packed")
+
+    record = trained.step(0)
+
+    assert record.seconds.wall_s > 0
+    assert record.seconds.user_s + record.seconds.system_s >= 0
+    assert trained.memory_bytes() >= 0
+    assert trained.num_parameters() == sum(p.numel() for p in trained.model.parameters())
+
+
+def test_isolation_is_proved_on_the_packed_run():
+    report = run("rows", "packed").prove_isolation()
+
+    assert report.is_proved
+    assert report.verdict == "isolated"
+    assert dict(report.rows)["any other document's logits moved by"] == "0 (to the bit)"

@@ -1,0 +1,180 @@
+"""Reading documents from files: what comes out, and one sentence for whatever is wrong."""
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from varlen.errors import SourceError
+from varlen.source.read import find_files, read_texts
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_rows_of_jsonl_are_documents_in_order_and_empty_ones_are_left_out(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "  "}, {"text": "two"})
+
+    assert list(read_texts(path)) == ["one", "two"]
+
+
+def test_messages_become_role_and_content_lines(tmp_path):
+    chat = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "4"}, {"type": "image", "url": "x"}]},
+        {"role": "assistant", "content": None},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", {"messages": chat})
+
+    assert list(read_texts(path)) == ["user: 2 + 2?\nassistant: 4\nassistant: \n"]
+
+
+def test_prompt_is_followed_by_its_completion_be_they_strings_or_messages(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"prompt": "2 + 2 = ", "completion": "4"},
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "completion": [{"role": "assistant", "content": "ho"}],
+        },
+    )
+
+    assert list(read_texts(path)) == ["2 + 2 = 4", "user: hi\nassistant: ho\n"]
+
+
+def test_text_is_preferred_to_messages(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"messages": [], "text": "chosen"})
+
+    assert list(read_texts(path)) == ["chosen"]
+
+
+def test_parquet_rows_are_documents_and_nested_messages_are_read(tmp_path):
+    pq.write_table(pa.table({"text": ["one", "two"], "other": [1, 2]}), tmp_path / "a.parquet")
+    chats = [[{"role": "user", "content": "hi"}]]
+    pq.write_table(pa.table({"messages": chats}), tmp_path / "b.parquet")
+
+    assert list(read_texts(tmp_path)) == ["one", "two", "user: hi\n"]
+
+
+def test_each_text_file_of_a_folder_is_a_document(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.md").write_text("second\n\nstill second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"\xff\x00")
+
+    assert list(read_texts(tmp_path)) == ["first", "second\n\nstill second"]
+
+
+def test_a_single_text_file_is_cut_at_blank_lines(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbffirst\r\nline\r\n\r\n \r\nsecond\n\n\n")
+
+    assert list(read_texts(path)) == ["first\nline", "second"]
+
+
+def test_a_glob_reaches_into_folders(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.tex").write_text("deep")
+    (tmp_path / "a.tex").write_text("high")
+
+    assert list(read_texts(tmp_path / "**" / "*.tex")) == ["high", "deep"]
+
+
+def test_a_path_with_brackets_in_its_name_is_not_taken_for_a_pattern(tmp_path):
+    path = write_lines(tmp_path / "a[1].jsonl", {"text": "one"})
+
+    assert list(read_texts(path)) == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", r"empty \(0 bytes\)"),
+        (b"\n\n", "holds no text"),
+        (b'{"text": ""}\n', "all documents are empty"),
+        (b'{"text": "a"}\n{"text": \n', r"line 2 is not valid JSON"),
+        (b'{"text": "a"}\n[1, 2]\n', r"line 2 is a JSON array, not an object"),
+        (b'{"text": "a"}\n{"text": null}\n', r"line 2: `text` must be a string, found null"),
+        (b'{"text": 3}\n', r"`text` must be a string, found number"),
+        (
+            b'{"body": "a", "id": 1}\n',
+            r"need `text`, `messages`, or `prompt` and `completion`, found `body`, `id`",
+        ),
+        (b'{"prompt": "a"}\n', r"found `prompt`"),
+        (b'{"messages": "a"}\n', r"`messages` must be a list of messages, found string"),
+        (b'{"messages": [{"content": "a"}]}\n', r"`role` and `content`"),
+        (b'{"messages": [{"role": "user", "content": 3}]}\n', r"must be text, found number"),
+        (b'{"text": "\xff"}\n', r"line 1 is not valid UTF-8"),
+        (b'{"text": "\\ud800"}\n', r"lone surrogate at position 0"),
+    ],
+)
+def test_a_faulty_jsonl_file_is_named_with_its_line(tmp_path, content, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+
+    with pytest.raises(SourceError, match=said) as caught:
+        list(read_texts(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_truncated_parquet_file_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["one"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-40])
+
+    with pytest.raises(SourceError, match=r"a\.parquet is not a readable Parquet file"):
+        list(read_texts(path))
+
+
+def test_a_parquet_file_without_text_names_its_columns(tmp_path):
+    pq.write_table(pa.table({"body": ["one"]}), tmp_path / "a.parquet")
+
+    with pytest.raises(SourceError, match="found `body`"):
+        list(read_texts(tmp_path / "a.parquet"))
+
+
+def test_a_file_that_is_not_text_is_an_error_that_names_the_byte(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"abc\xff")
+
+    with pytest.raises(SourceError, match=r"byte 3 is 0xff"):
+        list(read_texts(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("missing.jsonl", "does not exist"), ("*.jsonl", "no file matches"), (".", "a folder without any")],
+)
+def test_where_no_file_is_found_the_way_out_is_named(tmp_path, name, said):
+    with pytest.raises(SourceError, match=said):
+        find_files(tmp_path / name)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file_is_an_error(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    path.chmod(0)
+
+    with pytest.raises(SourceError, match="can't be read"):
+        list(read_texts(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gsm8k_train.jsonl", 7473),
+        ("taskmaster4.jsonl", 3710),
+        ("oasst_en100_paths.parquet", 564),
+        ("tau_bench_airline.parquet", 200),
+        ("c4_demo.jsonl", 300),
+        ("python_peps.parquet", 701),
+        ("rust_rfcs.parquet", 639),
+    ],
+)
+def test_every_row_of_real_files_is_read(data, name, rows):
+    assert sum(1 for _ in read_texts(data / "text" / name)) == rows
