@@ -279,7 +279,8 @@ def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) ->
     for document, start, length in zip(order, starts.tolist(), lengths.tolist()):
         wrong += start != ends[document]
         ends[document] += length
-    return wrong + sum(ends[document] != length for document, length in enumerate(wholes.tolist()))
+    unfinished = sum(ends[document] != length for document, length in enumerate(wholes.tolist()))
+    return int(wrong + unfinished)
 
 
 def _scramble(word: int) -> int:
