@@ -212,18 +212,14 @@ def _plan_equal_lengths(
     Returns:
         The number of packs, or -1 if clusters or runs have too few rows.
     """
-    num_clusters = 0
-    num_runs = 0
-    num_packs = 0
+    num_clusters = num_runs = num_packs = 0
     for length in range(capacity, 0, -1):
         run_offsets[capacity - length] = num_runs
         left = counts[length]
         while left > 0:
             room = _smallest_from(low, high, length)
             if room < 0:
-                room = capacity
-                first = num_packs
-                places = max_documents
+                room, first, places = capacity, num_packs, max_documents
                 each = min(_times(room, length), places)
                 packs = _times(left + each - 1, each)
                 num_packs += packs
