@@ -135,6 +135,14 @@ def test_training_changes_the_loss_and_warming_up_does_not():
     assert first.validate() != before
 
 
+def test_no_gradient_is_carried_into_a_step():
+    trained = run("flat")
+
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+    trained.step(0)
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+
+
 def test_validation_is_the_mean_over_targets_of_documents_alone_and_cut():
     trained = run("padded")
     trained.step(0)
