@@ -53,6 +53,7 @@ types: setup
 
 docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
 	$(PYTEST) tests/test_docs.py tests/test_readme.py
+	$(RUN) -m benchmarks.table --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
 	$(RUN) docs/draw.py && $(RUN) docs/pages.py

@@ -141,7 +141,7 @@ def _race_best_cases() -> list[Row]:
     rows: list[Row] = []
     for size in SIZES:
         kind, _, _ = max((place for place in _sweep() if place[1] == size), key=lambda place: _sweep()[place])
-        note = "the documents and the input form that a sweep found fastest for the collator"
+        note = "the collator's fastest documents of this batch size"
         rows += _race_collator(kind, size, "flat", note, is_targeted=size > SMALL)
     return rows
 

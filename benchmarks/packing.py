@@ -113,7 +113,7 @@ def _race_megatron() -> list[Row]:
         "create_packing_strategy on a histogram",
         megatron_bridge.packer,
         rounds=3,
-        note="its time grows with the square of the documents",
+        note="its file loaded alone, as its package needs CUDA; time grows with the square of the documents",
     )
     return [_race(lengths, peer, call, fill)]
 

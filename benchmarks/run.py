@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from benchmarks.rows import Limit, Row, to_json
 from benchmarks.step import Step
 from benchmarks.table import RESULTS, quantity, ratio_text
 
-SECTIONS = ("startup", "packing", "collating", "scale", "windows")
+SECTIONS = ("startup", "scale", "packing", "collating", "windows")
 
 
 def main() -> int:
@@ -106,6 +107,12 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                 progress.advance(task)
             progress.console.print(_table_of(section, rows[before:]))
     return rows, absent
+
+
+def reason(error: Exception) -> str:
+    """Return an error's last line without the folders of this machine."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"(?:/[^/\s'\"()]+)+/", "", lines[-1])
 
 
 def _table_of(section: str, rows: list[Row]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import median
 
 from benchmarks.child import measure
 from benchmarks.inputs import CAPACITY
@@ -17,32 +18,23 @@ LIMIT_GB = 2.0
 RUNS = 3
 
 _PROGRAM = """
-import json, os, resource, sys, time
+import json, os, sys, time
 from contextlib import suppress
 from benchmarks.inputs import lognormal_lengths
+from benchmarks.memory import forget_peak, peak_bytes, resident_bytes
 import varlen as vl
-
-def resident():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def peak():
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 with suppress(AttributeError, OSError):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 count, capacity = int(sys.argv[1]), int(sys.argv[2])
 vl.pack(lognormal_lengths(1000), capacity=capacity)
 lengths = lognormal_lengths(count)
-try:
-    before = resident()
-except OSError:
-    before = peak()
+forget_peak()
+before = resident_bytes()
 cpu, wall = time.process_time(), time.perf_counter()
 packing = vl.pack(lengths, capacity=capacity)
 wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-print(json.dumps({"wall_s": wall, "cpu_s": cpu, "bytes": peak() - before, "fill": packing.fill_ratio}))
+print(json.dumps({"wall_s": wall, "cpu_s": cpu, "bytes": peak_bytes() - before, "fill": packing.fill_ratio}))
 """
 
 
@@ -57,16 +49,16 @@ def _measure(count: int) -> list[Row]:
     is_targeted = count == TARGETED
     walls = [run["wall_s"] for run in runs]
     peaks = [run["bytes"] / 1e9 for run in runs]
-    fill = f"{100 * runs[0]['fill']:.3f} % full"
+    cpu_s = median(run["cpu_s"] for run in runs)
     return [
         Limit(
             section=SECTION,
             what=f"vl.pack of {count:,} lengths on one core",
-            value=sorted(walls)[RUNS // 2],
+            value=median(walls),
             unit="s",
             limit=LIMIT_S if is_targeted else None,
             samples=walls,
-            note=fill,
+            note=f"{cpu_s:.3g} s of processor time, {100 * runs[0]['fill']:.3f} % full",
         ),
         Limit(
             section=SECTION,

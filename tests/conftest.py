@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -43,3 +45,31 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip("no real data here: it is read from ../shared/data beside the checkout")
     return DATA
+
+
+@pytest.fixture
+def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, str, Any], None]]:
+    """Put a fake in a kernel's place, given its file as a module, its name and the fake, until the test ends."""
+    from varlen import jit
+
+    def replace(module: Any, name: str, fake: Any) -> None:
+        monkeypatch.setattr(module, name, fake)
+        jit.kernel.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    jit.kernel.cache_clear()
+
+
+@pytest.fixture
+def plain_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Switch from kernels to their references and back, as `VARLEN_JIT=0` does, until the test ends."""
+    from varlen import jit
+
+    def switch(on: bool) -> None:
+        monkeypatch.setenv("VARLEN_JIT", "0" if on else "1")
+        jit.kernel.cache_clear()
+
+    yield switch
+    monkeypatch.undo()
+    jit.kernel.cache_clear()

@@ -1,106 +1,121 @@
-"""Tiny models of the families under test, and a packed batch made by hand, so that tests stay fast and exact."""
+"""Tiny models of the families under test, a packed batch for them, and the gradients of both ways."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, Gemma2Config, GPTNeoXConfig, LlamaConfig  # noqa: F401
-from transformers import MistralConfig, Qwen3Config
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
-from varlen.batch.packed import PackedBatch
+import varlen as vl
+from varlen.adapters import hf
+from varlen.batch.packed import Layout, PackedBatch
 
-VOCAB = 97
+VOCABULARY = 97
 WINDOW = 6
+LENGTHS = (17, 5, 3, 1, 20, 2, 9)
+"""Documents longer than the window and shorter, of one token, and rows with and without padding."""
+
+FAMILIES = ("llama", "qwen3", "gemma2", "mistral", "gpt_neox")
+ATTENTIONS = ("eager", "sdpa", "varlen")
+# transformers refuses sdpa for Gemma 2, whose soft cap it doesn't compute.
+PAIRS = [(family, name) for family in FAMILIES for name in ATTENTIONS if (family, name) != ("gemma2", "sdpa")]
+LAYOUTS: tuple[Layout, ...] = ("rows", "flat")
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "qwen3": lambda: Qwen3Config(**GROUPED),
+    "gemma2": lambda: Gemma2Config(
+        **GROUPED, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+}
 
 
-def config(family: str) -> Any:
-    small = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        head_dim=8,
-        pad_token_id=0,
-    )
-    match family:
-        case "llama":
-            return LlamaConfig(**small)
-        case "qwen3":
-            return Qwen3Config(**small)
-        case "gemma2":
-            return Gemma2Config(
-                **small, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=8
-            )
-        case "mistral":
-            return MistralConfig(**small, sliding_window=WINDOW)
-        case "gpt_neox":
-            small.pop("num_key_value_heads"), small.pop("head_dim")
-            return GPTNeoXConfig(**small)
-    raise KeyError(family)
+# Models this small lose more by waking a second thread than it computes.
+torch.set_num_threads(1)
 
 
-def tiny(family: str, attention: str, dtype: torch.dtype = torch.float64) -> Any:
+def make(config: Any, attention: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a model with weights large enough that every token matters to those that see it."""
+    hf.register()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(family), attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.2)
     return model.to(dtype)
 
 
-def by_hand(rows: list[list[int]], width: int, layout: str = "rows", seed: int = 0) -> PackedBatch:
-    """Lay random documents of these lengths out, in the plainest numpy, independent of `vl.collate`."""
+def tiny(family: str, attention: str, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a tiny model of one of the families under test."""
+    return make(CONFIGS[family](), attention, dtype)
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[Any]:
+    """Return documents of random tokens."""
     rng = np.random.default_rng(seed)
-    ids, labels, positions, segments, cu, lengths = [], [], [], [], [0], []
-    for row in rows:
-        for number, length in enumerate(row):
-            document = rng.integers(1, VOCAB, length)
-            ids += document.tolist()
-            labels += [-100, *document[1:].tolist()]
-            positions += range(length)
-            segments += [number] * length
-            cu.append(cu[-1] + length)
-            lengths.append(length)
-        padding = width - sum(row)
-        ids += [0] * padding
-        labels += [-100] * padding
-        positions += [0] * padding
-        segments += [-1] * padding
-        cu += [cu[-1] + padding] if padding else []
-    if layout == "flat":
-        real = [i for i, s in enumerate(segments) if s >= 0]
-        owners = np.cumsum([p == 0 for p in np.array(positions)[real]]) - 1
-        ids, labels, positions, segments = (
-            np.array(ids)[real],
-            np.array(labels)[real],
-            np.array(positions)[real],
-            owners,
-        )
-        cu, width = [0, *np.cumsum(lengths)], len(real)
-    as_rows = lambda values, dtype=np.int32: np.asarray(values, dtype).reshape(-1, width)  # noqa: E731
-    targets = sum(length - 1 for length in lengths)
-    return PackedBatch(
-        input_ids=as_rows(ids),
-        labels=as_rows(labels),
-        position_ids=as_rows(positions),
-        segment_ids=as_rows(segments),
-        cu_seqlens=np.asarray(cu, np.int32),
-        cu_seqlens_padded=None,
-        max_seqlen=max(lengths),
-        document_ids=np.arange(len(lengths)),
-        document_starts=np.zeros(len(lengths), np.int32),
-        document_lengths=np.asarray(lengths, np.int32),
-        document_targets=np.asarray(lengths, np.int32) - 1,
-        pack_ids=np.arange(len(rows)),
-        pack_offsets=np.cumsum([0, *map(len, rows)]),
-        layout=layout,
-        pad_id=0,
-        max_token_id=int(np.max(ids)),
-        num_targets=targets,
-        step_num_targets=targets,
+    return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
+
+
+def packed(layout: Layout = "rows", lengths: tuple[int, ...] = LENGTHS, **options: Any) -> PackedBatch:
+    """Return documents of random tokens in rows of 26, in input order."""
+    packing = vl.pack(lengths, capacity=26, method="next_fit")
+    return vl.collate(documents(lengths), packing, layout=layout, **options)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return every parameter's gradient of a loss."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def packed_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """Return the summed loss of all targets, from the arguments that keep documents apart."""
+    arguments = hf.model_inputs(batch, model)
+    labels = arguments.pop("labels")
+    logits = model(**arguments).logits
+    assert logits.shape[:2] == labels.shape
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def loss_one_by_one(model: Any, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    """Return the summed loss of the same documents, each in a call of its own."""
+    total = torch.zeros((), dtype=torch.float64)
+    for document in documents(lengths):
+        tokens = torch.as_tensor(document).long()
+        logits = model(**hf.plain_inputs(tokens[None], model)).logits[0]
+        total = total + cross_entropy(logits[:-1], tokens[1:], reduction="sum")
+    return total
+
+
+def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any gradient, relative to that gradient's largest value."""
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-300))
+        for name in theirs
     )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks import table
 from benchmarks.rows import Contestant, Limit, Race, from_json, to_json
+from benchmarks.run import reason
 from benchmarks.stopwatch import Samples
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +136,7 @@ def test_what_could_not_be_measured_is_said():
         (1.27, "GB", "1.27 GB"),
     ],
 )
-def test_quantities_are_readable(value, unit, text):
+def test_quantities_have_units_that_keep_them_readable(value, unit, text):
     assert table.quantity(value, unit) == text
 
 
@@ -179,3 +181,21 @@ def test_the_tables_need_nothing_but_python():
     )
 
     assert (done.stdout.strip(), done.stderr) == ("set()", "")
+
+
+def test_the_docs_hold_the_tables_of_the_newest_result():
+    assert table.main(["--check"]) == 0
+
+
+def test_result_files_name_neither_folder_nor_host():
+    for path in sorted(table.RESULTS.glob("*.json")):
+        text = path.read_text()
+
+        assert re.findall(r"(?<![\w.<])/(?:[\w.+-]+/)+", text) == []
+        assert set(json.loads(text)["machine"]) == {"cpu", "cores", "memory_gib", "system", "python"}
+
+
+def test_a_reason_keeps_the_file_and_leaves_out_its_folder():
+    error = ImportError("Traceback\ncannot import name 'a' from 'b' (/opt/place/lib/b.py)")
+
+    assert reason(error) == "cannot import name 'a' from 'b' (b.py)"

@@ -102,8 +102,9 @@ class Packing:
     """int64 `[num_documents]`: the group of each document, or None; a group's documents share a pack."""
 
     def __post_init__(self) -> None:
-        for array in (self.document_ids, self.starts, self.stops, self.offsets):
-            array.flags.writeable = False
+        for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
+            if array is not None:
+                array.flags.writeable = False
 
     def __reduce__(self) -> tuple[partial[Packing], tuple[()]]:
         """Pickle through the constructor, so that arrays are read-only in another process too."""

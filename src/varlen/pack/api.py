@@ -108,7 +108,7 @@ def pack(
     documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
     del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
     placed, stops, offsets = lay_out(*gathered, num_packs)
-    packed, again = audit(placed, stops, offsets, capacity, multiple, expected)
+    packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
     ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
     first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
     return Packing(
@@ -143,7 +143,11 @@ def _items(
 def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
     """Work of every item: a·s + b·s² summed over its documents."""
     tokens = lengths.astype(np.float64)
-    piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+    with np.errstate(over="ignore"):
+        piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens
+        total = piece_work.sum()
+    if not np.isfinite(total):
+        raise SettingError(f"work {work} is too large: the work of all documents is no finite number")
     if items.item_of is None:
         return piece_work
     item_work = np.zeros(items.slots.size, np.float64)

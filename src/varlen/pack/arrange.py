@@ -35,9 +35,16 @@ def arrange(
 
     Returns:
         Words, batch bounds, packs a batch and bits a length, and the largest batch: all for `lay_out`.
+
+    Raises:
+        LedgerError: a pack was opened and left empty; a bug in varlen.
     """
     used = _kernel("rank_packs")(pack_of, np.full(num_packs, -1, np.int32))
-    assert used == num_packs, "a method opened a pack and left it empty"
+    if used != num_packs:
+        raise LedgerError(
+            f"{num_packs:,} packs were opened and {num_packs - used:,} of them left empty. "
+            "This is a bug in varlen; please report the lengths and the settings"
+        )
     if seed is not None:
         _kernel("renumber")(pack_of, shuffled(seed, num_packs))
     length_bits = max(int(lengths.max(initial=0)), 1).bit_length()
@@ -71,8 +78,36 @@ def checksum(lengths: Int32Array) -> int:
     return int(_kernel("checksum")(lengths))
 
 
+def audit_cuts(documents: IntArray, starts: Int32Array, lengths: Int32Array, wholes: Int32Array) -> None:
+    """Require that pieces, in input order, make up their documents: each begins where the one before ended.
+
+    `audit` then follows the pieces by number and length into the packs.
+
+    Args:
+        documents: int64 `[num_pieces]`.
+        starts: int32 `[num_pieces]`.
+        lengths: int32 `[num_pieces]`.
+        wholes: int32 `[num_documents]`: tokens of each document that must be packed.
+
+    Raises:
+        LedgerError: a token stands in no piece or in two; a bug in varlen.
+    """
+    wrong = int(_kernel("misplaced")(documents, starts, lengths, wholes))
+    if wrong:
+        raise LedgerError(
+            f"documents were cut so that {wrong:,} of {documents.size:,} pieces miss or repeat tokens. "
+            "This is a bug in varlen; please report the lengths and the settings"
+        )
+
+
 def audit(
-    pieces: IntArray, lengths: Int32Array, offsets: IntArray, capacity: int, multiple: int, expected: int
+    pieces: IntArray,
+    lengths: Int32Array,
+    offsets: IntArray,
+    capacity: int,
+    max_documents: int,
+    multiple: int,
+    expected: int,
 ) -> tuple[int, int]:
     """Count the tokens in finished packs, and those of them that stand there twice.
 
@@ -84,19 +119,22 @@ def audit(
         lengths: int32 `[num_placed]`.
         offsets: int64 `[num_packs + 1]`.
         capacity: tokens a pack may hold.
+        max_documents: pieces a pack may hold.
         multiple: slots are lengths rounded up to it.
         expected: `checksum` of the pieces that went in.
 
     Raises:
-        LedgerError: a pack is over its capacity, or other pieces came out than went in; a bug in varlen.
+        LedgerError: a pack is over its limits, or other pieces came out than went in; a bug in varlen.
     """
     tokens, overfull, total = _kernel("audit")(pieces, lengths, offsets, capacity, multiple)
-    if overfull or int(total) != expected:
+    crowded = int((np.diff(offsets) > max_documents).sum())
+    if overfull or crowded or int(total) != expected:
         _, first = np.unique(pieces, return_index=True)
         again = tokens - int(lengths[first].sum(dtype=np.int64))
         raise LedgerError(
-            f"{overfull:,} of {offsets.size - 1:,} packs hold more than {capacity:,} tokens, {again:,} tokens "
-            f"stand twice, and the pieces packed {'match' if int(total) == expected else 'differ from'} those "
-            "given. This is a bug in varlen; please report the lengths and the settings"
+            f"{overfull:,} of {offsets.size - 1:,} packs hold more than {capacity:,} tokens, {crowded:,} "
+            f"more than {max_documents:,} pieces, {again:,} tokens stand twice, and the pieces packed "
+            f"{'match' if int(total) == expected else 'differ from'} those given. "
+            "This is a bug in varlen; please report the lengths and the settings"
         )
     return tokens, 0

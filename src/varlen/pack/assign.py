@@ -30,8 +30,11 @@ def assign(
         int32 `[num_items]`, the pack of each item or -1, numbered as opened; and the number of packs.
     """
     slots = items.slots
+    if capacity > slots.size:
+        # Kernels take memory for every free space that a pack can have; none needs more than for all tokens.
+        capacity = min(capacity, max(int(slots.sum(dtype=np.int64)), 1))
     pack_of = np.empty(slots.size, np.int32)
-    if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= slots.size):
+    if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
         return pack_of, _search("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
     sizes = np.ones(slots.size, np.int32) if items.sizes is None else items.sizes
     if method == "next_fit":
@@ -51,7 +54,8 @@ def assign(
 def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
     """More packs than any method opens that opens one only where no pack has space.
 
-    Any two such packs hold more than one capacity of tokens, or of documents, between them.
+    Packs that stood open from the start are not counted. Any two of the others hold more than one capacity of
+    tokens, or of documents, between them.
     """
     tokens = int(slots.sum(dtype=np.int64))
     documents = int(sizes.sum(dtype=np.int64))
@@ -67,7 +71,7 @@ def _balance(
     order = np.argsort(-item_work, kind="stable").astype(np.int32)
     best: tuple[Int32Array, int] | None = None
     for _ in range(3):  # a rerun with the packs that were missing spreads work over those as well
-        most = max(num_packs, _most_packs(slots, sizes, capacity, max_documents))
+        most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
         used = _tree("balanced")(order, slots, sizes, item_work, *settings, pack_of)
         if best is not None and used > best[1]:

@@ -38,14 +38,14 @@ def lower_bound(
     capacity = as_count(capacity, "capacity")
     multiple = as_count(document_multiple_of, "document_multiple_of")
     check_multiple(capacity, multiple, "document_multiple_of")
-    slots = slots_of(checked, multiple)
-    if slots.size and slots.max() > capacity:
+    if checked.size and checked.max() > capacity:
         first = int(np.argmax(checked > capacity))
         raise OverlongDocumentError(
             f"document {first:,} has {checked[first]:,} tokens but capacity is {capacity:,} "
             f"({int((checked > capacity).sum()):,} of {checked.size:,} documents are too long); "
             "cut or drop them first: a bound speaks of whole documents"
         )
+    slots = slots_of(checked, multiple)
     values, counts = np.unique(slots[slots > 0], return_counts=True)
     if not values.size:
         return 0

@@ -204,6 +204,36 @@ def audit(
 
 
 @compiled
+def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
+    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+
+    Args:
+        documents: int64 `[num_pieces]`: the document of each piece.
+        starts: int32 `[num_pieces]`: its first token.
+        lengths: int32 `[num_pieces]`: its tokens.
+        wholes: int32 `[num_documents]`: tokens of each document that the pieces must make up.
+    """
+    wrong = 0
+    document = -1
+    at = np.int64(0)
+    for piece in range(documents.size + 1):
+        coming = documents[piece] if piece < documents.size else wholes.size
+        if coming != document:
+            if document >= 0 and at != wholes[document]:
+                wrong += 1
+            for skipped in range(document + 1, min(coming, wholes.size)):
+                wrong += wholes[skipped] != 0
+            if coming < document or (coming >= wholes.size and piece < documents.size):
+                return documents.size + 1
+            document = coming
+            at = np.int64(0)
+        if piece < documents.size:
+            wrong += starts[piece] != at
+            at += lengths[piece]
+    return wrong
+
+
+@compiled
 def wrapped(
     lengths: Int32,
     capacity: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,12 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
             f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
         )
     if array.dtype.kind == "f":
+        array = array.astype(np.float64)  # a float32 can't tell 2^31 - 1 from 2^31
         _refuse(array, ~np.isfinite(array), "is not a finite number")
         _refuse(array, array != np.floor(array), "is not a whole number")
     elif array.dtype.kind not in "iu":
-        raise LengthsError(
-            f"lengths must be whole numbers, got dtype {array.dtype}; "
-            f"pass the number of tokens of each document, such as [len(ids) for ids in documents]"
-        )
+        whole = [isinstance(value, Integral) and not isinstance(value, bool) for value in array.tolist()]
+        _refuse(array, ~np.array(whole, np.bool_), "is not a whole number")
     if array.size:
         if array.min() < 0:
             _refuse(array, array < 0, "is negative")
@@ -55,7 +55,7 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
     """Whatever the caller has as an array; an empty one counts as integers."""
     try:
         array = np.asarray(lengths)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise LengthsError(f"lengths can't be read as one number a document: {error}") from None
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
 
@@ -65,7 +65,7 @@ def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) ->
     if wrong.any():
         first = int(np.argmax(wrong))
         raise LengthsError(
-            f"length {array[first]} of document {first:,} {what} "
+            f"length {array[first : first + 1].tolist()[0]!r} of document {first:,} {what} "
             f"({int(wrong.sum()):,} of {array.size:,} lengths are wrong in this way)"
         )
 

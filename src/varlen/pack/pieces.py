@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
+from varlen.pack.arrange import audit_cuts
+from varlen.pack.lengths import LARGEST
 from varlen.types import Int32Array, IntArray, Overlong
 
 
@@ -60,33 +62,49 @@ def _split(lengths: Int32Array, capacity: int, num_split: int) -> Pieces:
     """Cut every document at multiples of the capacity."""
     wide = lengths.astype(np.int64)
     parts = np.maximum(-(-wide // capacity), 1)
+    _check_pieces(int(parts.sum()), capacity)
     documents = np.repeat(np.arange(lengths.size), parts)
     first_piece = np.cumsum(parts) - parts
     starts = (np.arange(documents.size) - first_piece[documents]) * capacity
-    pieces = np.minimum(wide[documents] - starts, capacity)
-    return Pieces(
-        lengths=pieces.astype(np.int32),
-        documents=documents,
-        starts=starts.astype(np.int32),
-        losses={"split_documents": num_split},
-    )
+    pieces = np.minimum(wide[documents] - starts, capacity).astype(np.int32)
+    return _cut(lengths, documents, starts.astype(np.int32), pieces, num_split)
+
+
+def _cut(
+    wholes: Int32Array, documents: IntArray, starts: Int32Array, lengths: Int32Array, num_split: int
+) -> Pieces:
+    """Pieces of documents, in input order, proved to hold every token once."""
+    audit_cuts(documents, starts, lengths, wholes)
+    return Pieces(lengths=lengths, documents=documents, starts=starts, losses={"split_documents": num_split})
+
+
+def _check_pieces(num_pieces: int, capacity: int) -> None:
+    """Refuse to cut documents into more pieces than 32 bits number.
+
+    Raises:
+        LengthsError: it would.
+    """
+    if num_pieces > LARGEST:
+        raise LengthsError(
+            f"capacity {capacity:,} would cut the documents into {num_pieces:,} pieces, and {LARGEST:,} pieces are "
+            "the most of one call; raise capacity or pack the documents in parts"
+        )
 
 
 def wrap(
     lengths: Int32Array, capacity: int, max_documents: int, multiple: int
 ) -> tuple[Pieces, Int32Array, int]:
     """Lay documents end to end and cut them into full packs; returns pieces, the pack of each, and packs."""
+    _check_pieces(int(lengths.sum(dtype=np.int64)) // capacity, capacity)
     kernel = jit.kernel("varlen.pack", "kernels_arrange", "wrapped")
     settings = (lengths, capacity, max_documents, multiple)
     num_pieces, _ = kernel(*settings, np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
+    _check_pieces(num_pieces, capacity)
     documents = np.empty(num_pieces, np.int64)
     starts, stops, pack_of = (np.empty(num_pieces, np.int32) for _ in range(3))
     num_pieces, num_packs = kernel(*settings, documents, starts, stops, pack_of)
     num_split = int((np.bincount(documents, minlength=1) > 1).sum())
-    pieces = Pieces(
-        lengths=stops - starts, documents=documents, starts=starts, losses={"split_documents": num_split}
-    )
-    return pieces, pack_of, num_packs
+    return _cut(lengths, documents, starts, stops - starts, num_split), pack_of, num_packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +132,13 @@ def as_groups(groups: npt.ArrayLike, num_documents: int) -> IntArray:
     Raises:
         LengthsError: not one whole number a document.
     """
-    array = np.asarray(groups)
+    wanted = f"groups must be one whole number a document, [{num_documents:,}]"
+    try:
+        array = np.asarray(groups)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise LengthsError(f"{wanted}; they can't be read as an array: {error}") from None
     if array.shape != (num_documents,) or (array.size and array.dtype.kind not in "iu"):
-        raise LengthsError(
-            f"groups must be one whole number a document, [{num_documents:,}]; "
-            f"got shape {array.shape} and dtype {array.dtype}"
-        )
+        raise LengthsError(f"{wanted}; got shape {array.shape} and dtype {array.dtype}")
     return array.astype(np.int64)
 
 
@@ -155,10 +174,13 @@ def gather_groups(
     if wrong.any() and overlong == "error":
         item = int(np.argmax(wrong))
         group = groups[np.argmax(item_of == item)]
+        limit = f"{capacity:,} tokens" + (
+            f" and {max_documents:,} documents" if max_documents < LARGEST else ""
+        )
         raise OverlongDocumentError(
             f"group {group} takes up {slots[item]:,} tokens in {sizes[item]:,} documents, but a pack holds "
-            f"{capacity:,} tokens and {max_documents:,} documents ({int(wrong.sum()):,} of {len(slots):,} groups "
-            'are too large); pass overlong="drop" or raise the limit'
+            f"{limit} ({int(wrong.sum()):,} of {len(slots):,} groups are too large); "
+            'pass overlong="drop" or raise the limit'
         )
     kept = np.where(lost, np.int32(0), lengths) if lost.any() else lengths
     losses = {

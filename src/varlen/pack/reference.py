@@ -266,6 +266,23 @@ def audit(
     return sum(lengths.tolist()), overfull, total
 
 
+def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
+    """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
+
+    Pieces of a document that is unknown or was finished before make all of them wrong.
+    """
+    order = documents.tolist()
+    if order != sorted(order) or any(not 0 <= document < len(wholes) for document in order):
+        return len(order) + 1
+    ends = dict.fromkeys(range(len(wholes)), 0)
+    wrong = 0
+    for document, start, length in zip(order, starts.tolist(), lengths.tolist()):
+        wrong += start != ends[document]
+        ends[document] += length
+    unfinished = sum(ends[document] != length for document, length in enumerate(wholes.tolist()))
+    return int(wrong + unfinished)
+
+
 def _scramble(word: int) -> int:
     """SplitMix64's output function: 64 well mixed bits of a number."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD

@@ -43,7 +43,9 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
     """
     start = time.perf_counter()
     on_progress(0, 1, "reading documents")
-    if data is None:  # parsing a library takes as long as importing torch; a user's file may be refused at once
+    if (
+        data is None
+    ):  # parsing a library takes as long as importing torch; a user's file may be refused at once
         prepare()
     corpus = read_corpus(data, settings)
     outcome = Experiment(corpus, settings, on_progress).run()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-import varlen as vl
+from varlen.batch.collate import collate
 from varlen.batch.packed import PackedBatch
+from varlen.pack.api import pack
 
 LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2)
 """Documents of one token and of two among them, and a row that ends in padding."""
@@ -20,5 +21,5 @@ def sample_batch(vocabulary_size: int, seed: int = 0) -> PackedBatch:
     """
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, vocabulary_size, length).astype(np.int32) for length in LENGTHS]
-    packing = vl.pack(LENGTHS, capacity=52, method="next_fit")
-    return vl.collate(documents, packing)
+    packing = pack(LENGTHS, capacity=52, method="next_fit")
+    return collate(documents, packing)

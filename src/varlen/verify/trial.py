@@ -21,7 +21,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 @contextmanager
 def untouched(model: Any) -> Iterator[None]:
-    """Run a model in eval mode and without gradients, and leave modes and random states as they were."""
+    """Run a model in eval mode and without gradients, and leave modes and random states as they were.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     modes = [(module, module.training) for module in model.modules()]
     device = hf.unwrap(model).device
     devices = [device] if device.type == "cuda" else []
@@ -53,7 +57,11 @@ class Trial:
         self.owner = np.where(segments >= 0, starts.ravel().cumsum().reshape(segments.shape) - 1, -1)
 
     def choose(self, most: int) -> list[int]:
-        """Return the documents to change: at most so many, spread evenly, first and last among them."""
+        """Return the documents to change, spread evenly, first and last among them.
+
+        Args:
+            most: how many at most.
+        """
         count = int(self.owner.max()) + 1
         return sorted({int(i) for i in np.linspace(0, count - 1, min(most, count)).round()})
 
@@ -64,7 +72,11 @@ class Trial:
         return int(found.min()) if found.size else None
 
     def changed(self, document: int) -> PackedBatch:
-        """Return the batch with every token of one document replaced by another token; -1 for padding."""
+        """Return the batch with every token of one document replaced by another token.
+
+        Args:
+            document: its number in the batch; -1 for padding.
+        """
         tokens = self.tokens.copy()
         chosen = self.owner == document
         shifts = self.rng.integers(1, max(2, self.vocabulary), int(chosen.sum()))
@@ -77,14 +89,18 @@ class Trial:
     def logits(self, batch: PackedBatch, inputs: Inputs | None = None) -> torch.Tensor:
         """Run the model; `[rows, width, vocabulary]`.
 
+        Args:
+            batch: this trial's, or one changed from it.
+            inputs: turns it into keyword arguments; None for the trial's own.
+
         Raises:
             ModelError: the logits of a document's tokens aren't finite, or have another shape.
         """
-        logits = self.call((inputs or self.inputs)(batch, self.model)).logits
+        logits: torch.Tensor = self.call((inputs or self.inputs)(batch, self.model)).logits
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
-                f"the model was given {list(self.owner.shape)} tokens and returned logits {list(logits.shape)}; "
-                "the check needs one row of logits for every token"
+                f"the model was given {list(self.owner.shape)} tokens and returned logits "
+                f"{list(logits.shape)}; the check needs one row of logits for every token"
             )
         if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
             raise ModelError(
@@ -93,16 +109,31 @@ class Trial:
         return logits
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
-        """Call the model without labels: its own loss is computed in float32, and isn't needed."""
+        """Call the model without labels: its own loss is computed in float32, and isn't needed.
+
+        Args:
+            arguments: for the model.
+            more: besides.
+        """
         kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
         return self.model(**kept, **more)
 
     def where(self, chosen: BoolArray) -> torch.Tensor:
-        """Return a selection of tokens as a torch mask on the model's device."""
+        """Return a selection of tokens as a torch mask on the model's device.
+
+        Args:
+            chosen: `[rows, width]`, or any other shape.
+        """
         return torch.as_tensor(chosen, device=hf.unwrap(self.model).device)
 
     def moved(self, before: torch.Tensor, after: torch.Tensor, chosen: BoolArray) -> float:
-        """Return the largest change over the chosen tokens, relative to the largest logit before."""
+        """Return the largest change over the chosen tokens, relative to the largest logit before.
+
+        Args:
+            before: `[rows, width, vocabulary]`.
+            after: the same, after a change.
+            chosen: `[rows, width]`.
+        """
         mask = self.where(chosen)
         if not bool(mask.any()):
             return 0.0
@@ -110,13 +141,18 @@ class Trial:
         return float((after[mask].double() - before[mask].double()).abs().max() / real.clamp(min=1e-300))
 
     def others(self, document: int) -> BoolArray:
-        """Return the tokens of all other documents, padding left out."""
-        return (self.owner >= 0) & (self.owner != document)
+        """Return the tokens of all other documents, padding left out.
+
+        Args:
+            document: its number in the batch.
+        """
+        others: BoolArray = (self.owner >= 0) & (self.owner != document)
+        return others
 
     def attention_across(self) -> float | None:
         """Return the largest attention weight from a document's token to another document or to padding."""
         outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
-        weights = [w for w in outputs.attentions or () if w is not None]
+        weights = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
         if not weights:
             return None
         owner = self.owner
@@ -125,7 +161,11 @@ class Trial:
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
 
     def alone(self, document: int) -> torch.Tensor:
-        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`."""
+        """Run one document by itself, in an ordinary causal call; `[length, vocabulary]`.
+
+        Args:
+            document: its number in the batch.
+        """
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
         logits: torch.Tensor = self.call(
             hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)

@@ -2,9 +2,10 @@
 
 from varlen.adapters.hf.attention import register, use_varlen_attention
 from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
-from varlen.adapters.hf.model import implementation, unwrap, vocabulary_size
+from varlen.adapters.hf.model import has_experts, implementation, unwrap, vocabulary_size
 
 __all__ = [
+    "has_experts",
     "implementation",
     "inputs_without_boundaries",
     "model_inputs",

@@ -61,6 +61,11 @@ def use_varlen_attention(model: Any) -> Any:
 def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = None, **rest: Any) -> None:
     """Build no mask: boundaries reach the attention function as `cu_seq_lens_q`.
 
+    Args:
+        attention_mask: `[rows, width]`, 0 at padding; all ones, or None, changes nothing.
+        config: the model's.
+        rest: how the model wants its mask, as transformers says it.
+
     Raises:
         ModelError: the caller gave a mask with holes, or the model adds a pattern of its own, which would
             both be lost.
@@ -74,8 +79,8 @@ def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = N
     chunk = getattr(config, "attention_chunk_size", None)
     if rest.get("use_vmap") or (chunk is not None and rest.get("local_size") == chunk):
         raise ModelError(
-            f'the model asks for a pattern of its own (chunks, images), which the "{NAME}" attention doesn\'t '
-            'compute; choose model.set_attn_implementation("sdpa")'
+            f'the model asks for a pattern of its own (chunks, images), and the "{NAME}" attention has none; '
+            'choose model.set_attn_implementation("sdpa")'
         )
 
 
@@ -144,15 +149,15 @@ def _checked_boundaries(
         )
     if cu_seq_lens_q is None:
         raise ModelError(
-            f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would attend '
-            "to each other; pass model_inputs(batch, model), or to generate text and for padded batches "
-            'choose model.set_attn_implementation("sdpa")'
+            f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would '
+            "attend to each other; pass model_inputs(batch, model); to generate text, and for padded "
+            'batches, choose model.set_attn_implementation("sdpa")'
         )
     rows, _, width, _ = query.shape
     if key.shape[2] != width:
         raise ModelError(
-            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row: a cache '
-            "is on; pass use_cache=False"
+            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row, so a '
+            "cache is on; pass use_cache=False"
         )
     # On a GPU, reading the end would wait for the device in every layer.
     if cu_seq_lens_q.device.type == "cpu" and int(cu_seq_lens_q[-1]) != rows * width:
@@ -183,6 +188,6 @@ def _check_pattern(
     )
     if window is None and kinds and layer is not None and kinds[layer] == "sliding_attention":
         raise ModelError(
-            f'layer {layer} slides a window, but {type(module).__name__} doesn\'t tell the "{NAME}" attention '
-            'how wide; choose model.set_attn_implementation("sdpa")'
+            f"layer {layer} slides a window, but {type(module).__name__} doesn't tell the "
+            f'"{NAME}" attention how wide; choose model.set_attn_implementation("sdpa")'
         )

@@ -6,6 +6,7 @@ Both take all documents in one call and half precision only. What neither comput
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -58,7 +59,19 @@ def by_torch(
     longest: int,
     rules: LayerRules,
 ) -> torch.Tensor:
-    """Attend within segments with `torch.nn.attention.varlen`; arguments as `per_document.attend`."""
+    """Attend within segments with `torch.nn.attention.varlen`.
+
+    Args:
+        query: `[tokens, query_heads, head_dim]`, in half precision.
+        key: `[tokens, key_heads, head_dim]`.
+        value: as `key`.
+        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
+        longest: the longest segment.
+        rules: of the layer; only what the kernel computes.
+
+    Returns:
+        `[tokens, query_heads, head_dim]`.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     out: Any = varlen_attn(
@@ -84,10 +97,21 @@ def by_flash_attention(
     longest: int,
     rules: LayerRules,
 ) -> torch.Tensor:
-    """Attend within segments with the flash-attn package; arguments as `per_document.attend`."""
-    from flash_attn import flash_attn_varlen_func
+    """Attend within segments with the flash-attn package.
 
-    out: Any = flash_attn_varlen_func(
+    Args:
+        query: `[tokens, query_heads, head_dim]`, in half precision.
+        key: `[tokens, key_heads, head_dim]`.
+        value: as `key`.
+        ends: int32 `[segments + 1]`, from 0 to `tokens`, never falling.
+        longest: the longest segment.
+        rules: of the layer; only what the kernel computes.
+
+    Returns:
+        `[tokens, query_heads, head_dim]`.
+    """
+    flash_attn: Any = importlib.import_module("flash_attn")
+    out: Any = flash_attn.flash_attn_varlen_func(
         query,
         key,
         value,

@@ -18,7 +18,11 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside DDP, FSDP, `torch.compile` or PEFT wrappers."""
+    """Return the transformers model inside DDP, FSDP, `torch.compile` or PEFT wrappers.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     while True:
         wrapped = getattr(model, "_orig_mod", None)
         if wrapped is None and not hasattr(model, "config"):
@@ -31,13 +35,20 @@ def unwrap(model: Any) -> Any:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return the module that mixes tokens: the decoder without its head, or the text part of several."""
+    """Return the module that mixes tokens: the decoder without its head, or the text part of several.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     base = unwrap(model)
     return base.get_decoder() if hasattr(base, "get_decoder") else base
 
 
 def text_config(model: Any) -> Any:
     """Return the configuration of the model's text decoder.
+
+    Args:
+        model: a transformers model, bare or wrapped.
 
     Raises:
         ModelError: not a transformers model.
@@ -49,12 +60,20 @@ def text_config(model: Any) -> Any:
 
 
 def implementation(model: Any) -> str:
-    """Return the name of the attention function that the model is set to, "eager" where none is named."""
+    """Return the name of the attention function that the model is set to, "eager" where none is named.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     return getattr(text_config(model), "_attn_implementation", None) or "eager"
 
 
 def named_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kinds of attention among the layers, by first use; empty where they have no names."""
+    """Return the kinds of attention among the layers, by first use; empty where they have no names.
+
+    Args:
+        config: of the text decoder.
+    """
     return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
@@ -63,6 +82,9 @@ def only_kind(model: Any) -> str:
 
     A window in the config is not enough: some models (Moshi) carry one that they never use. So the source
     of the model is asked whether it makes windowed masks, as transformers does for such questions.
+
+    Args:
+        model: a transformers model, bare or wrapped.
     """
     config = text_config(model)
     if getattr(config, "sliding_window", None) is not None:
@@ -79,13 +101,22 @@ def only_kind(model: Any) -> str:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return how many token ids the model embeds."""
+    """Return how many token ids the model embeds.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    config = text_config(model)
     size = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None)
-    return int(text_config(model).vocab_size if size is None else size)
+    return int(config.vocab_size if size is None else size)
 
 
 def has_experts(model: Any) -> bool:
-    """Return whether tokens are routed to experts, whose grouping makes rounding depend on other tokens."""
+    """Return whether tokens are routed to experts, whose grouping makes rounding depend on other tokens.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     config = text_config(model)
     return any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS)
 
@@ -94,6 +125,9 @@ def uses_registry(model: Any) -> bool:
     """Return whether the model computes attention through transformers' registry of attention functions.
 
     A model that doesn't takes any registered name and computes its own attention all the same.
+
+    Args:
+        model: a transformers model, bare or wrapped.
     """
     base = unwrap(model)
     answer = getattr(base, "_can_set_attn_implementation", None)
@@ -105,6 +139,10 @@ def accepts(model: Any, name: str) -> bool:
 
     `position_ids` must be named in its signature: models that find positions by themselves swallow it among
     their `**kwargs`.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+        name: of the argument.
     """
     parameters = inspect.signature(unwrap(model).forward).parameters
     if name in parameters or name == "position_ids":
@@ -114,6 +152,9 @@ def accepts(model: Any, name: str) -> bool:
 
 def check_family(model: Any) -> None:
     """Refuse models whose documents no argument keeps apart.
+
+    Args:
+        model: a transformers model, bare or wrapped.
 
     Raises:
         ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
@@ -172,6 +213,10 @@ def _convolution(decoder: Any) -> str | None:
 
 def check_size(batch: PackedBatch, model: Any) -> None:
     """Refuse a batch with longer documents or larger token ids than the model was made for.
+
+    Args:
+        batch: in either layout.
+        model: a transformers model, bare or wrapped.
 
     Raises:
         ModelError: too few positions or too small a vocabulary.

@@ -43,7 +43,7 @@ def attend(
         return kernel(query, key, value, ends, int(ends.diff().max()) if longest is None else longest, rules)
     lengths = ends.diff().tolist()
     # One split, not a slice per document: a slice's backward writes a whole array of zeros, a split's one.
-    parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    parts = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
     document = _document_by_scores if rules.softcap or rules.sinks is not None else _document
     return torch.cat([document(q, k, v, rules) for q, k, v in parts if len(q)])
 
