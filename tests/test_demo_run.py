@@ -1,5 +1,7 @@
 """A run: layouts of the same batch learn the same, and the control is the only one that leaks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -178,3 +180,14 @@ def test_isolation_is_proved_on_the_packed_run():
     assert report.is_proved
     assert report.verdict == "isolated"
     assert dict(report.rows)["any other document's logits moved by"] == "0 (to the bit)"
+
+
+def test_isolation_is_proved_on_documents_cut_short_where_packs_hold_one_each():
+    alone = replace(run("rows", "packed").job, documents=documents((48,) * 10))
+    order = make_order("packed", alone.documents.lengths, steps=2, max_length=48, seed=0)
+
+    report = Run(replace(alone, order=order)).prove_isolation()
+
+    assert order.packing.num_packs == 10
+    assert report.is_proved
+    assert dict(report.rows)["documents in the row that was tried"] == "4 (48 tokens)"

@@ -11,7 +11,7 @@ def isolation_figures(report: IsolationReport) -> IsolationFigures:
     moved = report.movements
     control = "not measured" if moved.control_difference is None else f"{moved.control_difference:.3g}"
     rows = [
-        ("documents in the packed row", f"{report.documents:,} ({report.tokens:,} tokens)"),
+        ("documents in the row that was tried", f"{report.documents:,} ({report.tokens:,} tokens)"),
         ("documents changed, one at a time", f"{moved.changed_documents:,}"),
         ("their own logits moved by, at least", f"{moved.own_difference:.3g}"),
         ("any other document's logits moved by", _exactly(moved.largest_difference)),
