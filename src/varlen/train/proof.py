@@ -17,7 +17,7 @@ def isolation_figures(report: IsolationReport) -> IsolationFigures:
         ("any other document's logits moved by", _exactly(moved.largest_difference)),
         ("any document's logits moved when padding changed", _exactly(moved.padding_difference)),
         ("control without boundaries: others moved by", control),
-        ("logits packed against each document alone", f"{moved.alone_difference:.2g}"),
+        ("logits packed against each document alone", _exactly(moved.alone_difference)),
         ("loss packed, and one by one", f"{moved.packed_loss:.6f}, {moved.alone_loss:.6f}"),
     ]
     if moved.attention_across is not None:
