@@ -212,9 +212,7 @@ def _plan_equal_lengths(
     Returns:
         The number of packs, or -1 if clusters or runs have too few rows.
     """
-    num_clusters = 0
-    num_runs = 0
-    num_packs = 0
+    num_clusters, num_runs, num_packs = 0, 0, 0
     for length in range(capacity, 0, -1):
         run_offsets[capacity - length] = num_runs
         left = counts[length]
@@ -229,8 +227,7 @@ def _plan_equal_lengths(
                 num_packs += packs
             else:
                 cluster = ends[room, 0]
-                first = clusters[cluster, 0]
-                places = clusters[cluster, 2]
+                first, places = clusters[cluster, 0], clusters[cluster, 2]
                 each = min(_times(room, length), places)
                 packs = clusters[cluster, 1]
                 wanted = _times(left + each - 1, each)
