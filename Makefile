@@ -56,7 +56,7 @@ docs: setup ## run the documentation's examples, follow its links, compare its p
 	$(RUN) -m benchmarks.table --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
-	$(RUN) docs/draw.py && $(RUN) docs/pages.py
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table
 
 soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)

@@ -1,4 +1,4 @@
-"""The state of `vl.WindowPacker`: small, plain JSON, refused where it belongs to other settings or was changed."""
+"""WindowPacker: where it stands, as JSON, and what it refuses to go on from."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from house.tree import functions, python_files
 
-FEWEST_WORDS = 4
+FEWEST_WORDS = 3
 SKIPS = ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif")
 
 
 def test_names_are_sentences(root: Path) -> list[str]:
-    """The name of a test has at least four words."""
+    """The name of a test has at least three words."""
     return [
         f"{source.path}:{function.lineno}: {function.name} is no sentence"
         for source in python_files(root, "tests")
