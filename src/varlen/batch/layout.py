@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,12 +53,10 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
     """Place the segments of some packs.
 
     Raises:
-        SettingError: a pack number out of range, too many positions for int32 boundaries, or a multiple that
-            doesn't divide the capacity.
+        SettingError: a pack number out of range, a pack over the capacity, too many positions for int32
+            boundaries, or a multiple that doesn't divide the capacity.
     """
     multiple = packing.document_multiple_of
-    if pad_to_multiple_of < 1:
-        raise SettingError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of!r}")
     width = packing.capacity if layout == "rows" else 0
     if width % pad_to_multiple_of:
         below = width // pad_to_multiple_of * pad_to_multiple_of
@@ -73,11 +71,7 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         *plan, math.lcm(multiple, pad_to_multiple_of), each
     )
     if bad >= 0:
-        wrong = int(((pack_ids < 0) | (pack_ids >= packing.num_packs)).sum())
-        raise SettingError(
-            f"pack id {pack_ids[bad]} is out of range: this packing has packs 0 to {packing.num_packs - 1:,} "
-            f"({wrong:,} of {pack_ids.size:,} pack ids are out of range)"
-        )
+        raise SettingError(_what_is_wrong(packing, pack_ids, bad))
     if positions >= 2**31:
         raise SettingError(
             f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
@@ -110,4 +104,23 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         segments.cu_seqlens,
         segments.cu_seqlens if segments.cu_slots is None else segments.cu_slots,
     )
+    if segments.cu_slots is not None and np.array_equal(segments.cu_slots, segments.cu_seqlens):
+        return replace(segments, cu_slots=None)
     return segments
+
+
+def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
+    """Say why a pack can't be laid out: it isn't there, or it is over the capacity."""
+    pack = int(pack_ids[bad])
+    outside = (pack_ids < 0) | (pack_ids >= packing.num_packs)
+    if outside[bad]:
+        packs = f"packs 0 to {packing.num_packs - 1:,}" if packing.num_packs else "no packs"
+        return (
+            f"pack id {pack} is out of range: this packing has {packs} "
+            f"({int(outside.sum()):,} of {pack_ids.size:,} pack ids are out of range)"
+        )
+    slots = packing.slot_lengths[packing.offsets[pack] : packing.offsets[pack + 1]]
+    return (
+        f"pack {pack:,} takes up {int(slots.sum()):,} tokens, over the packing's capacity of "
+        f"{packing.capacity:,}; make packings with vl.pack, which never gives such a pack"
+    )
