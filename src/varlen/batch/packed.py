@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.errors import SettingError
 from varlen.types import IntArray
@@ -26,6 +27,11 @@ Layout = Literal["rows", "flat"]
 LossWeighting = Literal["token", "document", "pair", "longalign"]
 
 IGNORE_INDEX = -100
+
+
+def on_host(array: Array) -> npt.NDArray[Any]:
+    """Return an array of a batch as numpy, from wherever it lies."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,9 +108,9 @@ class PackedBatch:
     @property
     def packs_without_targets(self) -> IntArray:
         """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
-        owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(np.asarray(self.pack_offsets)))
-        targets = np.bincount(owner, weights=np.asarray(self.document_targets), minlength=len(self.pack_ids))
-        empty: IntArray = np.asarray(self.pack_ids)[targets == 0]
+        owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(on_host(self.pack_offsets)))
+        targets = np.bincount(owner, weights=on_host(self.document_targets), minlength=len(self.pack_ids))
+        empty: IntArray = on_host(self.pack_ids)[targets == 0]
         return empty
 
     def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from varlen.batch.packed import PackedBatch
+from varlen.batch.packed import PackedBatch, on_host
 from varlen.errors import SettingError
 
 
@@ -23,11 +23,14 @@ def row(batch: PackedBatch, index: int) -> PackedBatch:
     begin, end = int(batch.pack_offsets[index]), int(batch.pack_offsets[index + 1])
     here = slice(index, index + 1)
     slots = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
-    bounds = np.asarray(slots)
+    bounds = on_host(slots)
     first = int(np.searchsorted(bounds, index * width))
     last = int(np.searchsorted(bounds, (index + 1) * width))
+    logical = batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first]
+    physical = slots[first : last + 1] - slots[first]
     segments = slice(begin, end)
     lengths = batch.document_lengths[segments]
+    tokens = batch.input_ids[here][batch.segment_ids[here] >= 0]
     return batch.replace(
         input_ids=batch.input_ids[here],
         labels=batch.labels[here],
@@ -35,8 +38,8 @@ def row(batch: PackedBatch, index: int) -> PackedBatch:
         segment_ids=batch.segment_ids[here],
         shift_labels=None if batch.shift_labels is None else batch.shift_labels[here],
         columns={name: column[here] for name, column in batch.columns.items()},
-        cu_seqlens=batch.cu_seqlens[first : last + 1] - batch.cu_seqlens[first],
-        cu_seqlens_padded=None if batch.cu_seqlens_padded is None else slots[first : last + 1] - slots[first],
+        cu_seqlens=logical,
+        cu_seqlens_padded=None if bool((logical == physical).all()) else physical,
         max_seqlen=int(lengths.max()) if len(lengths) else 0,
         document_ids=batch.document_ids[segments],
         document_starts=batch.document_starts[segments],
@@ -45,5 +48,6 @@ def row(batch: PackedBatch, index: int) -> PackedBatch:
         document_groups=None if batch.document_groups is None else batch.document_groups[segments],
         pack_ids=batch.pack_ids[here],
         pack_offsets=batch.pack_offsets[index : index + 2] - begin,
+        max_token_id=int(tokens.max()) if len(tokens) else -1,
         num_targets=int(batch.document_targets[segments].sum()),
     )

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from varlen.batch.packed import IGNORE_INDEX, LossWeighting, PackedBatch
+from varlen.batch.packed import IGNORE_INDEX, LossWeighting, PackedBatch, on_host
 from varlen.errors import SettingError
 
 
@@ -20,11 +20,11 @@ def loss_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
         raise SettingError(
             f"weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}"
         )
-    labels = np.asarray(batch.labels)
+    labels = on_host(batch.labels)
     per_segment = _segment_weights(batch, weighting)
     flat = np.zeros(labels.size, np.float32)
-    spans = np.asarray(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
-    places, lengths = _places(batch, spans), np.asarray(batch.document_lengths)
+    spans = on_host(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
+    places, lengths = _places(batch, spans), on_host(batch.document_lengths)
     owner = np.repeat(np.arange(lengths.size), lengths)
     first = np.cumsum(lengths, dtype=np.int64) - lengths
     positions = places[owner] + np.arange(owner.size) - first[owner]
@@ -38,7 +38,7 @@ def loss_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
 def _places(batch: PackedBatch, spans: Any) -> Any:
     """First position of every segment in the flattened batch."""
     rows, width = batch.labels.shape
-    is_start = np.asarray(batch.segment_ids).reshape(-1)[spans[:-1]] >= 0
+    is_start = on_host(batch.segment_ids).reshape(-1)[spans[:-1]] >= 0
     starts = spans[:-1][is_start]
     assert len(starts) == batch.num_segments, (rows, width)
     return starts.astype(np.int64)
@@ -46,16 +46,16 @@ def _places(batch: PackedBatch, spans: Any) -> Any:
 
 def _segment_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
     """The weight of each target, by segment."""
-    targets = np.asarray(batch.document_targets).astype(np.float64)
+    targets = on_host(batch.document_targets).astype(np.float64)
     share = np.divide(1.0, targets, out=np.zeros_like(targets), where=targets > 0)
     if weighting == "token":
         return np.ones_like(targets)
     if weighting == "document":
-        return _per_owner(np.asarray(batch.document_ids), targets)
+        return _per_owner(on_host(batch.document_ids), targets)
     if weighting == "pair":
         if batch.document_groups is None:
             raise SettingError('weighting "pair" needs groups: pack with groups=, one number a document')
-        return _per_owner(np.asarray(batch.document_groups), targets)
+        return _per_owner(on_host(batch.document_groups), targets)
     documents = int((targets > 0).sum())
     return share * (len(batch.pack_ids) / documents if documents else 0.0)
 
