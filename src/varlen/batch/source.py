@@ -18,8 +18,8 @@ from varlen.types import IntArray, Packing
 
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
 _INT32 = np.iinfo(np.int32)
-_COLUMN_SIZES = (1, 2, 4, 8)
-"""Bytes of the numbers that a column may hold."""
+_SIZES = (1, 2, 4, 8)
+"""Bytes of the numbers that kernels can read."""
 
 Targets = tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray]
 """Labels and the index of each segment's first, the loss mask (of size 0 for none) and the same for it."""
@@ -80,6 +80,8 @@ class Source:
             mask, mask_starts = self._read(loss_mask, "loss_mask")
             if mask.dtype.kind not in "biuf":
                 raise DocumentsError(f"loss_mask must be numbers or booleans, got dtype {mask.dtype}")
+            if mask.dtype.itemsize not in _SIZES or mask.dtype == np.float16:
+                mask = mask != 0  # kernels know no such number
         return values, value_starts, mask, mask_starts
 
     def column(self, values: Documents, name: str, pad: Any) -> Column:
@@ -90,7 +92,7 @@ class Source:
             SettingError: a pad value that the column's dtype can't hold.
         """
         array, starts = self._read(values, f"column {name!r}")
-        if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _COLUMN_SIZES:
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _SIZES:
             raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
         if (
             not array.size and np.asarray(pad).dtype.kind in "biuf"
@@ -146,11 +148,12 @@ class Source:
             starts,
         )
         if wrong:
+            _check_rising(offsets, name)
             place, document = int(places[first]), int(segments.documents[first])
             begin, end = int(offsets[place]), int(offsets[place + 1])
             stop = int(segments.first_tokens[first]) + int(segments.lengths[first])
-            if end < begin or begin < 0 or end > num_values:
-                seen = f"its offsets {begin:,} to {end:,} don't rise within the {num_values:,} values"
+            if begin < 0 or end > num_values:
+                seen = f"its offsets {begin:,} to {end:,} lie outside of the {num_values:,} values"
             else:
                 seen = f"it has {end - begin:,} values here but was packed up to token {stop:,}"
             raise DocumentsError(
@@ -172,6 +175,21 @@ class Source:
             raise DocumentsError(
                 f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids"
             )
+
+
+def _check_rising(offsets: IntArray, name: str) -> None:
+    """Refuse offsets that fall.
+
+    Raises:
+        DocumentsError: they do.
+    """
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        first = int(np.argmax(falls))
+        raise DocumentsError(
+            f"{name}: offsets must rise, but document {first:,} begins at {offsets[first]:,} and ends at "
+            f"{offsets[first + 1]:,} ({int(falls.sum()):,} of {falls.size:,} documents)"
+        )
 
 
 def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
