@@ -40,7 +40,8 @@ def pack(
     - "best_fit", "first_fit": the same in input order; a pack's documents stay a random sample.
     - "next_fit": one open pack; keeps documents in input order.
     - "balanced": from most to least work, each into the pack with the least work that has space; equal work
-      a pack at the fill of best-fit-decreasing, as far as the longest documents allow.
+      a pack at about the fill of best-fit-decreasing, whose packs it keeps where none are cheaper: where the
+      longest documents or packs with no space to spare leave nothing to even out.
     - "wrapped": documents end to end, cut every `capacity` tokens; every pack but the last is full.
 
     Args:
@@ -114,8 +115,8 @@ def _pack(
         pieces.losses.update(whole.losses)
     else:
         pieces, items = _items(checked, capacity, most_documents, multiple, overlong, group_ids)
-        item_work = _item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
-        pack_of, num_packs = assign(method, items, item_work, capacity, most_documents)
+        work_of_items = item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
+        pack_of, num_packs = assign(method, items, work_of_items, capacity, most_documents)
         if items.item_of is not None:
             pack_of = np.where(pieces.lengths > 0, pack_of[items.item_of], np.int32(-1)).astype(np.int32)
         del items
@@ -158,8 +159,12 @@ def _items(
     return pieces, Items(slots=slots_of(pieces.lengths, multiple), sizes=None, item_of=None)
 
 
-def _item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
-    """Work of every item: a·s + b·s² summed over its documents."""
+def item_work(lengths: Int32Array, items: Items, work: tuple[float, float]) -> FloatArray:
+    """Return the work of every item, a·s + b·s² summed over its documents, float64 `[num_items]`.
+
+    Raises:
+        SettingError: the work of all documents is no finite number.
+    """
     tokens = lengths.astype(np.float64)
     with np.errstate(over="ignore"):
         piece_work: FloatArray = work[0] * tokens + work[1] * tokens * tokens

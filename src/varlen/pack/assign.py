@@ -62,23 +62,44 @@ def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documen
     return min(slots.size, 2 * (tokens // capacity + documents // max_documents) + 4) + 1
 
 
-def _balance(
-    slots: Int32Array, sizes: Int32Array, item_work: FloatArray, capacity: int, max_documents: int
+def spread(
+    num_packs: int,
+    slots: Int32Array,
+    sizes: Int32Array,
+    item_work: FloatArray,
+    capacity: int,
+    max_documents: int,
 ) -> tuple[Int32Array, int]:
-    """Spread work over as many packs as best-fit-decreasing needs, or a few more where that doesn't fit."""
-    dense = Items(slots=slots, sizes=sizes, item_of=None)
-    pack_of, num_packs = assign("best_fit_decreasing", dense, None, capacity, max_documents)
+    """Spread work over this many packs, or a few more where not all fits in those; arguments as in `assign`."""
     order = np.argsort(-item_work, kind="stable").astype(np.int32)
     best: tuple[Int32Array, int] | None = None
     for _ in range(3):  # a rerun with the packs that were missing spreads work over those as well
         most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
+        pack_of = np.empty(slots.size, np.int32)
         used = _tree("balanced")(order, slots, sizes, item_work, *settings, pack_of)
         if best is not None and used > best[1]:
             break
-        best = (pack_of.copy(), used)
+        best = (pack_of, used)
         if used == num_packs:
             break
         num_packs = used
     assert best is not None
     return best
+
+
+def _balance(
+    slots: Int32Array, sizes: Int32Array, item_work: FloatArray, capacity: int, max_documents: int
+) -> tuple[Int32Array, int]:
+    """Spread work over the packs of best-fit-decreasing, or keep those where spreading would cost more."""
+    dense = Items(slots=slots, sizes=sizes, item_of=None)
+    fullest, num_packs = assign("best_fit_decreasing", dense, None, capacity, max_documents)
+    even = spread(num_packs, slots, sizes, item_work, capacity, max_documents)
+    return even if _cost(*even, item_work) <= _cost(fullest, num_packs, item_work) else (fullest, num_packs)
+
+
+def _cost(pack_of: Int32Array, num_packs: int, item_work: FloatArray) -> float:
+    """Work of the heaviest pack times the packs: what packs cost that run side by side and wait for each other."""
+    placed = pack_of >= 0
+    work = np.bincount(pack_of[placed], weights=item_work[placed], minlength=1)
+    return num_packs * float(work.max())

@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
-from varlen.pack.api import as_choice, pack
+from varlen.pack.api import DEFAULT_WORK, as_choice, item_work, pack
+from varlen.pack.arrange import arrange, audit, checksum, lay_out
+from varlen.pack.assign import assign, spread
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
-from varlen.pack.pieces import fit
+from varlen.pack.pieces import Items, fit, slots_of
 from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
@@ -273,11 +275,25 @@ class WindowPacker:
             ordered = Waiting(records=ordered.records, starts=starts, stops=stops, ages=ordered.ages)
         return Packs(pieces=ordered, offsets=packing.offsets)
 
+    def _spread(self, pieces: Waiting) -> Packs:
+        """Pieces in packs of about equal work, also where best-fit-decreasing would need fewer packs.
+
+        Packs that come out full are mixed at random, and what doesn't is packed again.
+        """
+        lengths, most = pieces.lengths, self._max_documents or LARGEST
+        items = Items(slots=slots_of(lengths, self._multiple), sizes=None, item_of=None)
+        fewest = assign("best_fit_decreasing", items, None, self._capacity, most)[1]
+        work, ones = item_work(lengths, items, DEFAULT_WORK), np.ones(len(pieces), np.int32)
+        pack_of, num_packs = spread(fewest, items.slots, ones, work, self._capacity, most)
+        placed, placed_lengths, offsets = lay_out(*arrange(lengths, pack_of, num_packs, None), num_packs)
+        audit(placed, placed_lengths, offsets, self._capacity, most, self._multiple, checksum(lengths))
+        return Packs(pieces=pieces.take(placed), offsets=offsets)
+
     def _pack_window(self, pieces: Waiting) -> tuple[Packs, Waiting]:
         """Pack one window; returns the packs to hand out and the pieces to carry over."""
         ready, rest = no_packs(), pieces
         for method in _PASSES.get(self._method, (self._method,)):
-            packs = self._packed(rest, method)
+            packs = self._spread(rest) if method == "balanced" != self._method else self._packed(rest, method)
             full = self._is_full(packs)
             ready, rest = ready.and_then(packs.where(full)), packs.where(~full).pieces.by_arrival()
         if self._method not in _STREAMS:
