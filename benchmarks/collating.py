@@ -71,6 +71,7 @@ SMALL, MEDIUM, LARGE = 1, 8, 64
 SIZES = (SMALL, MEDIUM, LARGE)
 KINDS = ("log-normal", "short")
 SWEEPS = 5
+_FORMS = {"flat": "flat arrays", "arrow": "Arrow", "lists": "lists"}
 
 
 def steps() -> list[Step]:
@@ -159,7 +160,16 @@ def _race_collator(kind: str, size: int, form: str, note: str = "", is_targeted:
     target = FROM_LISTS if form == "lists" else FROM_ARRAYS
     settings = f'from {best}, return_tensors="np", positions, segments and boundaries'
     return [
-        _race(batch, form, ours, transformers.NAME, settings, theirs, target if is_targeted else None, note)
+        _race(
+            batch,
+            _FORMS[form],
+            ours,
+            transformers.NAME,
+            settings,
+            theirs,
+            target if is_targeted else None,
+            note,
+        )
     ]
 
 
@@ -177,7 +187,7 @@ def _race_other_settings() -> list[Row]:
     return [
         _race(
             batch,
-            "flat",
+            _FORMS["flat"],
             ours,
             transformers.NAME,
             "ids and labels alone, from lists",
@@ -187,7 +197,7 @@ def _race_other_settings() -> list[Row]:
         ),
         _race(
             batch,
-            "flat, then to_torch",
+            "flat arrays, then to_torch",
             ours_to_torch,
             transformers.NAME,
             'from lists, return_tensors="pt"',
@@ -208,7 +218,9 @@ def _race_trl() -> list[Row]:
 
     checks.same_batch(ours_to_torch(), theirs())
     settings = "from int64 arrays, one a document"
-    return [_race(batch, "flat, then to_torch", ours_to_torch, trl.COLLATOR, settings, theirs, None, "")]
+    return [
+        _race(batch, "flat arrays, then to_torch", ours_to_torch, trl.COLLATOR, settings, theirs, None, "")
+    ]
 
 
 def _race_copies() -> list[Row]:
@@ -229,7 +241,7 @@ def _race_copies() -> list[Row]:
         megabytes = sum(array.nbytes for array in written) / 1e6
         note = f"{megabytes:,.1f} MB a call"
         settings = "the four arrays copied into ready arrays"
-        what = "rows, into the caller's buffers"
+        what = "flat arrays into rows in the caller's buffers"
         rows.append(_race(batch, what, ours, "np.copyto", settings, copy, OF_COPY_RATE, note))
     return rows
 
@@ -249,8 +261,8 @@ def _race(
     num_tokens = batch.documents.num_tokens
     return Race(
         section=SECTION,
-        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call",
-        ours=Contestant(name="varlen", call=f"vl.collate from {form}", samples=our_samples),
+        what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, from {form}",
+        ours=Contestant(name="varlen", call="vl.collate", samples=our_samples),
         peer=Contestant(name=name, call=settings, samples=their_samples),
         tokens=num_tokens,
         target=target,

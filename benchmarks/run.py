@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from rich.table import Table
 
 from benchmarks.checks import WrongResultError
 from benchmarks.machine import load, machine, versions
-from benchmarks.rows import Limit, Row, to_json
+from benchmarks.rows import Limit, Race, Row, to_json
 from benchmarks.step import Step
-from benchmarks.table import RESULTS, quantity, ratio_text
+from benchmarks.table import RESULTS, quantity, ratio_text, worst_of_groups
 
+_VERDICTS = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}
 SECTIONS = ("startup", "scale", "packing", "collating", "windows")
 
 
@@ -105,7 +107,7 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                         {"what": f"{section}: {step.title}", "why": f"{type(error).__name__}: {error}"}
                     )
                 progress.advance(task)
-            progress.console.print(_table_of(section, rows[before:]))
+            progress.console.print(*_tables_of(section, rows[before:]))
     return rows, absent
 
 
@@ -115,33 +117,30 @@ def reason(error: Exception) -> str:
     return re.sub(r"(?:/[^/\s'\"()]+)+/", "", lines[-1])
 
 
-def _table_of(section: str, rows: list[Row]) -> Table:
-    """Return one section's figures for the terminal."""
-    table = Table(title=section, title_justify="left", title_style="bold", expand=True)
-    for name in ("what", "varlen", "peer", "ratio", "fill", "target", "met"):
-        table.add_column(name, justify="right" if name in ("ratio", "target") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: Row) -> list[str]:
-    """Return a row's cells for the terminal."""
-    met = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}[row.met]
-    if isinstance(row, Limit):
-        base = "" if row.base is None else quantity(row.base, row.unit)
-        limit = "" if row.limit is None else f"≤ {quantity(row.limit, row.unit)}"
-        return [row.what, quantity(row.value, row.unit), base, "", "", limit, met]
-    fills = [fill for fill in (row.ours.fill, row.peer.fill) if fill is not None]
-    return [
-        row.what + (f" ({row.note})" if row.note else ""),
-        f"{quantity(row.ours.samples.median_s, 's')}\n{row.ours.call}",
-        f"{quantity(row.peer.samples.median_s, 's')}\n{row.peer.name}: {row.peer.call}",
-        ratio_text(row.ratio),
-        "\n".join(f"{100 * fill:.3f} %" for fill in fills),
-        "" if row.target is None else f"≥ {ratio_text(row.target)}",
-        met,
-    ]
+def _tables_of(section: str, rows: list[Row]) -> Iterator[Table]:
+    """Yield one section's figures for the terminal; the settings of each peer stand in the result file."""
+    races = [row for row in rows if isinstance(row, Race)]
+    limits = worst_of_groups([row for row in rows if isinstance(row, Limit)])
+    if races:
+        table = Table(title=section, title_justify="left", title_style="bold", expand=True)
+        for name in ("what", "peer"):
+            table.add_column(name, overflow="fold", ratio=1)
+        for name in ("varlen", "peer", "ratio", "target", "met"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for race in races:
+            target = "" if race.target is None else f"≥ {ratio_text(race.target)}"
+            times = (quantity(side.samples.median_s, "s") for side in (race.ours, race.peer))
+            what = race.what + (f" ({race.note})" if race.note else "")
+            table.add_row(what, race.peer.name, *times, ratio_text(race.ratio), target, _VERDICTS[race.met])
+        yield table
+    if limits:
+        table = Table("what", title=section, title_justify="left", title_style="bold")
+        for name in ("measured", "limit", "met"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in limits:
+            limit = "" if row.limit is None else f"≤ {quantity(row.limit, row.unit)}"
+            table.add_row(row.what, quantity(row.value, row.unit), limit, _VERDICTS[row.met])
+        yield table
 
 
 def _table_of_absent(absent: list[dict[str, Any]]) -> Table:

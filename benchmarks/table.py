@@ -100,7 +100,7 @@ def table(rows: Iterable[Row]) -> str:
     """Return one section's rows as a markdown table; of a group only the row nearest to its limit."""
     listed = list(rows)
     races = [row for row in listed if isinstance(row, Race)]
-    limits = _worst_of_groups([row for row in listed if isinstance(row, Limit)])
+    limits = worst_of_groups([row for row in listed if isinstance(row, Limit)])
     lines = []
     if races:
         has_fill = any(row.peer.fill is not None for row in races)
@@ -203,10 +203,10 @@ def _title(row: Row) -> str:
     if isinstance(row, Limit):
         return f"{row.what} ({quantity(row.value, row.unit)})"
     ratios = f"{ratio_text(row.ratio)} of {ratio_text(row.target or 0)}"
-    return f"{row.what}, {row.ours.call} against {row.peer.name} ({ratios})"
+    return f"{row.what} against {row.peer.name} ({ratios})"
 
 
-def _worst_of_groups(limits: list[Limit]) -> list[Limit]:
+def worst_of_groups(limits: list[Limit]) -> list[Limit]:
     """Return rows without a group, and of each group the one furthest over, or least under, its limit."""
     kept: dict[object, Limit] = {}
     for number, row in enumerate(limits):

@@ -17,6 +17,8 @@ for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
     os.environ.setdefault(_variable, str(max(1, min(2, _CORES // _PROCESSES))))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Small work would run in plain Python until something imports numba; tests of kernels want kernels.
+os.environ.setdefault("VARLEN_JIT", "1")
 
 # The first call of a kernel compiles it, so no example has a deadline.
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=100)
@@ -54,11 +56,11 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, s
 
     def replace(module: Any, name: str, fake: Any) -> None:
         monkeypatch.setattr(module, name, fake)
-        jit.kernel.cache_clear()
+        jit._found.cache_clear()
 
     yield replace
     monkeypatch.undo()
-    jit.kernel.cache_clear()
+    jit._found.cache_clear()
 
 
 @pytest.fixture
@@ -68,8 +70,8 @@ def plain_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], N
 
     def switch(on: bool) -> None:
         monkeypatch.setenv("VARLEN_JIT", "0" if on else "1")
-        jit.kernel.cache_clear()
+        jit._found.cache_clear()
 
     yield switch
     monkeypatch.undo()
-    jit.kernel.cache_clear()
+    jit._found.cache_clear()

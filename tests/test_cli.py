@@ -48,7 +48,7 @@ def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
     assert ("Example:" in run.stdout) == ("demo" in arguments)
 
 
-def test_version_is_printed():
+def test_the_version_is_printed_alone():
     import varlen as package
 
     assert varlen("--version").stdout == f"varlen {package.__version__}\n"

@@ -69,9 +69,26 @@ def test_texts_and_tokens_belong_together(tmp_path):
 
 
 def test_too_few_documents_are_refused_with_how_many_it_takes(tmp_path):
-    with pytest.raises(SourceError, match=r"holds 11 documents .* needs 12: 2 steps of 4 .* 4 to validate"):
-        read_corpus(write(tmp_path, 11), SETTINGS)
-    assert len(read_corpus(write(tmp_path, 12), SETTINGS).train_ids) == 8
+    with pytest.raises(SourceError, match=r"holds 4 documents .* needs 5: 1 steps of 4 .* 1 to validate"):
+        read_corpus(write(tmp_path, 4), SETTINGS)
+    with pytest.raises(SourceError, match=r"holds 10 documents .* needs 14: 3 steps of 4 .* 2 to validate"):
+        read_corpus(write(tmp_path, 10), replace(SETTINGS, steps=3, exact_steps=True))
+    assert len(read_corpus(write(tmp_path, 5), SETTINGS).train_ids) == 4
+
+
+def test_few_documents_are_trained_on_in_fewer_steps(tmp_path):
+    assert read_corpus(write(tmp_path, 40), SETTINGS).settings == SETTINGS
+    few = read_corpus(write(tmp_path, 9), SETTINGS).settings
+    assert (few.steps, few.validation_documents) == (1, 2)
+
+
+def test_long_documents_are_trained_on_in_fewer_steps_unless_steps_are_exact():
+    long, middling, short = (np.full(500, length) for length in (100_000, 700, 300))
+
+    assert DemoSettings().fitted(short).steps == 6
+    assert DemoSettings().fitted(middling).steps == 4
+    assert DemoSettings().fitted(long).steps == 2
+    assert DemoSettings(exact_steps=True).fitted(long).steps == 6
 
 
 def test_documents_without_a_target_do_not_count(tmp_path):

@@ -74,7 +74,7 @@ def test_flattened_computes_no_padding_and_padded_does(demo):
 
 def test_isolation_is_proved_on_the_row_that_is_drawn(demo):
     assert demo.isolation.is_proved
-    documents = dict(demo.isolation.rows)["documents in the packed row"]
+    documents = dict(demo.isolation.rows)["documents in the row that was tried"]
     tokens = sum(piece.num_tokens for piece in demo.picture.row)
     assert documents == f"{len(demo.picture.row)} ({tokens} tokens)"
 

@@ -1,5 +1,7 @@
 """A run: layouts of the same batch learn the same, and the control is the only one that leaks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,14 @@ def test_training_changes_the_loss_and_warming_up_does_not():
     assert first.validate() != before
 
 
+def test_no_gradient_is_carried_into_a_step():
+    trained = run("flat")
+
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+    trained.step(0)
+    assert all(parameter.grad is None for parameter in trained.model.parameters())
+
+
 def test_validation_is_the_mean_over_targets_of_documents_alone_and_cut():
     trained = run("padded")
     trained.step(0)
@@ -170,3 +180,14 @@ def test_isolation_is_proved_on_the_packed_run():
     assert report.is_proved
     assert report.verdict == "isolated"
     assert dict(report.rows)["any other document's logits moved by"] == "0 (to the bit)"
+
+
+def test_isolation_is_proved_on_documents_cut_short_where_packs_hold_one_each():
+    alone = replace(run("rows", "packed").job, documents=documents((48,) * 10))
+    order = make_order("packed", alone.documents.lengths, steps=2, max_length=48, seed=0)
+
+    report = Run(replace(alone, order=order)).prove_isolation()
+
+    assert order.packing.num_packs == 10
+    assert report.is_proved
+    assert dict(report.rows)["documents in the row that was tried"] == "4 (48 tokens)"

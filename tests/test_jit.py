@@ -228,3 +228,22 @@ def test_switched_off_kernels_give_the_same_arrays_and_never_load_numba(machine:
     assert compiled.pop("loaded") == ["numba"]
     assert references.pop("loaded") == []
     assert references == compiled
+
+
+SMALL_AND_LARGE = """
+import json, sys
+import varlen as vl
+def pack(count):
+    packing = vl.pack([1 + i % 7 for i in range(count)], capacity=16)
+    return [packing.num_packs, packing.document_ids[:9].tolist(), "numba" in sys.modules]
+few = pack(4_000)
+many = [pack(4_000) for _ in range(9)][-1]
+print(json.dumps({"total": 5, "few": few, "many": many}))
+"""
+
+
+def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine: Machine) -> None:
+    report = machine.run(SMALL_AND_LARGE, VARLEN_JIT=None)
+
+    assert report["few"][:2] == report["many"][:2]
+    assert (report["few"][2], report["many"][2]) == (False, True)

@@ -116,10 +116,14 @@ def test_buckets_are_told_what_they_cost_and_what_they_do_not():
 
 
 def test_a_control_whose_loss_is_worse_is_said_to_show_it():
-    assert "give it away" in findings(figures()).control
+    assert "nothing to leak" in findings(figures()).control
+    leaking = {"validation_losses": (7.06, 7.1), "step_losses": (8.01, 7.4)}
+    assert "give it away" in findings(with_method("without_boundaries", **leaking)).control
     assert (
         "Here the loss shows it"
-        in findings(with_method("without_boundaries", validation_losses=(7.5, 7.5))).control
+        in findings(
+            with_method("without_boundaries", validation_losses=(7.5, 7.5), step_losses=(8.01, 7.4))
+        ).control
     )
 
 

@@ -1,7 +1,8 @@
 """Compile kernels with numba, lazily, in a way that can't fail because a folder is read-only.
 
 `VARLEN_JIT=0` runs the plain-Python references instead of the kernels: slower by a factor of 100 to 1,000,
-and the same results. numba itself is imported by the first kernel call, never by `import varlen`.
+and the same results. numba itself is imported by the first kernel call that is worth it, never by
+`import varlen`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,23 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+SMALL = 5_000
+"""Documents that the references pack sooner than numba is imported, some 0.5 s."""
+ALLOWANCE = 20_000
+"""Documents that the references pack in one process before numba is worth its import all the same."""
+
+_in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
+_packed_in_python = 0
 
 
 def is_enabled() -> bool:
@@ -22,7 +35,32 @@ def is_enabled() -> bool:
     return os.environ.get("VARLEN_JIT", "1") != "0"
 
 
-@functools.cache
+@contextmanager
+def sized(work: object) -> Iterator[None]:
+    """Within this block, do small work in plain Python as long as numba isn't loaded; the results are the same.
+
+    So a script that packs a few thousand documents never waits for the compiler. `VARLEN_JIT=1` compiles
+    whatever the size.
+
+    Args:
+        work: lengths of documents, or whatever else has a length.
+    """
+    global _packed_in_python
+    try:
+        num_documents = len(work)  # type: ignore[arg-type]
+    except TypeError:
+        num_documents = 0
+    loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
+    small = num_documents <= SMALL and _packed_in_python + num_documents <= ALLOWANCE and not loaded
+    if small:
+        _packed_in_python += num_documents
+    token = _in_python.set(small)
+    try:
+        yield
+    finally:
+        _in_python.reset(token)
+
+
 def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
     """Return a kernel by name, compiled, or its plain-Python reference where kernels are switched off.
 
@@ -33,6 +71,11 @@ def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
         file: the file within the room that holds the kernel.
         name: the kernel's name, the same in the room's `reference.py`.
     """
+    return _found(room, "reference" if _in_python.get() else file, name)
+
+
+@functools.cache
+def _found(room: str, file: str, name: str) -> Callable[..., Any]:
     home = file if is_enabled() else "reference"
     return getattr(importlib.import_module(f"{room}.{home}"), name)  # type: ignore[no-any-return]
 

@@ -21,6 +21,7 @@ from varlen.types import IntArray, Packing
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
+_LAYOUTS = get_args(Layout)
 _INT32 = np.iinfo(np.int32)
 
 
@@ -85,8 +86,10 @@ def collate(
     >>> batch.position_ids.tolist(), batch.cu_seqlens.tolist()
     ([[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])
     """
-    if layout not in get_args(Layout):
-        raise SettingError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    if layout not in _LAYOUTS:
+        raise SettingError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
+    if not _INT32.min <= pad_id <= _INT32.max:
+        raise SettingError(f"pad_id must be a token id that an int32 holds, got {pad_id!r}")
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_sequence(pack_ids)
     segments = lay_out(packing, wanted, layout, pad_to_multiple_of)
     source = _Source(documents, packing, segments)
@@ -110,13 +113,13 @@ def collate(
         np.int32(pad_id),
         *(flat[name] for name in _NAMES),
     )
-    document_targets = segments.lengths - np.int32(1)
+    num_targets = segments.num_targets
     if targets is not None:
-        _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], document_targets)
+        _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], segments.targets)
+        num_targets = int(segments.targets.sum())
     for name, (values, starts, pad) in extra.items():
         padding = pad.astype(values.dtype).reshape(1)
         _kernel("copy_column")(values, starts, segments.lengths, segments.places, padding, flat[name])
-    num_targets = int(document_targets.sum())
     batch = PackedBatch(
         **{name: arrays[name] for name in _NAMES},
         cu_seqlens=segments.cu_seqlens,
@@ -125,7 +128,7 @@ def collate(
         document_ids=segments.documents,
         document_starts=segments.first_tokens,
         document_lengths=segments.lengths,
-        document_targets=document_targets,
+        document_targets=segments.targets,
         pack_ids=wanted,
         pack_offsets=segments.pack_offsets,
         layout=layout,
@@ -138,7 +141,7 @@ def collate(
         shift_labels=_shifted(arrays["labels"]) if shift_labels else None,
         columns={name: arrays[name] for name in extra},
     )
-    if targets is not None or (segments.lengths.size and segments.lengths.min() == 1):
+    if targets is not None or segments.min_seqlen == 1:  # else every segment has a target
         _report_without_targets(batch)
     return batch
 

@@ -28,8 +28,8 @@ class Ragged:
 
     values: npt.NDArray[Any]
     """`[num_values]`, one-dimensional and contiguous."""
-    offsets: IntArray
-    """int64 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
+    offsets: npt.NDArray[Any]
+    """int32 or int64 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
 
 
 def count_documents(documents: Documents, name: str) -> int:
@@ -74,6 +74,8 @@ def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged
     if isinstance(documents, tuple):
         return _flat(documents[0], documents[1], name=name), wanted
     if hasattr(documents, "combine_chunks") or hasattr(documents, "value_lengths"):
+        if getattr(documents, "num_chunks", 1) != 1:  # joining all chunks would copy all documents
+            return _from_arrow(documents.take(wanted).combine_chunks(), name), np.arange(wanted.size)
         return _from_arrow(documents, name), wanted
     if wanted.size > 1 and not (wanted[1:] > wanted[:-1]).all():
         needed, places = np.unique(wanted, return_inverse=True)
@@ -91,17 +93,17 @@ def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
             f"{name} as (values, offsets) need one-dimensional values and whole-number offsets; got values of "
             f"shape {array.shape} and offsets of dtype {bounds.dtype}"
         )
-    return Ragged(np.ascontiguousarray(array), np.ascontiguousarray(bounds, dtype=np.int64))
+    if bounds.dtype not in (np.int32, np.int64):
+        bounds = bounds.astype(np.int64)
+    return Ragged(np.ascontiguousarray(array), np.ascontiguousarray(bounds))
 
 
 def _from_arrow(array: Any, name: str) -> Ragged:
-    """An Arrow list array: its own buffers, no copy for a single chunk without nulls."""
-    if hasattr(array, "combine_chunks") and hasattr(array, "num_chunks"):
-        array = array.chunk(0) if array.num_chunks == 1 else array.combine_chunks()
-        if hasattr(array, "num_chunks"):
-            array = array.chunk(0)
+    """An Arrow list array of at most one chunk: its own buffers, no copy."""
+    if hasattr(array, "num_chunks"):
+        array = array.chunk(0) if array.num_chunks else array.combine_chunks()
     kind = str(array.type)
-    if "list" not in kind:
+    if not kind.startswith(("list<", "large_list<", "fixed_size_list<")):
         raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {kind}")
     if array.null_count:
         raise DocumentsError(

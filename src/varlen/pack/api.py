@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen import jit
 from varlen.errors import SettingError
 from varlen.pack.arrange import arrange, audit, checksum, lay_out
 from varlen.pack.assign import assign
@@ -72,6 +73,23 @@ def pack(
     >>> vl.pack([5, 2, 6, 3], capacity=8)
     Packing(4 documents in 2 packs of 8 tokens, 100.00% full, 0 tokens of padding)
     """
+    settings = (method, overlong, max_documents, document_multiple_of, groups, seed, work)
+    with jit.sized(lengths):
+        return _pack(lengths, capacity, *settings)
+
+
+def _pack(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    method: Method,
+    overlong: Overlong,
+    max_documents: int | None,
+    document_multiple_of: int,
+    groups: npt.ArrayLike | None,
+    seed: int | None,
+    work: tuple[float, float],
+) -> Packing:
+    """Check, assign, lay out and audit; `pack` says what the arguments are."""
     checked = as_lengths(lengths)
     capacity = as_count(capacity, "capacity")
     multiple = as_count(document_multiple_of, "document_multiple_of")

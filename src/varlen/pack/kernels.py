@@ -212,21 +212,22 @@ def _plan_equal_lengths(
     Returns:
         The number of packs, or -1 if clusters or runs have too few rows.
     """
-    num_clusters = num_runs = num_packs = 0
+    num_clusters, num_runs, num_packs = 0, 0, 0
     for length in range(capacity, 0, -1):
         run_offsets[capacity - length] = num_runs
         left = counts[length]
         while left > 0:
             room = _smallest_from(low, high, length)
             if room < 0:
-                room, first, places = capacity, num_packs, max_documents
+                room = capacity
+                first = num_packs
+                places = max_documents
                 each = min(_times(room, length), places)
                 packs = _times(left + each - 1, each)
                 num_packs += packs
             else:
                 cluster = ends[room, 0]
-                first = clusters[cluster, 0]
-                places = clusters[cluster, 2]
+                first, places = clusters[cluster, 0], clusters[cluster, 2]
                 each = min(_times(room, length), places)
                 packs = clusters[cluster, 1]
                 wanted = _times(left + each - 1, each)

@@ -102,7 +102,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     slots = packing.slot_lengths
     bound = lower_bound(slots, packing.capacity) if whole else -(-int(slots.sum()) // packing.capacity)
     correlation = length_correlation(lengths, packing.offsets)
-    random = _random_correlations(slots, packing.capacity)
+    random = _random_correlations(lengths, slots, packing.capacity)
     return Score(
         num_packs=packing.num_packs,
         lower_bound=bound,
@@ -146,17 +146,15 @@ def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
     return (mean_between - mean_within) / spread if spread > 1e-12 else 0.0
 
 
-def _random_correlations(slots: IntArray, capacity: int) -> FloatArray:
+def _random_correlations(lengths: Int32Array, slots: IntArray, capacity: int) -> FloatArray:
     """The correlation of the same pieces in shuffled order packed next-fit, once a shuffle."""
-    lengths: Int32Array = slots.astype(np.int32)
-    if lengths.size > _SAMPLE:
-        lengths = lengths[shuffled(0, lengths.size)[:_SAMPLE]]
+    sample = shuffled(0, lengths.size)[:_SAMPLE] if lengths.size > _SAMPLE else np.arange(lengths.size)
     next_fit = jit.kernel("varlen.pack", "kernels", "next_fit")
-    pack_of, sizes = np.empty(lengths.size, np.int32), np.ones(lengths.size, np.int32)
+    pack_of, sizes = np.empty(sample.size, np.int32), np.ones(sample.size, np.int32)
     results = np.zeros(_SHUFFLES)
     for shuffle in range(_SHUFFLES):
-        mixed = lengths[shuffled(shuffle + 1, lengths.size)]
-        num_packs = next_fit(mixed, sizes, capacity, LARGEST, pack_of)
+        mixed = sample[shuffled(shuffle + 1, sample.size)]
+        num_packs = next_fit(slots[mixed].astype(np.int32), sizes, capacity, LARGEST, pack_of)
         offsets = np.searchsorted(pack_of, np.arange(num_packs + 1))
-        results[shuffle] = length_correlation(mixed, offsets)
+        results[shuffle] = length_correlation(lengths[mixed], offsets)
     return results

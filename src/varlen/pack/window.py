@@ -12,17 +12,19 @@ Its state is record numbers and token ranges, never tokens, so that it fits in a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from numbers import Real
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import LengthsError, OverlongDocumentError, SettingError, StateError
+from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
 from varlen.pack.api import as_choice, pack
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
 from varlen.pack.pieces import fit
-from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
+from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
+from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
 _PASSES: dict[Method, tuple[Method, ...]] = {
@@ -31,61 +33,30 @@ _PASSES: dict[Method, tuple[Method, ...]] = {
 }
 """Methods that pack a window one after the other, each what the one before left in packs that aren't full."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Waiting:
-    """Pieces that no pack holds yet, in the order of their arrival."""
-
-    records: IntArray
-    starts: Int32Array
-    stops: Int32Array
-    ages: Int32Array
-    """Windows that a piece has been carried through."""
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def take(self, index: Any) -> _Waiting:
-        """Some of the pieces."""
-        return _Waiting(
-            records=self.records[index],
-            starts=self.starts[index],
-            stops=self.stops[index],
-            ages=self.ages[index],
-        )
-
-    def by_arrival(self) -> _Waiting:
-        """The same pieces in the order in which they came."""
-        return self.take(np.lexsort((self.starts, self.records)))
-
-    def older(self) -> _Waiting:
-        """The same pieces, one window older."""
-        return _Waiting(
-            records=self.records, starts=self.starts, stops=self.stops, ages=self.ages + np.int32(1)
-        )
-
-    def and_then(self, other: _Waiting) -> _Waiting:
-        """These pieces and others after them."""
-        return _Waiting(
-            records=np.concatenate([self.records, other.records]),
-            starts=np.concatenate([self.starts, other.starts]),
-            stops=np.concatenate([self.stops, other.stops]),
-            ages=np.concatenate([self.ages, other.ages]),
-        )
+_STREAMS: tuple[Method, ...] = ("next_fit", "wrapped")
+"""Methods with one open pack. It alone waits for the next documents, which continue it."""
 
 
-def _nothing() -> _Waiting:
-    empty = np.empty(0, np.int32)
-    return _Waiting(records=np.empty(0, np.int64), starts=empty, stops=empty, ages=empty)
+def _as_share(value: object, name: str) -> float:
+    """Return a number from 0 to 1.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) <= 1:
+        return float(value)
+    raise SettingError(f"{name} must be a number from 0 to 1, got {value!r}")
 
 
 class WindowPacker:
     """Pack a stream of documents whose lengths come bit by bit.
 
     Whenever `window` pieces are waiting they are packed; packs at least `min_fill` full go out, and the
-    pieces of the others wait for the next window, oldest first. A piece that has waited `max_age` windows goes
-    out however full its pack is, and at most half a window is ever carried over, so nothing starves and memory
-    stays bounded. With the default method a window is packed best-fit in the order of arrival, what that
+    pieces of the others wait for the next window. A piece that has waited `max_age` windows goes out however
+    full its pack is, and at most half a window is ever carried over, so nothing starves and memory stays
+    bounded. Methods "next_fit" and "wrapped" keep one pack open instead: it alone waits, until documents fill
+    it, and the packs are those of `vl.pack` over the whole stream. The packs of a window stand in the order of
+    their first document. With the default method a window is packed best-fit in the order of arrival, what that
     leaves over balanced, and only the rest best-fit-decreasing, so that packs stay nearly random samples of the
     documents.
 
@@ -124,8 +95,7 @@ class WindowPacker:
     ) -> None:
         as_choice(method, "method", get_args(Method))
         as_choice(overlong, "overlong", get_args(Overlong))
-        if not 0 <= min_fill <= 1:
-            raise SettingError(f"min_fill must be from 0 to 1, got {min_fill!r}")
+        self._min_fill = _as_share(min_fill, "min_fill")
         self._capacity = as_count(capacity, "capacity")
         self._multiple = as_count(document_multiple_of, "document_multiple_of")
         check_multiple(self._capacity, self._multiple, "document_multiple_of")
@@ -133,10 +103,9 @@ class WindowPacker:
         self._max_documents = None if max_documents is None else as_count(max_documents, "max_documents")
         self._method: Method = method
         self._overlong: Overlong = overlong
-        self._min_fill = float(min_fill)
         self._max_age = as_count(max_age, "max_age", least=0)
         self._num_records = 0
-        self._waiting = _nothing()
+        self._waiting = nothing()
         self._fresh = 0  # pieces at the end of `_waiting` that no window has held yet
         self._totals = Ledger(tokens_in=0, packed=0)
 
@@ -153,7 +122,7 @@ class WindowPacker:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that no pack holds yet: `ledger.tokens_in - packed - truncated - dropped`."""
-        return int((self._waiting.stops - self._waiting.starts).sum(dtype=np.int64))
+        return int(self._waiting.lengths.sum(dtype=np.int64))
 
     @property
     def ledger(self) -> Ledger:
@@ -181,34 +150,31 @@ class WindowPacker:
         self._num_records += checked.size
         self._waiting = self._waiting.and_then(arrived)
         self._fresh += len(arrived)
-        parts = []
-        while self._fresh and len(self._waiting) >= self._window:
-            size = max(self._window, len(self._waiting) - self._fresh + 1)
+        parts = no_packs()
+        while len(self._waiting) >= (size := self._next_window()):
             now, later = self._waiting.take(slice(0, size)), self._waiting.take(slice(size, None))
             ready, carried = self._pack_window(now)
-            parts.append(ready)
+            parts = parts.and_then(ready)
             self._fresh = len(later)
             self._waiting = carried.and_then(later)
         return self._hand_out(parts, losses, checked)
 
     def flush(self) -> Packing:
         """Pack all that is waiting and return it; the packer is empty then and may go on."""
-        parts = [
-            self._packed(self._waiting, "wrapped" if self._method == "wrapped" else "best_fit_decreasing")
-        ]
-        self._waiting, self._fresh = _nothing(), 0
+        method: Method = self._method if self._method in _STREAMS else "best_fit_decreasing"
+        parts = self._packed(self._waiting, method)
+        self._waiting, self._fresh = nothing(), 0
         return self._hand_out(parts, {}, np.empty(0, np.int32))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to go on from here, as JSON-able numbers and lists."""
-        waiting = {name: getattr(self._waiting, name).tolist() for name in _Waiting.__slots__}
         return {
             "version": _VERSION,
             "settings": self._settings(),
             "num_records": self._num_records,
             "fresh": self._fresh,
             "ledger": asdict(self._totals),
-            "waiting": waiting,
+            "waiting": self._waiting.to_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,20 +187,18 @@ class WindowPacker:
             StateError: another version or other settings, named; the packer is unchanged then.
         """
         try:
-            version, settings = state["version"], state["settings"]
-            waiting = state["waiting"]
-            restored = _Waiting(
-                records=np.asarray(waiting["records"], np.int64),
-                starts=np.asarray(waiting["starts"], np.int32),
-                stops=np.asarray(waiting["stops"], np.int32),
-                ages=np.asarray(waiting["ages"], np.int32),
+            version, settings = state["version"], dict(state["settings"])
+            num_records, fresh = (
+                as_count(state["num_records"], "num_records", 0),
+                as_count(state["fresh"], "fresh", 0),
             )
-            num_records, fresh, ledger = (
-                int(state["num_records"]),
-                int(state["fresh"]),
-                Ledger(**state["ledger"]),
+            ledger = Ledger(**{name: as_count(n, name, 0) for name, n in state["ledger"].items()})
+            restored = (
+                Waiting.from_state(state["waiting"], num_records, fresh) if version == _VERSION else nothing()
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise StateError(f"this is no state of a WindowPacker: {type(error).__name__} {error}") from None
         if version != _VERSION:
             raise StateError(f"the state has version {version!r}, this varlen reads version {_VERSION}")
@@ -244,12 +208,11 @@ class WindowPacker:
                 f"{name} {settings.get(name)!r}, here {self._settings()[name]!r}" for name in changed
             )
             raise StateError(f"the state was made with other settings: {was}; make the packer with those")
-        sizes = {len(restored.records), len(restored.starts), len(restored.stops), len(restored.ages)}
-        tokens = int((restored.stops.astype(np.int64) - restored.starts).sum())
-        if len(sizes) != 1 or tokens != ledger.balance or not 0 <= fresh <= len(restored):
+        tokens = int(restored.lengths.sum(dtype=np.int64))
+        if tokens != ledger.balance or ledger.documents_in != num_records:
             raise StateError(
-                f"the state doesn't add up: {tokens:,} tokens wait, but its ledger leaves {ledger.balance:,}; "
-                "it was cut or changed"
+                f"the state doesn't add up: {tokens:,} tokens of {num_records:,} documents wait, but its ledger "
+                f"leaves {ledger.balance:,} of {ledger.documents_in:,}; it was cut or changed"
             )
         self._num_records, self._fresh, self._totals, self._waiting = num_records, fresh, ledger, restored
 
@@ -266,7 +229,7 @@ class WindowPacker:
             "max_age": self._max_age,
         }
 
-    def _arrive(self, lengths: Int32Array) -> tuple[_Waiting, dict[str, int]]:
+    def _arrive(self, lengths: Int32Array) -> tuple[Waiting, dict[str, int]]:
         """New documents as pieces, and what was cut or dropped."""
         if self._method == "wrapped" and self._overlong in ("error", "split"):
             kept, documents, starts, losses = lengths, None, None, {}
@@ -281,7 +244,7 @@ class WindowPacker:
         numbers = np.arange(kept.size) if documents is None else documents
         first = np.zeros(kept.size, np.int32) if starts is None else starts
         real = kept > 0
-        arrived = _Waiting(
+        arrived = Waiting(
             records=(numbers + self._num_records)[real],
             starts=first[real],
             stops=(first + kept)[real],
@@ -289,10 +252,15 @@ class WindowPacker:
         )
         return arrived, losses
 
-    def _packed(self, pieces: _Waiting, method: Method) -> tuple[_Waiting, IntArray]:
-        """Pieces in the order of their packs, and where each pack begins."""
+    def _next_window(self) -> int:
+        """Pieces of the next window: what was carried over, and at least half a window of fresh ones."""
+        carried = len(self._waiting) - self._fresh
+        return max(self._window, carried + (self._window + 1) // 2)
+
+    def _packed(self, pieces: Waiting, method: Method) -> Packs:
+        """Pieces in packs."""
         packing = pack(
-            pieces.stops - pieces.starts,
+            pieces.lengths,
             self._capacity,
             method,
             max_documents=self._max_documents,
@@ -302,70 +270,66 @@ class WindowPacker:
         if method == "wrapped":
             starts = ordered.starts + packing.starts
             stops = starts + packing.lengths
-            ordered = _Waiting(records=ordered.records, starts=starts, stops=stops, ages=ordered.ages)
-        return ordered, packing.offsets
+            ordered = Waiting(records=ordered.records, starts=starts, stops=stops, ages=ordered.ages)
+        return Packs(pieces=ordered, offsets=packing.offsets)
 
-    def _pack_window(self, pieces: _Waiting) -> tuple[tuple[_Waiting, IntArray], _Waiting]:
+    def _pack_window(self, pieces: Waiting) -> tuple[Packs, Waiting]:
         """Pack one window; returns the packs to hand out and the pieces to carry over."""
-        ready: tuple[_Waiting, IntArray] = (_nothing(), np.zeros(1, np.int64))
-        rest = pieces
+        ready, rest = no_packs(), pieces
         for method in _PASSES.get(self._method, (self._method,)):
             packs = self._packed(rest, method)
-            full = self._is_full(*packs)
-            ready, rest = _joined(ready, _packs(*packs, full)), _packs(*packs, ~full)[0].by_arrival()
-        last = _packs(*packs, ~full)
-        if self._method != "wrapped":  # a stream without holes waits for its next token, whatever its age
-            out = self._must_go(*last)
-            ready, rest = _joined(ready, _packs(*last, out)), _packs(*last, ~out)[0].by_arrival()
-        return ready, rest.older()
+            full = self._is_full(packs)
+            ready, rest = ready.and_then(packs.where(full)), packs.where(~full).pieces.by_arrival()
+        if self._method not in _STREAMS:
+            last = packs.where(~full)
+            out = self._must_go(last)
+            ready, rest = ready.and_then(last.where(out)), last.where(~out).pieces.by_arrival()
+        return ready.in_order(), rest.older()
 
-    def _is_full(self, pieces: _Waiting, offsets: IntArray) -> npt.NDArray[np.bool_]:
-        """Which packs are full enough to hand out, by the space their slots leave or their number of pieces."""
-        lengths = (pieces.stops - pieces.starts).astype(np.int64)
-        slots = -(-lengths // self._multiple) * self._multiple
-        used = np.add.reduceat(slots, offsets[:-1]) if len(offsets) > 1 else slots
-        least = self._capacity if self._method == "wrapped" else self._min_fill * self._capacity
-        return (used >= least) | (np.diff(offsets) >= (self._max_documents or LARGEST))
+    def _is_full(self, packs: Packs) -> npt.NDArray[np.bool_]:
+        """Which packs are full enough to hand out, by the space they take up or their number of pieces."""
+        stream = self._method in _STREAMS
+        least = self._capacity if stream else self._min_fill * self._capacity
+        full = (packs.space(self._multiple) >= least) | (packs.sizes >= (self._max_documents or LARGEST))
+        if stream:
+            full[:-1] = True
+        return full
 
-    def _must_go(self, pieces: _Waiting, offsets: IntArray) -> npt.NDArray[np.bool_]:
+    def _must_go(self, packs: Packs) -> npt.NDArray[np.bool_]:
         """Which packs go out though not full: old ones, then the fullest until half a window is left."""
-        if len(offsets) < 2:
-            return np.zeros(0, np.bool_)
-        lengths = (pieces.stops - pieces.starts).astype(np.int64)
-        used = np.add.reduceat(lengths, offsets[:-1])
-        old = np.maximum.reduceat(pieces.ages, offsets[:-1]) >= self._max_age
-        order = np.lexsort((-used, ~old))
-        sizes = np.diff(offsets)[order]
+        old = packs.oldest() >= self._max_age
+        order = np.lexsort((-packs.space(self._multiple), ~old))
+        sizes = packs.sizes[order]
         left = sizes.sum() - np.cumsum(sizes) + sizes  # pieces still here before each pack goes
-        leaves = old[order] | (left > self._window // 2)
-        must = np.empty(len(order), np.bool_)
-        must[order] = leaves
+        must = np.empty(len(packs), np.bool_)
+        must[order] = old[order] | (left > self._window // 2)
         return must
 
-    def _hand_out(
-        self, parts: list[tuple[_Waiting, IntArray]], losses: dict[str, int], lengths: Int32Array
-    ) -> Packing:
-        """Join the packs of this call into one Packing and enter them in the ledger."""
-        pieces, offsets = _nothing(), np.zeros(1, np.int64)
-        for part in parts:
-            pieces, offsets = _joined((pieces, offsets), part)
-        packed = int((pieces.stops - pieces.starts).sum(dtype=np.int64))
+    def _hand_out(self, packs: Packs, losses: dict[str, int], lengths: Int32Array) -> Packing:
+        """Return the packs of this call as a Packing and enter them in the ledger."""
+        pieces = packs.pieces
+        packed = int(pieces.lengths.sum(dtype=np.int64))
         settled = packed + losses.get("truncated", 0) + losses.get("dropped", 0)
-        empty = {"empty_documents": int((lengths == 0).sum())}
-        ledger = Ledger(tokens_in=settled, packed=packed, documents_in=self._num_records, **empty, **losses)
+        counts = {**losses, "empty_documents": int((lengths == 0).sum())}
+        if self._method == "wrapped":
+            counts["split_documents"] = self._newly_cut(pieces)
+        ledger = Ledger(tokens_in=settled, packed=packed, documents_in=self._num_records, **counts)
         totals = asdict(self._totals)
-        for name, value in {**losses, **empty, "packed": packed}.items():
+        for name, value in {**counts, "packed": packed}.items():
             totals[name] += value
         totals["tokens_in"] += int(lengths.sum(dtype=np.int64))
         totals["documents_in"] = self._num_records
         self._totals = Ledger(**totals)
         if self._totals.balance != self.waiting_tokens:
-            self._totals.check()
+            raise LedgerError(
+                f"{self.waiting_tokens:,} tokens wait, but the ledger leaves {self._totals.balance:,}. "
+                "This is a bug in varlen; please report the lengths and the settings"
+            )
         return Packing(
             document_ids=pieces.records,
             starts=pieces.starts,
             stops=pieces.stops,
-            offsets=offsets,
+            offsets=packs.offsets,
             capacity=self._capacity,
             ledger=ledger.check(),
             method=self._method,
@@ -373,15 +337,7 @@ class WindowPacker:
             document_multiple_of=self._multiple,
         )
 
-
-def _packs(pieces: _Waiting, offsets: IntArray, chosen: npt.NDArray[np.bool_]) -> tuple[_Waiting, IntArray]:
-    """Some of the packs."""
-    sizes = np.diff(offsets)
-    return pieces.take(np.repeat(chosen, sizes)), np.concatenate([[0], np.cumsum(sizes[chosen])]).astype(
-        np.int64
-    )
-
-
-def _joined(first: tuple[_Waiting, IntArray], second: tuple[_Waiting, IntArray]) -> tuple[_Waiting, IntArray]:
-    """Packs and others after them."""
-    return first[0].and_then(second[0]), np.concatenate([first[1], second[1][1:] + first[1][-1]])
+    def _newly_cut(self, pieces: Waiting) -> int:
+        """Documents whose first piece goes out now and isn't all of them: others go out too or wait."""
+        later = np.concatenate([part.records[part.starts > 0] for part in (pieces, self._waiting)])
+        return int(np.intersect1d(pieces.records[pieces.starts == 0], later).size)

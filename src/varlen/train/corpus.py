@@ -48,6 +48,8 @@ class Documents:
 class Corpus:
     """All documents of a demo, and which of them are never trained on."""
 
+    settings: DemoSettings
+    """What these documents allow of the settings asked for."""
     documents: Documents
     texts: tuple[str, ...]
     """The text of each document, for pictures."""
@@ -93,7 +95,7 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
 
     Args:
         data: the user's path or glob; None for the interpreter's own sources.
-        settings: of the experiment.
+        settings: asked for.
 
     Raises:
         SourceError: nothing readable, or fewer documents than the experiment needs.
@@ -101,21 +103,21 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
     rng = np.random.default_rng([settings.seed, 0])
     source = interpreter_texts() if data is None else read_texts(data)
     found, is_cut = _within_limit(source)
-    if len(found) < settings.num_documents_needed:
-        raise SourceError(_too_few(data, len(found), settings))
     kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
     texts = [found[i] for i in kept.tolist()]
     tokenizer = train_bpe(_first_characters(texts, BPE_CHARACTERS), settings.model.vocab_size)
     tokens, offsets = encode(tokenizer, texts)
     documents = Documents(tokens=tokens, offsets=offsets)
     usable = np.flatnonzero(documents.lengths >= 2)
-    if len(usable) < settings.num_documents_needed:
-        raise SourceError(_too_few(data, len(usable), settings))
+    fitted = settings.fitted(documents.lengths[usable]) if len(usable) else settings
+    if len(usable) < fitted.num_documents_needed:
+        raise SourceError(_too_few(data, len(usable), fitted))
     return Corpus(
+        settings=fitted,
         documents=documents.take(usable),
         texts=tuple(texts[i] for i in usable.tolist()),
-        validation_ids=np.arange(settings.validation_documents),
-        train_ids=np.arange(settings.validation_documents, len(usable)),
+        validation_ids=np.arange(fitted.validation_documents),
+        train_ids=np.arange(fitted.validation_documents, len(usable)),
         vocab_size=tokenizer.get_vocab_size(),
         description="the Python sources of this interpreter" if data is None else str(data),
         documents_found=len(found),

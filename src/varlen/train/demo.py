@@ -34,7 +34,7 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
 
     Args:
         data: the user's documents; None for the interpreter's own sources.
-        settings: of the experiment.
+        settings: of the experiment; fewer steps where documents are few or long.
         on_progress: told of the work done.
 
     Raises:
@@ -48,7 +48,8 @@ def run_demo(data: str | Path | None, settings: DemoSettings, on_progress: OnPro
     ):  # parsing a library takes as long as importing torch; a user's file may be refused at once
         prepare()
     corpus = read_corpus(data, settings)
-    outcome = Experiment(corpus, settings, on_progress).run()
+    settings = corpus.settings
+    outcome = Experiment(corpus, on_progress).run()
     return DemoFigures(
         methods=outcome.methods,
         corpus=_corpus_figures(corpus, settings),

@@ -19,7 +19,6 @@ from varlen.train.job import Job, StepRecord
 from varlen.train.measure import Seconds
 from varlen.train.methods import FASTEST_LAYOUT, METHODS, ORDERS, LayoutName, Method, OrderName
 from varlen.train.orders import Order, make_order, step_slots
-from varlen.train.settings import DemoSettings
 from varlen.train.worker import Worker
 
 OnProgress = Callable[[int, int, str], None]
@@ -69,10 +68,10 @@ class _Measured:
 class Experiment:
     """The runs of one demo: which there are, and what they found so far."""
 
-    def __init__(self, corpus: Corpus, settings: DemoSettings, on_progress: OnProgress) -> None:
+    def __init__(self, corpus: Corpus, on_progress: OnProgress) -> None:
         """Draw every seed's documents and deal them to steps."""
         self._corpus = corpus
-        self._settings = settings
+        self._settings = settings = corpus.settings
         self._seeds = [settings.seed + k for k in range(settings.num_seeds)]
         self._drawn = {seed: corpus.draw(settings.run_documents, seed) for seed in self._seeds}
         self._documents = {seed: corpus.documents.take(ids) for seed, ids in self._drawn.items()}

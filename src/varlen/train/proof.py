@@ -11,13 +11,13 @@ def isolation_figures(report: IsolationReport) -> IsolationFigures:
     moved = report.movements
     control = "not measured" if moved.control_difference is None else f"{moved.control_difference:.3g}"
     rows = [
-        ("documents in the packed row", f"{report.documents:,} ({report.tokens:,} tokens)"),
+        ("documents in the row that was tried", f"{report.documents:,} ({report.tokens:,} tokens)"),
         ("documents changed, one at a time", f"{moved.changed_documents:,}"),
         ("their own logits moved by, at least", f"{moved.own_difference:.3g}"),
         ("any other document's logits moved by", _exactly(moved.largest_difference)),
         ("any document's logits moved when padding changed", _exactly(moved.padding_difference)),
         ("control without boundaries: others moved by", control),
-        ("logits packed against each document alone", f"{moved.alone_difference:.2g}"),
+        ("logits packed against each document alone", _exactly(moved.alone_difference)),
         ("loss packed, and one by one", f"{moved.packed_loss:.6f}, {moved.alone_loss:.6f}"),
     ]
     if moved.attention_across is not None:

@@ -17,7 +17,7 @@ from varlen.train.orders import Order, batches_as_packing, most_crowded_pack
 from varlen.train.proof import isolation_figures
 from varlen.verify.isolation import check_isolation
 
-_WARM_UP_DOCUMENTS = 4
+_FEW_DOCUMENTS = 4
 _WARM_UP_LENGTH = 32
 
 
@@ -71,9 +71,14 @@ class Run:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def prove_isolation(self) -> IsolationFigures:
-        """Change documents of the most crowded pack one at a time, and look whether others move."""
-        packing = self.job.order.packing
-        documents = self.job.documents
+        """Change documents of the most crowded pack one at a time, and look whether others move.
+
+        Where every pack holds a single document, a few of them, cut short, are packed for the purpose.
+        """
+        documents, packing = self.job.documents, self.job.order.packing
+        if packing.num_pieces == packing.num_packs:
+            documents = self._few_documents()
+            packing = _one_batch(documents, self.job.settings.max_length // _FEW_DOCUMENTS).packing
         batch = collate((documents.tokens, documents.offsets), packing, pack_ids=[most_crowded_pack(packing)])
         return isolation_figures(check_isolation(self.model, batch.to_torch()))
 
@@ -85,10 +90,13 @@ class Run:
 
     def _warm_up(self) -> None:
         """Compile kernels and start threads on a few tokens; the weights stay as they were drawn."""
-        few = np.arange(min(_WARM_UP_DOCUMENTS, len(self.job.documents.lengths)))
-        documents = self.job.documents.take(few)
+        documents = self._few_documents()
         self._accumulate(documents, _one_batch(documents, _WARM_UP_LENGTH), 0)
         self.optimizer.zero_grad()
+
+    def _few_documents(self) -> Documents:
+        """Return the first documents of the run."""
+        return self.job.documents.take(np.arange(min(_FEW_DOCUMENTS, len(self.job.documents.lengths))))
 
 
 def _one_batch(documents: Documents, max_length: int) -> Order:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from varlen.errors import SettingError
+from varlen.types import IntArray
+
+RUN_TOKENS = 45_000
+"""Tokens after which a run takes no further step, but for its second, unless told to: what keeps the demo
+under three minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +32,9 @@ class DemoSettings:
     """The experiment. Every method trains the same documents in the same number of steps."""
 
     steps: int = 6
-    """Optimizer steps of every run."""
+    """Optimizer steps of every run; fewer where documents are few or long, unless `exact_steps`."""
+    exact_steps: bool = False
+    """Take exactly `steps`, however long that lasts."""
     batch_documents: int = 16
     """Documents of a random or bucketed batch, which is one step."""
     max_length: int = 2048
@@ -35,7 +44,7 @@ class DemoSettings:
     seed: int = 0
     """First seed; the others follow it."""
     validation_documents: int = 48
-    """Documents kept aside, the same for every run."""
+    """Documents kept aside, the same for every run; a quarter of all where there are few."""
     learning_rate: float = 4e-3
     threads: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))
     """Threads of every run."""
@@ -59,6 +68,23 @@ class DemoSettings:
         for name, limit in lowest.items():
             if getattr(self, name) < limit:
                 raise SettingError(f"{name} must be at least {limit:,}, got {getattr(self, name):,}")
+
+    def fitted(self, lengths: IntArray) -> DemoSettings:
+        """Return what these documents allow: fewer steps where they are few or long.
+
+        Long documents leave little padding and cost the more in every run, so that as many steps as for
+        short ones would take far longer and show less.
+
+        Args:
+            lengths: int64 `[num_documents]` in tokens, at least one.
+        """
+        validation = max(min(self.validation_documents, len(lengths) // 4), 1)
+        if self.exact_steps:
+            return replace(self, validation_documents=validation)
+        step_tokens = float(np.minimum(lengths, self.max_length).mean()) * self.batch_documents
+        affordable = max(int(RUN_TOKENS / step_tokens), 2)
+        most = min((len(lengths) - validation) // self.batch_documents, affordable)
+        return replace(self, validation_documents=validation, steps=max(min(self.steps, most), 1))
 
     @property
     def run_documents(self) -> int:
