@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY, make, packed, tiny
-from transformers import FalconConfig, GPTNeoXConfig, MambaConfig, MixtralConfig
+from transformers import FalconConfig, GPT2Config, GPTNeoXConfig, MambaConfig, MixtralConfig
 from transformers import modeling_flash_attention_utils as flash
 
 import varlen as vl
@@ -284,6 +284,13 @@ def test_the_models_mode_comes_back_after_an_error_too() -> None:
     assert report.verdict == "refuses"
     assert "aren't finite" in report.reason
     assert model.training
+
+
+def test_rows_wider_than_the_models_positions_can_be_checked() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=20)
+
+    assert packed().input_ids.shape[1] > config.n_positions == packed().max_seqlen
+    assert check_isolation(make(config, "sdpa"), packed()).ok
 
 
 def test_only_so_many_documents_are_changed_as_asked_for() -> None:
