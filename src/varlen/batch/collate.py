@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
-from varlen.batch.layout import Segments, lay_out
+from varlen.batch.layout import lay_out
 from varlen.batch.packed import Layout, PackedBatch
-from varlen.batch.ragged import Documents, Ragged, as_ragged, as_sequence, check_integers, count_documents
-from varlen.errors import DocumentsError, OutputBufferError, SettingError
-from varlen.types import IntArray, Packing
+from varlen.batch.ragged import Documents, as_pack_ids
+from varlen.batch.source import Source, check_columns
+from varlen.errors import OutputBufferError, SettingError
+from varlen.types import Packing
 
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
-_NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 _LAYOUTS = get_args(Layout)
-_INT32 = np.iinfo(np.int32)
+_NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
 
 def collate(
@@ -88,38 +89,39 @@ def collate(
     """
     if layout not in _LAYOUTS:
         raise SettingError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
-    if not _INT32.min <= pad_id <= _INT32.max:
-        raise SettingError(f"pad_id must be a token id that an int32 holds, got {pad_id!r}")
-    wanted = np.arange(packing.num_packs) if pack_ids is None else as_sequence(pack_ids)
-    segments = lay_out(packing, wanted, layout, pad_to_multiple_of)
-    source = _Source(documents, packing, segments)
-    tokens, token_starts = source.read(documents, "documents")
-    check_integers(tokens, "token ids")
-    _check_range(tokens, token_starts, segments, "token ids")
-    targets = source.read_targets(labels, loss_mask, tokens, token_starts)
-    extra = {
-        name: (*source.read(values, f"column {name!r}"), np.asarray((column_pads or {}).get(name, 0)))
-        for name, values in (columns or {}).items()
-    }
-    arrays = _buffers(out, segments.shape, {name: values.dtype for name, (values, _, _) in extra.items()})
+    pad = _as_number(pad_id, "pad_id", -(2**31))
+    ranks = _as_number(dp_world_size, "dp_world_size", 1)
+    step = (
+        None if step_num_targets is None else _as_number(step_num_targets, "step_num_targets", 0, 2**63 - 1)
+    )
+    multiple = _as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
+    columns, pads = columns or {}, column_pads or {}
+    check_columns(columns, pads, (*_NAMES, "shift_labels"))
+    wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
+    segments = lay_out(packing, wanted, layout, multiple)
+    source = Source(documents, packing, segments)
+    tokens, starts = source.tokens()
+    targets = source.targets(labels, loss_mask, tokens, starts)
+    extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
+    arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in extra.items()})
 
     flat = {name: array.reshape(-1) for name, array in arrays.items()}
     largest = _kernel("assemble")(
         tokens,
-        token_starts,
+        starts,
         segments.lengths,
         segments.places,
         segments.numbers,
-        np.int32(pad_id),
+        np.int32(pad),
         *(flat[name] for name in _NAMES),
     )
     num_targets = segments.num_targets
     if targets is not None:
         _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], segments.targets)
         num_targets = int(segments.targets.sum())
-    for name, (values, starts, pad) in extra.items():
-        padding = pad.astype(values.dtype).reshape(1)
-        _kernel("copy_column")(values, starts, segments.lengths, segments.places, padding, flat[name])
+    for name, column in extra.items():
+        values, padding, written = (_bits(array) for array in (column.values, column.pad, flat[name]))
+        _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
     batch = PackedBatch(
         **{name: arrays[name] for name in _NAMES},
         cu_seqlens=segments.cu_seqlens,
@@ -132,11 +134,11 @@ def collate(
         pack_ids=wanted,
         pack_offsets=segments.pack_offsets,
         layout=layout,
-        pad_id=int(pad_id),
+        pad_id=pad,
         max_token_id=int(largest),
         num_targets=num_targets,
-        step_num_targets=num_targets if step_num_targets is None else int(step_num_targets),
-        dp_world_size=int(dp_world_size),
+        step_num_targets=num_targets if step is None else step,
+        dp_world_size=ranks,
         document_groups=None if packing.groups is None else packing.groups[segments.documents],
         shift_labels=_shifted(arrays["labels"]) if shift_labels else None,
         columns={name: arrays[name] for name in extra},
@@ -146,96 +148,24 @@ def collate(
     return batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Reads what belongs to the segments of a batch, and refuses what doesn't match the packing."""
+def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
+    """Return a setting as a whole number within its limits.
 
-    documents: Documents
-    packing: Packing
-    segments: Segments
-
-    def read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
-        """Flat values and the index of each segment's first value."""
-        if (
-            values is not self.documents
-            and isinstance(self.documents, tuple)
-            and not isinstance(values, tuple)
-        ):
-            array = np.asarray(values) if not hasattr(values, "value_lengths") else None
-            if array is not None and array.ndim == 1 and array.dtype != object:
-                tokens = np.asarray(self.documents[0])
-                if array.size != tokens.size:
-                    raise DocumentsError(
-                        f"{name}: {array.size:,} values for {tokens.size:,} tokens; one a token is needed"
-                    )
-                values = (array, self.documents[1])
-        count = count_documents(values, name)
-        if count != self.packing.num_documents:
-            raise DocumentsError(
-                f"{name}: {count:,} documents given, but {self.packing.num_documents:,} lengths were packed; "
-                "pass all documents, in the order of the lengths"
-            )
-        ragged, places = as_ragged(values, self.segments.documents, name)
-        return ragged.values, self._locate(ragged, places, name)
-
-    def _locate(self, ragged: Ragged, places: IntArray, name: str) -> IntArray:
-        """Where each segment begins among the values."""
-        segments, packing = self.segments, self.packing
-        starts = np.empty(places.size, np.int64)
-        exact = {"error": 2, "drop": 2, "split": 1, "truncate": 0}[packing.overlong]
-        wrong, first = _kernel("locate")(
-            places,
-            segments.first_tokens,
-            segments.lengths,
-            ragged.offsets,
-            ragged.values.size,
-            packing.capacity,
-            0 if packing.method == "wrapped" else exact,
-            starts,
-        )
-        if wrong:
-            place, document = int(places[first]), int(segments.documents[first])
-            begin, end = int(ragged.offsets[place]), int(ragged.offsets[place + 1])
-            stop = int(segments.first_tokens[first]) + int(segments.lengths[first])
-            if end < begin or begin < 0 or end > ragged.values.size:
-                seen = f"its offsets {begin:,} to {end:,} don't rise within the {ragged.values.size:,} values"
-            else:
-                seen = f"it has {end - begin:,} values here but was packed up to token {stop:,}"
-            raise DocumentsError(
-                f"{name}: document {document:,} doesn't match the packing: {seen} "
-                f"({wrong:,} of {places.size:,} segments in this batch don't match)"
-            )
-        return starts
-
-    def read_targets(
-        self,
-        labels: Documents | None,
-        loss_mask: Documents | None,
-        tokens: npt.NDArray[Any],
-        starts: IntArray,
-    ) -> tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray] | None:
-        """Labels and mask for the kernel, or None where every token is its own label."""
-        if labels is None and loss_mask is None:
-            return None
-        values, value_starts = (tokens, starts) if labels is None else self.read(labels, "labels")
-        if labels is not None:
-            check_integers(values, "labels")
-            _check_range(values, value_starts, self.segments, "labels")
-        mask, mask_starts = np.empty(0, np.uint8), starts
-        if loss_mask is not None:
-            mask, mask_starts = self.read(loss_mask, "loss_mask")
-            if mask.dtype.kind not in "biuf":
-                raise DocumentsError(f"loss_mask must be numbers or booleans, got dtype {mask.dtype}")
-        return values, value_starts, mask, mask_starts
+    Raises:
+        SettingError: it is something else.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise SettingError(f"{name} must be a whole number from {least:,} to {most:,}, got {value!r}")
+    return number
 
 
-def _check_range(values: npt.NDArray[Any], starts: IntArray, segments: Segments, name: str) -> None:
-    """Refuse numbers that an int32 can't hold, before anything is written."""
-    if np.can_cast(values.dtype, np.int32):
-        return
-    low, high = _kernel("value_range")(values, starts, segments.lengths)
-    if low < _INT32.min or high > _INT32.max:
-        raise DocumentsError(f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids")
+def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same memory as unsigned integers: copying needs no kernel for every dtype."""
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _buffers(
@@ -259,6 +189,9 @@ def _buffers(
             raise OutputBufferError(f"out[{name!r}] must be a numpy array {dtype} {shape}, got {seen}")
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise OutputBufferError(f"out[{name!r}] must be C-contiguous and writable")
+    for first, second in itertools.combinations(dtypes, 2):
+        if np.may_share_memory(out[first], out[second]):
+            raise OutputBufferError(f"out[{first!r}] and out[{second!r}] share memory; each needs its own")
     return {name: out[name] for name in dtypes}
 
 

@@ -49,7 +49,7 @@ def measure(
 
     Returns:
         Number of segments; of entries in cu_seqlens; of positions; the longest segment and the shortest; and
-        the index of the first pack id out of range, or -1.
+        the index of the first pack id that is out of range or whose pack is wider than a row, or -1.
     """
     segments = 0
     entries = 1
@@ -68,6 +68,8 @@ def measure(
             used += (length + multiple - 1) // multiple * multiple if multiple > 1 else length
         segments += offsets[pack + 1] - offsets[pack]
         if width > 0:
+            if used > width:
+                return 0, 0, 0, 0, 0, index
             entries += (width - used + padding_segment - 1) // padding_segment
             used = width
         positions += used

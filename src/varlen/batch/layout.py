@@ -58,12 +58,10 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
     """Place the segments of some packs.
 
     Raises:
-        SettingError: a pack number out of range, too many positions for int32 boundaries, or a multiple that
-            doesn't divide the capacity.
+        SettingError: a pack number out of range, a pack over the capacity, too many positions for int32
+            boundaries, or a multiple that doesn't divide the capacity.
     """
     multiple = packing.document_multiple_of
-    if pad_to_multiple_of < 1:
-        raise SettingError(f"pad_to_multiple_of must be at least 1, got {pad_to_multiple_of!r}")
     width = packing.capacity if layout == "rows" else 0
     if width % pad_to_multiple_of:
         below = width // pad_to_multiple_of * pad_to_multiple_of
@@ -78,11 +76,7 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         *plan, math.lcm(multiple, pad_to_multiple_of), each
     )
     if bad >= 0:
-        wrong = int(((pack_ids < 0) | (pack_ids >= packing.num_packs)).sum())
-        raise SettingError(
-            f"pack id {pack_ids[bad]} is out of range: this packing has packs 0 to {packing.num_packs - 1:,} "
-            f"({wrong:,} of {pack_ids.size:,} pack ids are out of range)"
-        )
+        raise SettingError(_what_is_wrong(packing, pack_ids, bad))
     if positions >= 2**31:
         raise SettingError(
             f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
@@ -113,7 +107,24 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         targets=narrow[3],
         num_targets=num_targets,
         cu_seqlens=boundaries[0],
-        cu_slots=boundaries[1] if multiple > 1 else None,
+        cu_slots=None if multiple == 1 or np.array_equal(boundaries[0], boundaries[1]) else boundaries[1],
         max_seqlen=longest,
         min_seqlen=shortest,
+    )
+
+
+def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
+    """Say why a pack can't be laid out: it isn't there, or it is over the capacity."""
+    pack = int(pack_ids[bad])
+    outside = (pack_ids < 0) | (pack_ids >= packing.num_packs)
+    if outside[bad]:
+        packs = f"packs 0 to {packing.num_packs - 1:,}" if packing.num_packs else "no packs"
+        return (
+            f"pack id {pack} is out of range: this packing has {packs} "
+            f"({int(outside.sum()):,} of {pack_ids.size:,} pack ids are out of range)"
+        )
+    slots = packing.slot_lengths[packing.offsets[pack] : packing.offsets[pack + 1]]
+    return (
+        f"pack {pack:,} takes up {int(slots.sum()):,} tokens, over the packing's capacity of "
+        f"{packing.capacity:,}; make packings with vl.pack, which never gives such a pack"
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from varlen.batch.masks import dense_mask
-from varlen.batch.torch import as_tensor, block_mask, mask_function
+from varlen.batch.torch import as_tensor, block_mask, mask_function, on_host
 from varlen.batch.weights import LossWeighting, spread, target_weights
 from varlen.errors import SettingError
 from varlen.types import IntArray
@@ -114,9 +114,9 @@ class PackedBatch:
     @property
     def packs_without_targets(self) -> IntArray:
         """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
-        owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(np.asarray(self.pack_offsets)))
-        targets = np.bincount(owner, weights=np.asarray(self.document_targets), minlength=len(self.pack_ids))
-        empty: IntArray = np.asarray(self.pack_ids)[targets == 0]
+        owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(on_host(self.pack_offsets)))
+        targets = np.bincount(owner, weights=on_host(self.document_targets), minlength=len(self.pack_ids))
+        empty: IntArray = on_host(self.pack_ids)[targets == 0]
         return empty
 
     def loss_scale(self, reduction: Literal["mean", "sum"] = "mean") -> float:
@@ -162,10 +162,14 @@ class PackedBatch:
             SettingError: "pair" without groups in the packing, or an unknown weighting.
         """
         each = target_weights(
-            weighting, self.document_targets, self.document_ids, self.document_groups, len(self.pack_ids)
+            weighting,
+            on_host(self.document_targets),
+            on_host(self.document_ids),
+            None if self.document_groups is None else on_host(self.document_groups),
+            len(self.pack_ids),
         )
-        labels = np.asarray(self.labels)
-        flat = spread(each, self._places(), np.asarray(self.document_lengths), labels.size)
+        labels = on_host(self.labels)
+        flat = spread(each, self._places(), on_host(self.document_lengths), labels.size)
         weights = np.where(labels == IGNORE_INDEX, np.float32(0), flat.reshape(labels.shape))
         on_torch = not isinstance(self.labels, np.ndarray)
         return as_tensor(weights, self.labels.device, widen=False) if on_torch else weights
@@ -240,11 +244,16 @@ class PackedBatch:
         fields |= {
             name: None if end is None else end[first : last + 1] - end[first] for name, end in ends.items()
         }
-        lengths = fields["document_lengths"]
+        if fields["cu_seqlens_padded"] is not None and bool(
+            (fields["cu_seqlens_padded"] == fields["cu_seqlens"]).all()
+        ):
+            fields["cu_seqlens_padded"] = None
+        lengths, tokens = fields["document_lengths"], fields["input_ids"][fields["segment_ids"] >= 0]
         return self.replace(
             **fields,
             columns={name: column[here] for name, column in self.columns.items()},
             max_seqlen=int(lengths.max()) if len(lengths) else 0,
+            max_token_id=int(tokens.max()) if len(tokens) else -1,
             pack_ids=self.pack_ids[here],
             pack_offsets=self.pack_offsets[index : index + 2] - self.pack_offsets[index],
             num_targets=int(fields["document_targets"].sum()),
@@ -260,12 +269,12 @@ class PackedBatch:
 
     def _bounds(self) -> Array:
         """Physical boundaries, in host memory."""
-        return np.asarray(self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)
+        return on_host(self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)
 
     def _places(self) -> IntArray:
         """First position of every segment in the flattened batch."""
         starts = self._bounds()[:-1]
-        places: IntArray = starts[np.asarray(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
+        places: IntArray = starts[on_host(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
         return places
 
     def replace(self, **changes: Any) -> PackedBatch:

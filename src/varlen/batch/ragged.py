@@ -7,7 +7,7 @@ arrays are used where they lie; of a list, only the documents that a batch needs
 from __future__ import annotations
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,8 +28,8 @@ class Ragged:
 
     values: npt.NDArray[Any]
     """`[num_values]`, one-dimensional and contiguous."""
-    offsets: npt.NDArray[Any]
-    """int32 or int64 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
+    offsets: IntArray
+    """int64 or int32 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
 
 
 def count_documents(documents: Documents, name: str) -> int:
@@ -47,12 +47,30 @@ def count_documents(documents: Documents, name: str) -> int:
                 f"{len(documents)} parts"
             )
         return len(documents[1]) - 1
-    if isinstance(documents, (str, bytes)) or not hasattr(documents, "__len__"):
+    if isinstance(documents, (str, bytes, Mapping, set)) or not hasattr(documents, "__len__"):
         raise DocumentsError(
             f"{name} must be a list of arrays, (values, offsets) or an Arrow list array; "
             f"got {type(documents).__name__}"
         )
     return len(documents)
+
+
+def is_flat(values: Any) -> bool:
+    """Return whether these are numbers of all documents end to end, without offsets of their own."""
+    if isinstance(values, tuple) or not hasattr(values, "__len__"):
+        return False
+    if _is_arrow(values):
+        return "list" not in str(values.type)
+    if hasattr(values, "ndim") and hasattr(values, "dtype"):
+        return bool(values.ndim == 1) and str(values.dtype) != "object"
+    return (
+        isinstance(values, Sequence) and len(values) > 0 and isinstance(values[0], int | float | np.generic)
+    )
+
+
+def _is_arrow(values: Any) -> bool:
+    """Whether this is an Arrow array, chunked or not."""
+    return hasattr(values, "null_count") and hasattr(values, "type")
 
 
 def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged, IntArray]:
@@ -73,54 +91,82 @@ def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged
         return documents, wanted
     if isinstance(documents, tuple):
         return _flat(documents[0], documents[1], name=name), wanted
-    if hasattr(documents, "combine_chunks") or hasattr(documents, "value_lengths"):
-        if getattr(documents, "num_chunks", 1) != 1:  # joining all chunks would copy all documents
-            return _from_arrow(documents.take(wanted).combine_chunks(), name), np.arange(wanted.size)
-        return _from_arrow(documents, name), wanted
+    if _is_arrow(documents) and getattr(documents, "num_chunks", 1) == 1:
+        whole = documents.chunk(0) if hasattr(documents, "num_chunks") else documents
+        return _from_arrow(whole, name), wanted
     if wanted.size > 1 and not (wanted[1:] > wanted[:-1]).all():
         needed, places = np.unique(wanted, return_inverse=True)
     else:
         needed, places = wanted, np.arange(wanted.size)
+    if _is_arrow(documents):
+        return _from_list(_from_chunks(documents, needed, name), name), places
+    if not needed.size:  # a batch of nothing reads one document all the same, for its dtype
+        needed = np.arange(min(len(documents), 1))
     return _from_list([documents[index] for index in needed.tolist()], name), places
 
 
 def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
     """Values and offsets as given, checked for their form; each document is checked where it is used."""
-    array = np.asarray(values)
-    bounds = np.asarray(offsets)
+    if _is_arrow(values) and values.null_count:
+        raise DocumentsError(
+            f"{name} hold {values.null_count:,} nulls in place of values; fill or drop them first"
+        )
+    try:
+        array, bounds = np.asarray(values), np.asarray(offsets)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DocumentsError(f"{name} can't be read as arrays of values and offsets: {error}") from None
     if array.ndim != 1 or bounds.dtype.kind not in "iu":
         raise DocumentsError(
             f"{name} as (values, offsets) need one-dimensional values and whole-number offsets; got values of "
             f"shape {array.shape} and offsets of dtype {bounds.dtype}"
         )
-    if bounds.dtype not in (np.int32, np.int64):
-        bounds = bounds.astype(np.int64)
-    return Ragged(np.ascontiguousarray(array), np.ascontiguousarray(bounds))
+    narrow = bounds.dtype == np.int32  # as Arrow has them; a data set's worth is not converted for a batch
+    return Ragged(_native(array), np.ascontiguousarray(bounds, dtype=np.int32 if narrow else np.int64))
+
+
+def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Contiguous and in this machine's byte order: the same array where it is that already."""
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
 def _from_arrow(array: Any, name: str) -> Ragged:
-    """An Arrow list array of at most one chunk: its own buffers, no copy."""
-    if hasattr(array, "num_chunks"):
-        array = array.chunk(0) if array.num_chunks else array.combine_chunks()
+    """An Arrow list array: its own buffers, without a copy."""
     kind = str(array.type)
-    if not kind.startswith(("list<", "large_list<", "fixed_size_list<")):
+    form = kind.partition("<")[0]
+    if form not in ("list", "large_list", "fixed_size_list", "list_view", "large_list_view"):
         raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {kind}")
     if array.null_count:
         raise DocumentsError(
             f"{name} hold {array.null_count:,} nulls in place of documents; drop those rows first"
         )
-    if kind.startswith("fixed_size_list"):
-        size = array.type.list_size
-        offsets = np.arange(len(array) + 1, dtype=np.int64) * size
-        values = array.flatten()
-    else:
-        offsets = array.offsets.to_numpy(zero_copy_only=False)
-        values = array.values
+    values = array.flatten()
     if values.null_count:
         raise DocumentsError(
             f"{name} hold {values.null_count:,} nulls in place of values; fill or drop them first"
         )
+    if form in ("list", "large_list"):
+        values, offsets = array.values, array.offsets.to_numpy(zero_copy_only=False)
+    elif form == "fixed_size_list":
+        offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
+    else:
+        offsets = np.zeros(len(array) + 1, np.int64)
+        np.cumsum(array.value_lengths().to_numpy(zero_copy_only=False), out=offsets[1:])
+    if values.null_count:  # outside of this slice; as floats they would spoil the rest
+        values, offsets = array.flatten(), offsets - offsets[0]
     return _flat(values.to_numpy(zero_copy_only=False), offsets, name=name)
+
+
+def _from_chunks(array: Any, needed: IntArray, name: str) -> list[npt.NDArray[Any]]:
+    """Documents of a chunked Arrow array, by number, rising: views of the chunks that hold them."""
+    ends = np.cumsum([len(chunk) for chunk in array.chunks])
+    home = np.searchsorted(ends, needed, side="right")
+    parts = []
+    for number in np.unique(home).tolist():
+        chunk = _from_arrow(array.chunk(number), name)
+        local = needed[home == number] - (ends[number] - len(array.chunk(number)))
+        begins, stops = chunk.offsets[local].tolist(), chunk.offsets[local + 1].tolist()
+        parts += [chunk.values[begin:stop] for begin, stop in zip(begins, stops)]
+    return parts
 
 
 def _from_list(parts: list[Any], name: str) -> Ragged:
@@ -135,7 +181,7 @@ def _from_list(parts: list[Any], name: str) -> Ragged:
     arrays = [_as_document(part, index, name) for index, part in enumerate(parts)]
     np.cumsum([array.size for array in arrays], out=offsets[1:])
     filled = [array for array in arrays if array.size] or arrays[:1]
-    return Ragged(np.concatenate(filled), offsets)
+    return Ragged(_native(np.concatenate(filled)), offsets)
 
 
 def _read_int_lists(parts: list[list[int]], offsets: IntArray) -> npt.NDArray[np.int32] | None:
@@ -174,14 +220,17 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
         raise DocumentsError(f"{name} must be whole numbers, got dtype {values.dtype}")
 
 
-def as_sequence(values: Sequence[int] | npt.ArrayLike) -> IntArray:
+def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
     """Return pack numbers as int64, one-dimensional.
 
     Raises:
         DocumentsError: not whole numbers.
     """
-    array = np.atleast_1d(np.asarray(values))
-    if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
+    try:
+        array = np.atleast_1d(np.asarray(values))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DocumentsError(f"pack_ids can't be read as whole numbers: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise DocumentsError(
             f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
         )

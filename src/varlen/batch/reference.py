@@ -35,13 +35,15 @@ def measure(
     padding_segment: int,
 ) -> tuple[int, int, int, int, int, int]:
     """Count segments, entries of cu_seqlens, positions; the longest and shortest segment; a bad pack id or -1."""
-    packs = []
+    packs, used = [], []
     for index, pack in enumerate(pack_ids.tolist()):
         if not 0 <= pack < len(offsets) - 1:
             return 0, 0, 0, 0, 0, index
         packs.append((stops - starts)[offsets[pack] : offsets[pack + 1]].tolist())
+        used.append(sum(_slot(length, multiple) for length in packs[-1]))
+        if width and used[-1] > width:
+            return 0, 0, 0, 0, 0, index
     lengths = [length for pack in packs for length in pack]
-    used = [sum(_slot(length, multiple) for length in pack) for pack in packs]
     paddings = [width - row for row in used] if width else [_slot(sum(used), pad_multiple) - sum(used)]
     entries = 1 + len(lengths) + sum(-(-padding // padding_segment) for padding in paddings)
     return (

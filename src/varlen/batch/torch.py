@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.batch.masks import check_window
 from varlen.errors import MissingExtraError
@@ -44,6 +45,11 @@ def as_tensor(array: Any, device: torch.device | str | None, *, widen: bool) -> 
         array = import_torch().from_numpy(array if array.flags.writeable else array.copy())
     moved = array if device is None else array.to(device, non_blocking=True)
     return moved.long() if widen else moved
+
+
+def on_host(array: Any) -> npt.NDArray[Any]:
+    """Return an array or a tensor as numpy, from wherever it lies."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callable[..., Any]:

@@ -1,0 +1,209 @@
+"""Reads tokens, labels, masks and columns for the segments of a batch, and refuses what doesn't match."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen import jit
+from varlen.batch.layout import Segments
+from varlen.batch.ragged import Documents, as_ragged, check_integers, count_documents, is_flat
+from varlen.errors import DocumentsError, SettingError
+from varlen.types import IntArray, Packing
+
+_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
+_INT32 = np.iinfo(np.int32)
+_COLUMN_SIZES = (1, 2, 4, 8)
+"""Bytes of the numbers that a column may hold."""
+
+Targets = tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray]
+"""Labels and the index of each segment's first, the loss mask (of size 0 for none) and the same for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A per-token column as it is to be copied."""
+
+    values: npt.NDArray[Any]
+    starts: IntArray
+    """int64 `[segments]`: index of each segment's first value."""
+    pad: npt.NDArray[Any]
+    """`[1]`, of the same dtype: the value at padding."""
+
+
+class Source:
+    """The documents of a batch, and whatever else has a value a token."""
+
+    def __init__(self, documents: Documents, packing: Packing, segments: Segments) -> None:
+        self._documents = documents
+        self._packing = packing
+        self._segments = segments
+        self._sizes: IntArray | None = None  # tokens of each segment's document, once they are known
+
+    def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
+        """Return token ids and the index of each segment's first.
+
+        Raises:
+            DocumentsError: they are no whole numbers of 32 bits, or don't match the packing.
+        """
+        tokens, starts = self._read(self._documents, "documents")
+        check_integers(tokens, "token ids")
+        self._check_range(tokens, starts, "token ids")
+        return tokens, starts
+
+    def targets(
+        self,
+        labels: Documents | None,
+        loss_mask: Documents | None,
+        tokens: npt.NDArray[Any],
+        starts: IntArray,
+    ) -> Targets | None:
+        """Return labels and mask for the kernel, or None where every token is its own label.
+
+        Raises:
+            DocumentsError: labels or a mask that don't match the documents.
+        """
+        if labels is None and loss_mask is None:
+            return None
+        values, value_starts = tokens, starts
+        if labels is not None:
+            values, value_starts = self._read(labels, "labels")
+            check_integers(values, "labels")
+            self._check_range(values, value_starts, "labels")
+        mask, mask_starts = np.empty(0, np.uint8), starts
+        if loss_mask is not None:
+            mask, mask_starts = self._read(loss_mask, "loss_mask")
+            if mask.dtype.kind not in "biuf":
+                raise DocumentsError(f"loss_mask must be numbers or booleans, got dtype {mask.dtype}")
+        return values, value_starts, mask, mask_starts
+
+    def column(self, values: Documents, name: str, pad: Any) -> Column:
+        """Return a per-token column.
+
+        Raises:
+            DocumentsError: a column that doesn't match the documents or holds no numbers.
+            SettingError: a pad value that the column's dtype can't hold.
+        """
+        array, starts = self._read(values, f"column {name!r}")
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _COLUMN_SIZES:
+            raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
+        if (
+            not array.size and np.asarray(pad).dtype.kind in "biuf"
+        ):  # nothing but padding: the pad says what it is
+            array = array.astype(np.result_type(array.dtype, np.min_scalar_type(pad)))
+        return Column(array, starts, _as_pad(pad, array.dtype, name))
+
+    def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
+        """Flat values and the index of each segment's first value."""
+        if values is not self._documents and isinstance(self._documents, tuple) and is_flat(values):
+            size, wanted = len(values), np.size(self._documents[0])
+            if size != wanted:
+                raise DocumentsError(f"{name}: {size:,} values for {wanted:,} tokens; one a token is needed")
+            values = (values, self._documents[1])
+        count = count_documents(values, name)
+        if count != self._packing.num_documents:
+            raise DocumentsError(
+                f"{name}: {count:,} documents given, but {self._packing.num_documents:,} lengths were packed; "
+                "pass all documents, in the order of the lengths"
+            )
+        ragged, places = as_ragged(values, self._segments.documents, name)
+        offsets = ragged.offsets
+        self._check_sizes(offsets[places + 1] - offsets[places], name)
+        return ragged.values, self._locate(offsets, places, ragged.values.size, name)
+
+    def _check_sizes(self, sizes: IntArray, name: str) -> None:
+        """Require as many values as the documents have tokens; the documents themselves come first."""
+        if self._sizes is None:
+            self._sizes = sizes
+        wrong = sizes != self._sizes
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise DocumentsError(
+                f"{name}: document {self._segments.documents[first]:,} has {sizes[first]:,} values for "
+                f"{self._sizes[first]:,} tokens; one a token is needed "
+                f"({int(wrong.sum()):,} of {sizes.size:,} segments in this batch don't match)"
+            )
+
+    def _locate(self, offsets: IntArray, places: IntArray, num_values: int, name: str) -> IntArray:
+        """Where each segment begins among the values."""
+        segments, packing = self._segments, self._packing
+        starts = np.empty(places.size, np.int64)
+        # What is cut short of its document's end is as long as a pack, but for "wrapped", which cuts anywhere.
+        exact = {"error": 2, "drop": 2, "split": 1, "truncate": 1}[packing.overlong]
+        wrong, first = _kernel("locate")(
+            places,
+            segments.first_tokens,
+            segments.lengths,
+            offsets,
+            num_values,
+            packing.capacity,
+            0 if packing.method == "wrapped" else exact,
+            starts,
+        )
+        if wrong:
+            place, document = int(places[first]), int(segments.documents[first])
+            begin, end = int(offsets[place]), int(offsets[place + 1])
+            stop = int(segments.first_tokens[first]) + int(segments.lengths[first])
+            if end < begin or begin < 0 or end > num_values:
+                seen = f"its offsets {begin:,} to {end:,} don't rise within the {num_values:,} values"
+            else:
+                seen = f"it has {end - begin:,} values here but was packed up to token {stop:,}"
+            raise DocumentsError(
+                f"{name}: document {document:,} doesn't match the packing: {seen} "
+                f"({wrong:,} of {places.size:,} segments in this batch don't match)"
+            )
+        return starts
+
+    def _check_range(self, values: npt.NDArray[Any], starts: IntArray, name: str) -> None:
+        """Refuse numbers that an int32 can't hold, before anything is written."""
+        if np.can_cast(values.dtype, np.int32):
+            return
+        unsigned = values.dtype.kind == "u"
+        # Read as signed, what is above 2^63 is negative.
+        signed = values.view(np.int64) if values.dtype == np.uint64 else values
+        low, high = _kernel("value_range")(signed, starts, self._segments.lengths)
+        if low < (0 if unsigned else _INT32.min) or high > _INT32.max:
+            low, high = sorted((low % 2**64, high % 2**64)) if unsigned else (low, high)
+            raise DocumentsError(
+                f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids"
+            )
+
+
+def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
+    """Refuse columns by the names of arrays that a batch has anyway, and pads of columns that aren't there.
+
+    Raises:
+        SettingError: either.
+    """
+    reserved = [name for name in columns if name in taken]
+    if reserved:
+        raise SettingError(
+            f"a column can't be called {', '.join(map(repr, reserved))}: a batch has that array anyway"
+        )
+    unknown = [name for name in pads if name not in columns]
+    if unknown:
+        raise SettingError(
+            f"column_pads names {', '.join(map(repr, unknown))}, but the columns are "
+            f"{', '.join(map(repr, columns)) or 'none'}"
+        )
+
+
+def _as_pad(pad: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """A pad value in the dtype of its column.
+
+    Raises:
+        SettingError: the dtype can't hold it.
+    """
+    given = np.asarray(pad)
+    if given.ndim == 0 and given.dtype.kind in "biuf":
+        with np.errstate(all="ignore"):
+            held = given.astype(dtype)
+        same = held == given or (dtype.kind == "f" and (given != given or abs(given) <= np.finfo(dtype).max))
+        if same:
+            return held.reshape(1)
+    raise SettingError(f"column_pads[{name!r}] is {pad!r}, which the column's dtype {dtype} can't hold")
