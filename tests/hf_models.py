@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -26,7 +27,7 @@ WINDOW = 6
 LENGTHS = (17, 5, 3, 1, 20, 2, 9)
 """Documents longer than the window and shorter, of one token, and rows with and without padding."""
 
-FAMILIES = ("llama", "qwen3", "gemma2", "mistral", "gpt_neox")
+FAMILIES = ("llama", "qwen3", "gemma2", "mistral", "gpt_neox", "gpt2")
 ATTENTIONS = ("eager", "sdpa", "varlen")
 # transformers refuses sdpa for Gemma 2, whose soft cap it doesn't compute.
 PAIRS = [(family, name) for family in FAMILIES for name in ATTENTIONS if (family, name) != ("gemma2", "sdpa")]
@@ -41,6 +42,7 @@ SMALL = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -51,6 +53,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "mistral": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
     "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+    # Learned positions: unlike rotary ones they show a mere shift.
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, **NO_DROPOUT
+    ),
 }
 
 

@@ -85,10 +85,10 @@ def test_few_documents_are_trained_on_in_fewer_steps(tmp_path):
 def test_long_documents_are_trained_on_in_fewer_steps_unless_steps_are_exact():
     long, middling, short = (np.full(500, length) for length in (100_000, 700, 300))
 
-    assert DemoSettings().fitted(short).steps == 6
+    assert DemoSettings().fitted(short).steps == DemoSettings().steps == 5
     assert DemoSettings().fitted(middling).steps == 4
     assert DemoSettings().fitted(long).steps == 2
-    assert DemoSettings(exact_steps=True).fitted(long).steps == 6
+    assert DemoSettings(exact_steps=True).fitted(long).steps == 5
 
 
 def test_documents_without_a_target_do_not_count(tmp_path):

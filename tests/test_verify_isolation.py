@@ -10,9 +10,12 @@ import pytest
 import torch
 from hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY, make, packed, tiny
 from transformers import FalconConfig, GPT2Config, GPTNeoXConfig, MambaConfig, MixtralConfig
+from transformers import modeling_flash_attention_utils as flash
 
 import varlen as vl
 from varlen.adapters import hf
+from varlen.adapters.hf.per_document import attend
+from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError, SettingError
 from varlen.verify.isolation import IsolationReport, Movements, check_isolation, judge
 
@@ -40,6 +43,49 @@ def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: 
     assert moved.alone_difference < (1e-6 if attention == "eager" else 1e-12)
     assert moved.packed_loss == pytest.approx(moved.alone_loss, rel=1e-6)
     assert moved.attention_across == (0.0 if attention == "eager" else None)
+
+
+def stand_in_for_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put kernels that need no GPU where transformers looks for FlashAttention's; its own dispatch stays."""
+
+    def varlen_kernel(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+        softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
+        assert causal
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert int(cu_seqlens_q[-1]) == len(q), "tokens that no segment covers are left uncomputed"
+        assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None)
+        return attend(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules)
+
+    def dense_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        rows, width = q.shape[:2]
+        ends = torch.arange(rows + 1) * width
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return varlen_kernel(*flat, ends, ends, width, width, **options).view(q.shape)
+
+    process = flash._lazy_define_process_function(varlen_kernel)
+    kernels = (dense_kernel, varlen_kernel, None, None, None), (process, dict)
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_boundaries_reach_flash_attention_in_both_layouts(
+    family: str, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_for_flash_attention(monkeypatch)
+    model, batch = tiny(family, "eager"), packed(layout)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    report = check_isolation(model, batch)
+
+    assert report.ok, str(report)
+    assert report.attention == "flash_attention_2"
+    # Positions alone are read in a single row only.
+    inferred = check_isolation(model, batch, inputs=positions_only)
+    assert inferred.verdict == ("leaks" if layout == "rows" else "isolated")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,8 +160,7 @@ def test_positions_that_run_on_are_found_although_no_document_sees_another() -> 
         width = batch.input_ids.shape[1]
         return hf.model_inputs(batch, model) | {"position_ids": torch.arange(width)[None]}
 
-    # Rotary positions are relative, so only learned or partly absolute ones would show a mere shift.
-    model = make(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64), "sdpa")
+    model = tiny("gpt2", "sdpa")
     report = check_isolation(model, packed(), inputs=running)
 
     assert report.verdict == "leaks"
@@ -239,6 +284,13 @@ def test_the_models_mode_comes_back_after_an_error_too() -> None:
     assert report.verdict == "refuses"
     assert "aren't finite" in report.reason
     assert model.training
+
+
+def test_rows_wider_than_the_models_positions_can_be_checked() -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=20)
+
+    assert packed().input_ids.shape[1] > config.n_positions == packed().max_seqlen
+    assert check_isolation(make(config, "sdpa"), packed()).ok
 
 
 def test_only_so_many_documents_are_changed_as_asked_for() -> None:

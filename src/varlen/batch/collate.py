@@ -22,6 +22,7 @@ from varlen.types import Packing
 
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
+_LAYOUTS = get_args(Layout)
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
 
@@ -86,8 +87,8 @@ def collate(
     >>> batch.position_ids.tolist(), batch.cu_seqlens.tolist()
     ([[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])
     """
-    if layout not in get_args(Layout):
-        raise SettingError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    if layout not in _LAYOUTS:
+        raise SettingError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
     pad = _as_number(pad_id, "pad_id", -(2**31))
     ranks = _as_number(dp_world_size, "dp_world_size", 1)
     step = (
@@ -114,13 +115,13 @@ def collate(
         np.int32(pad),
         *(flat[name] for name in _NAMES),
     )
-    document_targets = segments.lengths - np.int32(1)
+    num_targets = segments.num_targets
     if targets is not None:
-        _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], document_targets)
+        _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], segments.targets)
+        num_targets = int(segments.targets.sum())
     for name, column in extra.items():
         values, padding, written = (_bits(array) for array in (column.values, column.pad, flat[name]))
         _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
-    num_targets = int(document_targets.sum())
     batch = PackedBatch(
         **{name: arrays[name] for name in _NAMES},
         cu_seqlens=segments.cu_seqlens,
@@ -129,7 +130,7 @@ def collate(
         document_ids=segments.documents,
         document_starts=segments.first_tokens,
         document_lengths=segments.lengths,
-        document_targets=document_targets,
+        document_targets=segments.targets,
         pack_ids=wanted,
         pack_offsets=segments.pack_offsets,
         layout=layout,
@@ -142,7 +143,7 @@ def collate(
         shift_labels=_shifted(arrays["labels"]) if shift_labels else None,
         columns={name: arrays[name] for name in extra},
     )
-    if targets is not None or (segments.lengths.size and segments.lengths.min() == 1):
+    if targets is not None or segments.min_seqlen == 1:  # else every segment has a target
         _report_without_targets(batch)
     return batch
 

@@ -34,7 +34,7 @@ def measure(
     multiple: int,
     pad_multiple: int,
     padding_segment: int,
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int]:
     """Size up a batch before anything is allocated.
 
     Args:
@@ -48,26 +48,28 @@ def measure(
         padding_segment: most positions in one padding segment.
 
     Returns:
-        Number of segments; of entries in cu_seqlens; of positions; the longest segment; and the index of the
-        first pack id that is out of range or whose pack is wider than a row, or -1.
+        Number of segments; of entries in cu_seqlens; of positions; the longest segment and the shortest; and
+        the index of the first pack id that is out of range or whose pack is wider than a row, or -1.
     """
     segments = 0
     entries = 1
     positions = 0
     longest = 0
+    shortest = 2**31
     for index in range(pack_ids.size):
         pack = pack_ids[index]
         if pack < 0 or pack >= offsets.size - 1:
-            return 0, 0, 0, 0, index
+            return 0, 0, 0, 0, 0, index
         used = 0
         for piece in range(offsets[pack], offsets[pack + 1]):
             length = np.int64(stops[piece] - starts[piece])
             longest = max(longest, length)
+            shortest = min(shortest, length)
             used += (length + multiple - 1) // multiple * multiple if multiple > 1 else length
         segments += offsets[pack + 1] - offsets[pack]
         if width > 0:
             if used > width:
-                return 0, 0, 0, 0, index
+                return 0, 0, 0, 0, 0, index
             entries += (width - used + padding_segment - 1) // padding_segment
             used = width
         positions += used
@@ -75,7 +77,7 @@ def measure(
         padding = (positions + pad_multiple - 1) // pad_multiple * pad_multiple - positions
         entries += (padding + padding_segment - 1) // padding_segment
         positions += padding
-    return segments, entries + segments, positions, longest, -1
+    return segments, entries + segments, positions, longest, shortest, -1
 
 
 @compiled
@@ -89,16 +91,12 @@ def lay_segments(
     positions_in_all: int,
     multiple: int,
     padding_segment: int,
-    documents: Int64,
-    first_tokens: Int32,
-    lengths: Int32,
-    places: Int64,
-    numbers: Int32,
-    pack_offsets: Int64,
+    wide: Int64,
+    narrow: Int32,
     cu_seqlens: Int32,
     cu_slots: Int32,
-) -> None:
-    """Place every segment of a batch and write its boundaries.
+) -> int:
+    """Place every segment of a batch and write its boundaries; returns the targets if every token is one.
 
     Args:
         document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
@@ -110,39 +108,40 @@ def lay_segments(
         positions_in_all: as `measure` counted them.
         multiple: slots are lengths rounded up to it.
         padding_segment: most positions in one padding segment.
-        documents: int64 `[segments]`, written: document of each segment.
-        first_tokens: int32 `[segments]`, written: its first token within the document.
-        lengths: int32 `[segments]`, written.
-        places: int64 `[segments]`, written: its first position in the flattened batch.
-        numbers: int32 `[segments]`, written: its number within the row.
-        pack_offsets: int64 `[packs + 1]`, written.
+        wide: int64 `[2 * segments + packs + 1]`, written: the document of each segment, its first position in
+            the flattened batch, and where each pack's segments begin.
+        narrow: int32 `[4, segments]`, written: each segment's first token within its document, its length, its
+            number within the row, and its targets (all tokens but the first).
         cu_seqlens: int32 `[entries]`, written: logical boundaries.
         cu_slots: int32 `[entries]`, written: physical boundaries.
     """
+    count = narrow.shape[1]
     segment = 0
     entry = 0
     at = 0
+    targets = 0
     cu_seqlens[0] = 0
     cu_slots[0] = 0
-    pack_offsets[0] = 0
-    row_start = 0
+    wide[2 * count] = 0
     for index in range(pack_ids.size):
         pack = pack_ids[index]
         row_start = segment if width > 0 else 0
         for piece in range(offsets[pack], offsets[pack + 1]):
-            length = stops[piece] - starts[piece]
+            length = np.int64(stops[piece] - starts[piece])
             slot = (length + multiple - 1) // multiple * multiple if multiple > 1 else length
-            documents[segment] = document_ids[piece]
-            first_tokens[segment] = starts[piece]
-            lengths[segment] = length
-            places[segment] = at
-            numbers[segment] = segment - row_start
+            wide[segment] = document_ids[piece]
+            wide[count + segment] = at
+            narrow[0, segment] = starts[piece]
+            narrow[1, segment] = length
+            narrow[2, segment] = segment - row_start
+            narrow[3, segment] = length - 1
             cu_seqlens[entry + 1] = cu_seqlens[entry] + length
             cu_slots[entry + 1] = cu_slots[entry] + slot
             entry += 1
             segment += 1
             at += slot
-        pack_offsets[index + 1] = segment
+            targets += length - 1
+        wide[2 * count + index + 1] = segment
         row_end = (index + 1) * width if width > 0 else at
         if width == 0 and index == pack_ids.size - 1:
             row_end = positions_in_all
@@ -152,6 +151,7 @@ def lay_segments(
             cu_slots[entry + 1] = cu_slots[entry] + padding
             entry += 1
             at += padding
+    return targets
 
 
 @compiled
@@ -159,7 +159,7 @@ def locate(
     documents: Int64,
     first_tokens: Int32,
     lengths: Int32,
-    token_offsets: Int64,
+    token_offsets: Values,
     num_values: int,
     capacity: int,
     whole: int,
@@ -171,7 +171,7 @@ def locate(
         documents: int64 `[segments]`: index of each segment's document in `token_offsets`.
         first_tokens: int32 `[segments]`.
         lengths: int32 `[segments]`.
-        token_offsets: int64 `[documents + 1]`: where each document's values begin.
+        token_offsets: int32 or int64 `[documents + 1]`: where each document's values begin.
         num_values: values in all.
         capacity: of the packing; a piece that doesn't end its document must be this long.
         whole: 0 if pieces may end anywhere, 1 if they end their documents or are full, 2 if they end them.
@@ -184,8 +184,8 @@ def locate(
     first = -1
     for segment in range(documents.size):
         document = documents[segment]
-        begin = token_offsets[document]
-        size = token_offsets[document + 1] - begin
+        begin = np.int64(token_offsets[document])
+        size = np.int64(token_offsets[document + 1]) - begin
         stop = np.int64(first_tokens[segment]) + lengths[segment]
         fits = begin >= 0 and size >= stop and begin + size <= num_values
         if whole > 0 and stop < size and not (whole == 1 and lengths[segment] == capacity):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,7 +38,12 @@ class Segments:
     """int32 `[segments + padding segments + 1]`: logical boundaries."""
     cu_slots: Int32Array | None
     """int32, same shape: physical boundaries where they differ, else None."""
+    targets: Int32Array
+    """int32 `[segments]`: tokens but the first: the targets if nothing is masked."""
+    num_targets: int
+    """Their sum."""
     max_seqlen: int
+    min_seqlen: int
 
 
 def padding_segment(multiple: int) -> int:
@@ -67,7 +72,7 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         )
     each = padding_segment(multiple)
     plan = (packing.starts, packing.stops, packing.offsets, pack_ids, width, multiple)
-    count, entries, positions, longest, bad = _kernel("measure")(
+    count, entries, positions, longest, shortest, bad = _kernel("measure")(
         *plan, math.lcm(multiple, pad_to_multiple_of), each
     )
     if bad >= 0:
@@ -77,36 +82,35 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
             f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
             "build fewer packs at a time"
         )
-    segments = Segments(
-        shape=(pack_ids.size, width) if width else (1, positions),
-        documents=np.empty(count, np.int64),
-        first_tokens=np.empty(count, np.int32),
-        lengths=np.empty(count, np.int32),
-        places=np.empty(count, np.int64),
-        numbers=np.empty(count, np.int32),
-        pack_offsets=np.empty(pack_ids.size + 1, np.int64),
-        cu_seqlens=np.empty(entries, np.int32),
-        cu_slots=np.empty(entries, np.int32) if multiple > 1 else None,
-        max_seqlen=longest,
-    )
-    _kernel("lay_segments")(
+    wide = np.empty(2 * count + pack_ids.size + 1, np.int64)
+    narrow = np.empty((4, count), np.int32)
+    boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
+    num_targets = _kernel("lay_segments")(
         packing.document_ids,
         *plan[:5],
         positions,
         multiple,
         each,
-        segments.documents,
-        segments.first_tokens,
-        segments.lengths,
-        segments.places,
-        segments.numbers,
-        segments.pack_offsets,
-        segments.cu_seqlens,
-        segments.cu_seqlens if segments.cu_slots is None else segments.cu_slots,
+        wide,
+        narrow,
+        boundaries[0],
+        boundaries[-1],
     )
-    if segments.cu_slots is not None and np.array_equal(segments.cu_slots, segments.cu_seqlens):
-        return replace(segments, cu_slots=None)
-    return segments
+    return Segments(
+        shape=(pack_ids.size, width) if width else (1, positions),
+        documents=wide[:count],
+        places=wide[count : 2 * count],
+        pack_offsets=wide[2 * count :],
+        first_tokens=narrow[0],
+        lengths=narrow[1],
+        numbers=narrow[2],
+        targets=narrow[3],
+        num_targets=num_targets,
+        cu_seqlens=boundaries[0],
+        cu_slots=None if multiple == 1 or np.array_equal(boundaries[0], boundaries[1]) else boundaries[1],
+        max_seqlen=longest,
+        min_seqlen=shortest,
+    )
 
 
 def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:

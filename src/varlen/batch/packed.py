@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from varlen.batch.masks import dense_mask
+from varlen.batch.torch import as_tensor, block_mask, mask_function, on_host
+from varlen.batch.weights import LossWeighting, spread, target_weights
 from varlen.errors import SettingError
 from varlen.types import IntArray
 
@@ -24,14 +26,18 @@ Array: TypeAlias = Any
 """A numpy array, or after `to_torch` a torch tensor of the same shape."""
 
 Layout = Literal["rows", "flat"]
-LossWeighting = Literal["token", "document", "pair", "longalign"]
 
 IGNORE_INDEX = -100
 
-
-def on_host(array: Array) -> npt.NDArray[Any]:
-    """Return an array of a batch as numpy, from wherever it lies."""
-    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+_TOKENS = ("input_ids", "labels", "position_ids", "shift_labels")
+_SEGMENTS = (
+    "document_ids",
+    "document_starts",
+    "document_lengths",
+    "document_targets",
+    "document_groups",
+)
+_NUMBERS = ("segment_ids", "cu_seqlens", "cu_seqlens_padded", "pack_ids", "pack_offsets", *_SEGMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -155,9 +161,18 @@ class PackedBatch:
         Raises:
             SettingError: "pair" without groups in the packing, or an unknown weighting.
         """
-        from varlen.batch.weights import loss_weights
-
-        return loss_weights(self, weighting)
+        each = target_weights(
+            weighting,
+            on_host(self.document_targets),
+            on_host(self.document_ids),
+            None if self.document_groups is None else on_host(self.document_groups),
+            len(self.pack_ids),
+        )
+        labels = on_host(self.labels)
+        flat = spread(each, self._places(), on_host(self.document_lengths), labels.size)
+        weights = np.where(labels == IGNORE_INDEX, np.float32(0), flat.reshape(labels.shape))
+        on_torch = not isinstance(self.labels, np.ndarray)
+        return as_tensor(weights, self.labels.device, widen=False) if on_torch else weights
 
     def dense_mask(self, sliding_window: int | None = None) -> Array:
         """Return who may attend to whom as booleans: the same segment, not later; padding only to itself.
@@ -169,9 +184,7 @@ class PackedBatch:
             bool `[rows, width, width]`, True where row position q may attend to column position k; quadratic
             in the width, so for reference, small models and kernels without varlen support.
         """
-        from varlen.batch.masks import dense_mask
-
-        return dense_mask(self, sliding_window)
+        return dense_mask(self.segment_ids, self.position_ids, sliding_window)
 
     def mask_function(self, sliding_window: int | None = None) -> Callable[..., Any]:
         """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch.
@@ -179,9 +192,7 @@ class PackedBatch:
         Args:
             sliding_window: as in `dense_mask`.
         """
-        from varlen.batch.torch import mask_function
-
-        return mask_function(self, sliding_window)
+        return mask_function(self.segment_ids, sliding_window)
 
     def block_mask(self, sliding_window: int | None = None) -> Any:
         """Return FlexAttention's `BlockMask` for this batch; needs torch.
@@ -189,9 +200,7 @@ class PackedBatch:
         Args:
             sliding_window: as in `dense_mask`.
         """
-        from varlen.batch.torch import block_mask
-
-        return block_mask(self, sliding_window)
+        return block_mask(self.segment_ids, sliding_window)
 
     def to_torch(self, device: torch.device | str | None = None) -> PackedBatch:
         """Return the same batch as torch tensors.
@@ -203,9 +212,10 @@ class PackedBatch:
             device: where to put the tensors; None keeps them in host memory, without a copy where the
                 dtype allows.
         """
-        from varlen.batch.torch import to_torch
-
-        return to_torch(self, device)
+        fields = {name: as_tensor(getattr(self, name), device, widen=True) for name in _TOKENS}
+        fields |= {name: as_tensor(getattr(self, name), device, widen=False) for name in _NUMBERS}
+        columns = {name: as_tensor(column, device, widen=False) for name, column in self.columns.items()}
+        return self.replace(**fields, columns=columns)
 
     def row(self, index: int) -> PackedBatch:
         """Return one row as a batch of its own, views of this batch's arrays where they can be.
@@ -216,9 +226,56 @@ class PackedBatch:
         Raises:
             SettingError: no such row.
         """
-        from varlen.batch.rows import row
+        rows, width = (int(size) for size in self.input_ids.shape)
+        if not -rows <= index < rows:
+            raise SettingError(f"row {index} is out of range: this batch has {rows} rows")
+        if rows == 1:
+            return self
+        index %= rows
+        here, segments = slice(index, index + 1), slice(*map(int, self.pack_offsets[index : index + 2]))
+        first, last = np.searchsorted(self._bounds(), [index * width, (index + 1) * width]).tolist()
+        fields: dict[str, Any] = {
+            name: None if array is None else array[here] for name, array in self._by_token().items()
+        }
+        fields |= {
+            name: None if array is None else array[segments] for name, array in self._by_segment().items()
+        }
+        ends = {name: getattr(self, name) for name in ("cu_seqlens", "cu_seqlens_padded")}
+        fields |= {
+            name: None if end is None else end[first : last + 1] - end[first] for name, end in ends.items()
+        }
+        if fields["cu_seqlens_padded"] is not None and bool(
+            (fields["cu_seqlens_padded"] == fields["cu_seqlens"]).all()
+        ):
+            fields["cu_seqlens_padded"] = None
+        lengths, tokens = fields["document_lengths"], fields["input_ids"][fields["segment_ids"] >= 0]
+        return self.replace(
+            **fields,
+            columns={name: column[here] for name, column in self.columns.items()},
+            max_seqlen=int(lengths.max()) if len(lengths) else 0,
+            max_token_id=int(tokens.max()) if len(tokens) else -1,
+            pack_ids=self.pack_ids[here],
+            pack_offsets=self.pack_offsets[index : index + 2] - self.pack_offsets[index],
+            num_targets=int(fields["document_targets"].sum()),
+        )
 
-        return row(self, index)
+    def _by_token(self) -> dict[str, Array]:
+        """Arrays shaped like `input_ids`."""
+        return {name: getattr(self, name) for name in (*_TOKENS, "segment_ids")}
+
+    def _by_segment(self) -> dict[str, Array]:
+        """Arrays with one entry a segment."""
+        return {name: getattr(self, name) for name in _SEGMENTS}
+
+    def _bounds(self) -> Array:
+        """Physical boundaries, in host memory."""
+        return on_host(self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)
+
+    def _places(self) -> IntArray:
+        """First position of every segment in the flattened batch."""
+        starts = self._bounds()[:-1]
+        places: IntArray = starts[on_host(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
+        return places
 
     def replace(self, **changes: Any) -> PackedBatch:
         """Return a copy with some fields replaced."""

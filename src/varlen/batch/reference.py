@@ -33,20 +33,27 @@ def measure(
     multiple: int,
     pad_multiple: int,
     padding_segment: int,
-) -> tuple[int, int, int, int, int]:
-    """Count segments, entries of cu_seqlens and positions; the longest segment; the first bad pack id or -1."""
+) -> tuple[int, int, int, int, int, int]:
+    """Count segments, entries of cu_seqlens, positions; the longest and shortest segment; a bad pack id or -1."""
     packs, used = [], []
     for index, pack in enumerate(pack_ids.tolist()):
         if not 0 <= pack < len(offsets) - 1:
-            return 0, 0, 0, 0, index
+            return 0, 0, 0, 0, 0, index
         packs.append((stops - starts)[offsets[pack] : offsets[pack + 1]].tolist())
         used.append(sum(_slot(length, multiple) for length in packs[-1]))
         if width and used[-1] > width:
-            return 0, 0, 0, 0, index
+            return 0, 0, 0, 0, 0, index
     lengths = [length for pack in packs for length in pack]
     paddings = [width - row for row in used] if width else [_slot(sum(used), pad_multiple) - sum(used)]
     entries = 1 + len(lengths) + sum(-(-padding // padding_segment) for padding in paddings)
-    return len(lengths), entries, sum(used) + sum(paddings), max(lengths, default=0), -1
+    return (
+        len(lengths),
+        entries,
+        sum(used) + sum(paddings),
+        max(lengths, default=0),
+        min([*lengths, 2**31]),
+        -1,
+    )
 
 
 def lay_segments(
@@ -59,44 +66,43 @@ def lay_segments(
     positions_in_all: int,
     multiple: int,
     padding_segment: int,
-    documents: Int64,
-    first_tokens: Int32,
-    lengths: Int32,
-    places: Int64,
-    numbers: Int32,
-    pack_offsets: Int64,
+    wide: Int64,
+    narrow: Int32,
     cu_seqlens: Int32,
     cu_slots: Int32,
-) -> None:
+) -> int:
     """Place every segment of a batch and write its boundaries; see the kernel for the arguments."""
-    at = segment = 0
+    documents: list[int] = []
+    places: list[int] = []
+    columns: list[tuple[int, int, int, int]] = []
     logical, physical, packs = [0], [0], [0]
     for index, pack in enumerate(pack_ids.tolist()):
-        row_start = segment if width else 0
+        row_start = len(columns) if width else 0
         for piece in range(int(offsets[pack]), int(offsets[pack + 1])):
-            length = int(stops[piece]) - int(starts[piece])
-            documents[segment], first_tokens[segment] = document_ids[piece], starts[piece]
-            lengths[segment], places[segment], numbers[segment] = length, at, segment - row_start
+            start, length = int(starts[piece]), int(stops[piece]) - int(starts[piece])
+            documents.append(int(document_ids[piece]))
+            places.append(physical[-1])
+            columns.append((start, length, len(columns) - row_start, length - 1))
             logical.append(logical[-1] + length)
             physical.append(physical[-1] + _slot(length, multiple))
-            at = physical[-1]
-            segment += 1
-        packs.append(segment)
+        packs.append(len(columns))
         last = index == len(pack_ids) - 1
-        row_end = (index + 1) * width if width else positions_in_all if last else at
-        while at < row_end:
-            padding = min(padding_segment, row_end - at)
+        row_end = (index + 1) * width if width else positions_in_all if last else physical[-1]
+        while physical[-1] < row_end:
+            padding = min(padding_segment, row_end - physical[-1])
             logical.append(logical[-1] + padding)
             physical.append(physical[-1] + padding)
-            at += padding
-    pack_offsets[:], cu_seqlens[:], cu_slots[:] = packs, logical, physical
+    wide[:] = documents + places + packs
+    narrow[:] = np.array(columns, np.int32).reshape(-1, 4).T
+    cu_seqlens[:], cu_slots[:] = logical, physical
+    return sum(targets for _, _, _, targets in columns)
 
 
 def locate(
     documents: Int64,
     first_tokens: Int32,
     lengths: Int32,
-    token_offsets: Int64,
+    token_offsets: Values,
     num_values: int,
     capacity: int,
     whole: int,

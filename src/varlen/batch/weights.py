@@ -1,17 +1,31 @@
-"""Loss weights a token: documents, pairs or packs counted equally, whatever their number of targets."""
+"""Loss weights: documents, pairs or packs counted equally, whatever their number of targets."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from varlen.batch.packed import IGNORE_INDEX, LossWeighting, PackedBatch, on_host
 from varlen.errors import SettingError
+from varlen.types import FloatArray
+
+LossWeighting = Literal["token", "document", "pair", "longalign"]
 
 
-def loss_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
-    """Return float32 weights shaped like the labels; see `PackedBatch.loss_weights`.
+def target_weights(
+    weighting: LossWeighting, targets: Any, documents: Any, groups: Any | None, num_packs: int
+) -> FloatArray:
+    """Return what one target of each segment weighs; `PackedBatch.loss_weights` says what the words mean.
+
+    Args:
+        weighting: the word.
+        targets: `[segments]`: targets in each segment.
+        documents: `[segments]`: document of each segment.
+        groups: `[segments]`: group of each segment's document, or None.
+        num_packs: packs in the batch.
+
+    Returns:
+        float64 `[segments]`; 0 where there is no target.
 
     Raises:
         SettingError: an unknown weighting, or "pair" without groups.
@@ -20,54 +34,45 @@ def loss_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
         raise SettingError(
             f"weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}"
         )
-    labels = on_host(batch.labels)
-    per_segment = _segment_weights(batch, weighting)
-    flat = np.zeros(labels.size, np.float32)
-    spans = on_host(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
-    places, lengths = _places(batch, spans), on_host(batch.document_lengths)
+    counts = np.asarray(targets).astype(np.float64)
+    if weighting == "token":
+        return np.ones_like(counts)
+    if weighting == "document":
+        return _shares(np.asarray(documents), counts)
+    if weighting == "pair":
+        if groups is None:
+            raise SettingError('weighting "pair" needs groups: pack with groups=, one number a document')
+        return _shares(np.asarray(groups), counts)
+    with_targets = int((counts > 0).sum())
+    return _reciprocals(counts) * (num_packs / with_targets if with_targets else 0.0)
+
+
+def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
+    """Write each segment's weight at all of its positions.
+
+    Args:
+        weights: `[segments]`.
+        places: `[segments]`: first position of each segment.
+        lengths: `[segments]`.
+        size: positions in all.
+
+    Returns:
+        float32 `[size]`; 0 at padding.
+    """
+    flat = np.zeros(size, np.float32)
     owner = np.repeat(np.arange(lengths.size), lengths)
     first = np.cumsum(lengths, dtype=np.int64) - lengths
-    positions = places[owner] + np.arange(owner.size) - first[owner]
-    flat[positions] = per_segment[owner]
-    weights = np.where(labels == IGNORE_INDEX, np.float32(0), flat.reshape(labels.shape))
-    if isinstance(batch.labels, np.ndarray):
-        return weights
-    return batch.labels.new_tensor(weights, dtype=_float32_of(batch.labels))
+    flat[places[owner] + np.arange(owner.size) - first[owner]] = weights[owner]
+    return flat
 
 
-def _places(batch: PackedBatch, spans: Any) -> Any:
-    """First position of every segment in the flattened batch."""
-    rows, width = batch.labels.shape
-    is_start = on_host(batch.segment_ids).reshape(-1)[spans[:-1]] >= 0
-    starts = spans[:-1][is_start]
-    assert len(starts) == batch.num_segments, (rows, width)
-    return starts.astype(np.int64)
-
-
-def _segment_weights(batch: PackedBatch, weighting: LossWeighting) -> Any:
-    """The weight of each target, by segment."""
-    targets = on_host(batch.document_targets).astype(np.float64)
-    share = np.divide(1.0, targets, out=np.zeros_like(targets), where=targets > 0)
-    if weighting == "token":
-        return np.ones_like(targets)
-    if weighting == "document":
-        return _per_owner(on_host(batch.document_ids), targets)
-    if weighting == "pair":
-        if batch.document_groups is None:
-            raise SettingError('weighting "pair" needs groups: pack with groups=, one number a document')
-        return _per_owner(on_host(batch.document_groups), targets)
-    documents = int((targets > 0).sum())
-    return share * (len(batch.pack_ids) / documents if documents else 0.0)
-
-
-def _per_owner(owners: Any, targets: Any) -> Any:
+def _shares(owners: Any, counts: FloatArray) -> FloatArray:
     """One over the targets that each owner, a document or a group, has in this batch."""
     _, inverse = np.unique(owners, return_inverse=True)
-    total = np.bincount(inverse, weights=targets, minlength=1)
-    share = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
-    return share[inverse]
+    totals: FloatArray = np.bincount(inverse, weights=counts, minlength=1).astype(np.float64)
+    return _reciprocals(totals)[inverse]
 
 
-def _float32_of(tensor: Any) -> Any:
-    """torch.float32 without importing torch: the dtype of a float view of a tensor."""
-    return tensor.float().dtype
+def _reciprocals(counts: FloatArray) -> FloatArray:
+    """One over each count, 0 for 0."""
+    return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0)

@@ -37,7 +37,7 @@ def demo(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Optimizer steps of every run.  [dim]\\[default: 6, fewer for few or long documents][/]"
+            help="Optimizer steps of every run.  [dim]\\[default: 5, fewer for few or long documents][/]"
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="First of three seeds: documents, batches, weights.")] = 0,

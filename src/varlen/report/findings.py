@@ -75,7 +75,8 @@ def _padding(figures: DemoFigures) -> str:
         "padded without one, which gives the same loss and is the stronger baseline. By CPU time it is "
         f"{times(ours.tokens_per_cpu_s / masked.tokens_per_cpu_s)} and "
         f"{times(ours.tokens_per_cpu_s / padded.tokens_per_cpu_s)}. Padding alone accounts for "
-        f"{times(padded.slots_per_token)}: that many positions are computed for each token of a document."
+        f"{times(padded.slots_per_token)} here, {times(figures.corpus.padded_ratio)} over all documents: that "
+        "many positions are computed for each token."
     )
 
 

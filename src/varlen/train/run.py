@@ -19,6 +19,7 @@ from varlen.verify.isolation import check_isolation
 
 _FEW_DOCUMENTS = 4
 _WARM_UP_LENGTH = 32
+_CHANGED_DOCUMENTS = 4
 
 
 class Run:
@@ -80,7 +81,9 @@ class Run:
             documents = self._few_documents()
             packing = _one_batch(documents, self.job.settings.max_length // _FEW_DOCUMENTS).packing
         batch = collate((documents.tokens, documents.offsets), packing, pack_ids=[most_crowded_pack(packing)])
-        return isolation_figures(check_isolation(self.model, batch.to_torch()))
+        return isolation_figures(
+            check_isolation(self.model, batch.to_torch(), max_changed=_CHANGED_DOCUMENTS)
+        )
 
     def _accumulate(self, documents: Documents, order: Order, step: int) -> tuple[float, int, int, int]:
         """Lay out a step and add its gradients."""

@@ -31,7 +31,7 @@ class ModelSettings:
 class DemoSettings:
     """The experiment. Every method trains the same documents in the same number of steps."""
 
-    steps: int = 6
+    steps: int = 5
     """Optimizer steps of every run; fewer where documents are few or long, unless `exact_steps`."""
     exact_steps: bool = False
     """Take exactly `steps`, however long that lasts."""
@@ -43,7 +43,7 @@ class DemoSettings:
     """Draws of documents, batches and initial weights, over which validation losses spread."""
     seed: int = 0
     """First seed; the others follow it."""
-    validation_documents: int = 48
+    validation_documents: int = 40
     """Documents kept aside, the same for every run; a quarter of all where there are few."""
     learning_rate: float = 4e-3
     threads: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))

@@ -1,8 +1,17 @@
 """transformers: the keyword arguments that keep documents apart, and an attention that runs per document."""
 
-from varlen.adapters.hf.attention import register, use_varlen_attention
-from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
-from varlen.adapters.hf.model import has_experts, implementation, unwrap, vocabulary_size
+from varlen.errors import MissingExtraError
+
+try:
+    from varlen.adapters.hf.attention import register, use_varlen_attention
+    from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
+    from varlen.adapters.hf.model import has_experts, implementation, unwrap, vocabulary_size
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers"):
+        raise
+    raise MissingExtraError(
+        f"{error.name} is not installed; `pip install 'varlen[train]'` installs it"
+    ) from None
 
 __all__ = [
     "has_experts",

@@ -108,7 +108,7 @@ def varlen_attention(
         key: `[rows, key_heads, width, head_dim]`; `query_heads` is a multiple of `key_heads`.
         value: as `key`, its last dimension may differ.
         attention_mask: must be None.
-        dropout: of attention weights.
+        dropout: of attention weights; the layer passes 0.0 outside training.
         scaling: of scores; None for `head_dim ** -0.5`.
         sliding_window: attend to the last this many tokens, the token itself included.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
@@ -127,13 +127,7 @@ def varlen_attention(
     ends = _checked_boundaries(query, key, attention_mask, cu_seq_lens_q)
     _check_pattern(module, sliding_window, is_causal, rest)
     rows, _, width, _ = query.shape
-    rules = LayerRules(
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout if module.training else 0.0,
-    )
+    rules = LayerRules(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux, dropout=dropout)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out = attend(*flat, ends=ends, longest=max_length_q, rules=rules)
     return out.view(rows, width, *out.shape[1:]), None

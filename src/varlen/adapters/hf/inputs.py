@@ -77,8 +77,8 @@ def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
         batch: in either layout.
         model: any transformers model; recurrent ones, which `model_inputs` refuses, are called plainly.
     """
-    device = unwrap(model).device
-    tensors = batch.to_torch(device)
+    tensors = batch.to_torch(_input_device(model))
+    device = tensors.input_ids.device
     rows, width = tensors.input_ids.shape
     erased = tensors.replace(
         segment_ids=torch.zeros((rows, width), dtype=torch.int32, device=device),
@@ -109,6 +109,12 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
         inputs |= _boundary_arguments(ends, width)
     return inputs
+
+
+def _input_device(model: Any) -> torch.device | None:
+    """Return where the model wants its inputs; None where its weights are fetched as they are needed."""
+    device: torch.device = unwrap(model).device
+    return None if device.type == "meta" else device
 
 
 def _takes_boundaries(name: str) -> bool:
@@ -146,7 +152,7 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     """Return the arguments for the model's attention, whether or not its forward takes them."""
     base, name = unwrap(model), implementation(model)
     with_boundaries = _takes_boundaries(name)
-    tensors = batch.to_torch(base.device)
+    tensors = batch.to_torch(_input_device(model))
     inputs: dict[str, Any] = {
         "input_ids": tensors.input_ids,
         "position_ids": tensors.position_ids,
@@ -154,7 +160,7 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
         "use_cache": False,
     }
     if with_boundaries:
-        inputs |= _boundaries(batch, base.device)
+        inputs |= _boundaries(batch, tensors.input_ids.device)
     else:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
     if tensors.shift_labels is not None:
