@@ -136,8 +136,9 @@ class Source:
         """Where each segment begins among the values."""
         segments, packing = self._segments, self._packing
         starts = np.empty(places.size, np.int64)
-        # What is cut short of its document's end is as long as a pack, but for "wrapped", which cuts anywhere.
-        exact = {"error": 2, "drop": 2, "split": 1, "truncate": 1}[packing.overlong]
+        # What is split ends its document or is as long as a pack; what is truncated may be cut anywhere, since a
+        # Packing can also be made by hand.
+        exact = {"error": 2, "drop": 2, "split": 1, "truncate": 0}[packing.overlong]
         wrong, first = _kernel("locate")(
             places,
             segments.first_tokens,
