@@ -122,6 +122,7 @@ class Source:
         """Require as many values as the documents have tokens; the documents themselves come first."""
         if self._sizes is None:
             self._sizes = sizes
+            return
         wrong = sizes != self._sizes
         if wrong.any():
             first = int(np.argmax(wrong))
