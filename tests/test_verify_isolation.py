@@ -203,6 +203,16 @@ def test_a_model_that_ignores_earlier_tokens_leaves_the_check_blind() -> None:
     assert "a leak can't be seen" in report.reason
 
 
+def test_inputs_that_ignore_the_change_leave_the_check_blind() -> None:
+    report = check_isolation(
+        tiny("llama", "sdpa"), packed(), inputs=lambda b, m: hf.model_inputs(packed(), m)
+    )
+
+    assert report.verdict == "blind"
+    assert report.movements.own_difference == 0
+    assert "didn't move its own logits" in report.reason
+
+
 def test_a_model_that_varlen_refuses_is_reported_with_the_reason() -> None:
     report = check_isolation(make(MAMBA, "eager"), packed())
 
@@ -267,7 +277,12 @@ def test_the_model_is_left_as_it_was() -> None:
         torch.get_rng_state(),
         model.config.to_dict(),
     )
-    check_isolation(model, packed())
+
+    def drawing(batch: Any, model: Any) -> dict[str, Any]:
+        torch.rand(3)
+        return hf.model_inputs(batch, model)
+
+    check_isolation(model, packed(), inputs=drawing)
 
     assert [module.training for module in model.modules()] == before[0]
     assert all(torch.equal(p.grad, before[1][name]) for name, p in model.named_parameters())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from itertools import starmap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,6 +17,9 @@ MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
+
+_LOOKED_THROUGH: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+"""Decoders whose modules were looked through, each with the first reason found to refuse it, or None."""
 
 
 def unwrap(model: Any) -> Any:
@@ -163,10 +168,10 @@ def check_family(model: Any) -> None:
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
     reason = (
         _two_sequences(base)
-        or _both_directions(decoder, config)
+        or _both_directions(config)
         or _foreign_layers(config)
         or _recurrence(base)
-        or _convolution(decoder)
+        or _layers_that_mix(decoder)
     )
     if reason:
         raise ModelError(f"{type(base).__name__} {reason}; give it one document a row (padded)")
@@ -178,12 +183,9 @@ def _two_sequences(base: Any) -> str | None:
     return None
 
 
-def _both_directions(decoder: Any, config: Any) -> str | None:
+def _both_directions(config: Any) -> str | None:
     if getattr(config, "is_causal", True) is False:
         return "attends in both directions (config.is_causal is False), and varlen packs for causal models"
-    for name, module in decoder.named_modules():
-        if getattr(module, "is_causal", True) is False:
-            return f"attends in both directions (in {name}), and varlen packs for causal models"
     return None
 
 
@@ -204,10 +206,18 @@ def _recurrence(base: Any) -> str | None:
     return None
 
 
-def _convolution(decoder: Any) -> str | None:
-    for name, module in decoder.named_modules():
-        if isinstance(module, torch.nn.Conv1d):
-            return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
+def _layers_that_mix(decoder: Any) -> str | None:
+    """Look through the decoder's modules, once a model: there are thousands, and a batch comes every step."""
+    if decoder not in _LOOKED_THROUGH:
+        _LOOKED_THROUGH[decoder] = next(filter(None, starmap(_mixes, decoder.named_modules())), None)
+    return _LOOKED_THROUGH[decoder]
+
+
+def _mixes(name: str, module: Any) -> str | None:
+    if getattr(module, "is_causal", True) is False:
+        return f"attends in both directions (in {name}), and varlen packs for causal models"
+    if isinstance(module, torch.nn.Conv1d):
+        return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
     return None
 
 
