@@ -104,78 +104,93 @@ def cases(draw: st.DrawFn, layouts: tuple[str, ...] = ("rows", "flat")) -> Case:
     )
 
 
-def expected(case: Case) -> dict[str, Any]:
-    """Every field of the batch, position by position."""
-    packing, capacity = case.packing, case.packing.capacity
-    multiple = packing.document_multiple_of
-    wanted = list(range(packing.num_packs)) if case.pack_ids is None else case.pack_ids
-    packs = packs_of(packing)
-    rows: list[list[tuple[int, ...]]] = [[]]
-    segments: dict[str, list[int]] = {name: [] for name in ("ids", "starts", "lengths", "targets")}
-    logical, physical, offsets = [0], [0], [0]
-    columns = {name: [] for name in case.columns}
+class Oracle:
+    """Writes a batch one position at a time into plain lists."""
 
-    def position(token: int, label: int, place: int, segment: int) -> None:
-        rows[-1].append((token, label, place, segment))
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.multiple = case.packing.document_multiple_of
+        self.rows: list[list[tuple[int, int, int, int]]] = []  # token, label, position, segment
+        self.logical, self.physical = [0], [0]
+        self.segments: dict[str, list[int]] = {"ids": [], "starts": [], "lengths": [], "targets": []}
+        self.columns: dict[str, list[float]] = {name: [] for name in case.columns}
 
-    def padding(count: int, bounds: bool) -> None:
-        for _ in range(count):
-            position(case.pad_id, IGNORE, 0, -1)
-            for name, column in columns.items():
-                column.append(case.column_pads.get(name, 0))
-        while bounds and count:
-            part = min(count, max(multiple, PADDING_SEGMENT // multiple * multiple))
-            logical.append(logical[-1] + part)
-            physical.append(physical[-1] + part)
+    def write(self, wanted: list[int]) -> list[int]:
+        """Write these packs; returns where each pack's segments begin."""
+        packs, in_rows = packs_of(self.case.packing), self.case.layout == "rows"
+        offsets = [0]
+        self.rows = [] if in_rows else [[]]
+        for pack in wanted:
+            if in_rows:
+                self.rows.append([])
+            for document, start, stop in packs[pack]:
+                self.document(
+                    document, start, stop, len(self.segments["ids"]) - (offsets[-1] if in_rows else 0)
+                )
+            if in_rows:
+                self.padding(self.case.packing.capacity - len(self.rows[-1]))
+            offsets.append(len(self.segments["ids"]))
+        if not in_rows:
+            width = len(self.rows[0])
+            together = int(np.lcm(self.multiple, self.case.pad_to_multiple_of))
+            self.padding(rounded(width, together) - width)
+        return offsets
+
+    def document(self, document: int, start: int, stop: int, number: int) -> None:
+        """One segment and the positions up to the end of its slot."""
+        case, targets = self.case, 0
+        for place, at in enumerate(range(start, stop)):
+            label = (case.labels or case.documents)[document][at]
+            if place == 0 or (case.loss_mask is not None and not case.loss_mask[document][at]):
+                label = IGNORE
+            targets += label != IGNORE
+            self.rows[-1].append((case.documents[document][at], label, place, number))
+            for name, column in self.columns.items():
+                column.append(case.columns[name][document][at])
+        for name, value in zip(self.segments, (document, start, stop - start, targets)):
+            self.segments[name].append(value)
+        slot = rounded(stop - start, self.multiple)
+        self.logical.append(self.logical[-1] + stop - start)
+        self.physical.append(self.physical[-1] + slot)
+        self.fill(slot - (stop - start))
+
+    def padding(self, count: int) -> None:
+        """Padding with boundaries of its own."""
+        self.fill(count)
+        while count:
+            part = min(count, max(self.multiple, PADDING_SEGMENT // self.multiple * self.multiple))
+            self.logical.append(self.logical[-1] + part)
+            self.physical.append(self.physical[-1] + part)
             count -= part
 
-    for turn, pack in enumerate(wanted):
-        if case.layout == "rows" and turn:
-            rows.append([])
-        number = 0 if case.layout == "rows" else len(segments["ids"])
-        for document, start, stop in packs[pack]:
-            targets = 0
-            for place, at in enumerate(range(start, stop)):
-                label = (case.labels or case.documents)[document][at]
-                if place == 0 or (case.loss_mask is not None and not case.loss_mask[document][at]):
-                    label = IGNORE
-                targets += label != IGNORE
-                position(case.documents[document][at], label, place, number)
-                for name, column in columns.items():
-                    column.append(case.columns[name][document][at])
-            for name, value in zip(segments, (document, start, stop - start, targets)):
-                segments[name].append(value)
-            logical.append(logical[-1] + stop - start)
-            physical.append(physical[-1] + rounded(stop - start, multiple))
-            padding(rounded(stop - start, multiple) - (stop - start), bounds=False)
-            number += 1
-        if case.layout == "rows":
-            padding(capacity - len(rows[-1]), bounds=True)
-        offsets.append(len(segments["ids"]))
-    if case.layout == "flat":
-        width = len(rows[-1])
-        together = int(np.lcm(multiple, case.pad_to_multiple_of))
-        padding(rounded(width, together) - width, bounds=True)
-    elif not wanted:
-        rows = []
-    width = capacity if case.layout == "rows" else len(rows[0])
-    shape = (len(rows), width)
+    def fill(self, count: int) -> None:
+        """Positions that hold nothing."""
+        for _ in range(count):
+            self.rows[-1].append((self.case.pad_id, IGNORE, 0, -1))
+            for name, column in self.columns.items():
+                column.append(self.case.column_pads.get(name, 0))
 
-    def array(index: int) -> np.ndarray:
-        flat = [entry[index] for row in rows for entry in row]
-        return np.array(flat, np.int32).reshape(shape)
 
-    input_ids, labels, position_ids, segment_ids = (array(index) for index in range(4))
+def expected(case: Case) -> dict[str, Any]:
+    """Every field of the batch, position by position."""
+    packing, oracle = case.packing, Oracle(case)
+    wanted = list(range(packing.num_packs)) if case.pack_ids is None else case.pack_ids
+    offsets = oracle.write(wanted)
+    segments = oracle.segments
+    shape = (len(oracle.rows), packing.capacity if case.layout == "rows" else len(oracle.rows[0]))
+    flat = np.array([entry for row in oracle.rows for entry in row], np.int32).reshape(*shape, 4)
+    input_ids, labels, position_ids, segment_ids = np.moveaxis(flat, -1, 0).copy()
     shifted = np.full(shape, IGNORE, np.int32)
     shifted[:, :-1] = labels[:, 1:]
+    same = oracle.logical == oracle.physical
     return {
         "input_ids": input_ids,
         "labels": labels,
         "position_ids": position_ids,
         "segment_ids": segment_ids,
         "shift_labels": shifted,
-        "cu_seqlens": np.array(logical, np.int32),
-        "cu_seqlens_padded": None if logical == physical else np.array(physical, np.int32),
+        "cu_seqlens": np.array(oracle.logical, np.int32),
+        "cu_seqlens_padded": None if same else np.array(oracle.physical, np.int32),
         "max_seqlen": max(segments["lengths"], default=0),
         "document_ids": np.array(segments["ids"], np.int64),
         "document_starts": np.array(segments["starts"], np.int32),
@@ -190,7 +205,9 @@ def expected(case: Case) -> dict[str, Any]:
         "step_num_targets": int((labels != IGNORE).sum()),
         "dp_world_size": 1,
         "document_groups": None if packing.groups is None else packing.groups[segments["ids"]],
-        "columns": {name: np.array(column, np.float64).reshape(shape) for name, column in columns.items()},
+        "columns": {
+            name: np.array(column, np.float64).reshape(shape) for name, column in oracle.columns.items()
+        },
     }
 
 
