@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from packings import UNLIMITED, random_lengths
 
+import varlen as vl
 from varlen.pack import assign, kernels, kernels_arrange, kernels_tree, reference
 
 Search = tuple[np.ndarray, np.ndarray, np.ndarray, int, int]
@@ -28,6 +30,7 @@ def searches(draw: st.DrawFn) -> Search:
     capacity = draw(st.one_of(st.integers(1, 12), st.sampled_from([63, 64, 65, 128, 4095, 4096, 4097, 9000])))
     values = st.one_of(
         st.integers(0, capacity),
+        st.integers(1, max(1, capacity // 5)),
         st.sampled_from([0, 1, capacity, capacity // 2, capacity // 2 + 1, max(0, capacity - 1)]),
     )
     slots = draw(st.lists(values.filter(lambda slot: slot <= capacity), max_size=60))
@@ -114,6 +117,26 @@ def test_balanced_equals_its_reference(search: Search, packs: int, shape: str) -
     assert ours == run_search(reference.balanced, *arguments, items=slots.size)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_searches_equal_their_references_where_ties_and_full_packs_abound(seed: int) -> None:
+    # Few distinct slots, sizes and amounts of work: the lightest or first pack often has no space or no place left.
+    draw = random.Random(seed)
+    count, capacity, max_documents = 150, 12, draw.choice([3, 5, UNLIMITED])
+    slots = int32([draw.choice([1, 2, 5]) for _ in range(count)])
+    sizes = int32([draw.choice([1, 2, 3]) for _ in range(count)])
+    work = np.array([float(draw.randint(0, 2)) for _ in range(count)])
+    search = (int32(draw.sample(range(count), count)), slots, sizes, capacity, max_documents)
+    most = 40 + most_packs(search)
+    calls = {
+        "best_fit": (kernels, search),
+        "first_fit": (kernels_tree, (*search, most)),
+        "balanced": (kernels_tree, (*search[:3], work, *search[3:], draw.randint(0, 40), most)),
+    }
+    for name, (room, arguments) in calls.items():
+        ours = run_search(getattr(room, name), *arguments, items=count)
+        assert ours == run_search(getattr(reference, name), *arguments, items=count), name
+
+
 @pytest.mark.parametrize("max_documents", [UNLIMITED, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_first_fit_searches_all_levels_of_its_tree(max_documents: int, seed: int) -> None:
@@ -175,6 +198,22 @@ def test_best_fit_decreasing_plans_again_where_the_table_of_runs_was_too_short(
     assert len(rows_seen) > 2
     assert rows_seen == [rows_seen[0] * 4**turn for turn in range(len(rows_seen))]
     assert again == enough
+
+
+@pytest.mark.parametrize("rows", range(0, 60, 3))
+@pytest.mark.parametrize("short", ["runs", "clusters"])
+def test_a_plan_never_writes_past_tables_that_are_too_short(rows: int, short: str) -> None:
+    slots, capacity = int32(random_lengths(6, 200, 97)), 97
+    counts = np.bincount(slots, minlength=capacity + 1)
+    tables = {"runs": np.full((300, 3), -9, np.int32), "clusters": np.full((300, 4), -9, np.int32)}
+    given = {**tables, short: tables[short][:rows]}
+    ends, run_offsets = np.full((capacity + 1, 2), -1, np.int32), np.zeros(capacity + 2, np.int64)
+    space = (*kernels._bitmap(capacity), ends, given["clusters"], given["runs"], run_offsets)
+    planned = kernels._plan_equal_lengths(counts, capacity, UNLIMITED, *space)
+
+    assert (tables[short][rows:] == -9).all()
+    assert planned in (-1, vl.pack(slots, capacity).num_packs)
+    assert planned == -1 or rows > 30
 
 
 def wrap_with(

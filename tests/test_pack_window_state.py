@@ -118,3 +118,14 @@ def test_tokens_that_vanish_while_they_wait_raise() -> None:
         packer.add([1])
     with pytest.raises(LedgerError):
         packer.flush()
+
+
+def test_waiting_pieces_of_one_document_that_overlap_are_refused() -> None:
+    packer = vl.WindowPacker(capacity=8, window=8)
+    packer.add([20])
+    state = packer.state_dict()
+    assert (state["waiting"]["starts"], state["waiting"]["stops"]) == ([0, 8, 16], [8, 16, 20])
+    state["waiting"]["starts"][1], state["waiting"]["stops"][1] = 4, 12
+
+    with pytest.raises(StateError, match="order of their arrival; it was cut or changed"):
+        vl.WindowPacker(capacity=8, window=8).load_state_dict(state)
