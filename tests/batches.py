@@ -104,93 +104,108 @@ def cases(draw: st.DrawFn, layouts: tuple[str, ...] = ("rows", "flat")) -> Case:
     )
 
 
-def expected(case: Case) -> dict[str, Any]:
-    """Every field of the batch, position by position."""
-    packing, capacity = case.packing, case.packing.capacity
-    multiple = packing.document_multiple_of
-    wanted = list(range(packing.num_packs)) if case.pack_ids is None else case.pack_ids
-    packs = packs_of(packing)
-    rows: list[list[tuple[int, ...]]] = [[]]
-    segments: dict[str, list[int]] = {name: [] for name in ("ids", "starts", "lengths", "targets")}
-    logical, physical, offsets = [0], [0], [0]
-    columns = {name: [] for name in case.columns}
+class Oracle:
+    """Lays a case out position by position, as plainly as can be."""
 
-    def position(token: int, label: int, place: int, segment: int) -> None:
-        rows[-1].append((token, label, place, segment))
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.multiple = case.packing.document_multiple_of
+        self.rows: list[list[tuple[int, ...]]] = [[]]
+        self.segments: dict[str, list[int]] = {name: [] for name in ("ids", "starts", "lengths", "targets")}
+        self.logical, self.physical, self.offsets = [0], [0], [0]
+        self.columns: dict[str, list[Any]] = {name: [] for name in case.columns}
 
-    def padding(count: int, bounds: bool) -> None:
+    def pad(self, count: int, *, bounds: bool) -> None:
+        """Write padding, with boundaries of its own unless it fills up a slot."""
         for _ in range(count):
-            position(case.pad_id, IGNORE, 0, -1)
-            for name, column in columns.items():
-                column.append(case.column_pads.get(name, 0))
+            self.rows[-1].append((self.case.pad_id, IGNORE, 0, -1))
+            for name, column in self.columns.items():
+                column.append(self.case.column_pads.get(name, 0))
         while bounds and count:
-            part = min(count, max(multiple, PADDING_SEGMENT // multiple * multiple))
-            logical.append(logical[-1] + part)
-            physical.append(physical[-1] + part)
+            part = min(count, max(self.multiple, PADDING_SEGMENT // self.multiple * self.multiple))
+            self.logical.append(self.logical[-1] + part)
+            self.physical.append(self.physical[-1] + part)
             count -= part
 
-    for turn, pack in enumerate(wanted):
-        if case.layout == "rows" and turn:
-            rows.append([])
-        number = 0 if case.layout == "rows" else len(segments["ids"])
-        for document, start, stop in packs[pack]:
-            targets = 0
-            for place, at in enumerate(range(start, stop)):
-                label = (case.labels or case.documents)[document][at]
-                if place == 0 or (case.loss_mask is not None and not case.loss_mask[document][at]):
-                    label = IGNORE
-                targets += label != IGNORE
-                position(case.documents[document][at], label, place, number)
-                for name, column in columns.items():
-                    column.append(case.columns[name][document][at])
-            for name, value in zip(segments, (document, start, stop - start, targets)):
-                segments[name].append(value)
-            logical.append(logical[-1] + stop - start)
-            physical.append(physical[-1] + rounded(stop - start, multiple))
-            padding(rounded(stop - start, multiple) - (stop - start), bounds=False)
-            number += 1
-        if case.layout == "rows":
-            padding(capacity - len(rows[-1]), bounds=True)
-        offsets.append(len(segments["ids"]))
-    if case.layout == "flat":
-        width = len(rows[-1])
-        together = int(np.lcm(multiple, case.pad_to_multiple_of))
-        padding(rounded(width, together) - width, bounds=True)
-    elif not wanted:
-        rows = []
-    width = capacity if case.layout == "rows" else len(rows[0])
-    shape = (len(rows), width)
+    def place(self, document: int, start: int, stop: int, number: int) -> None:
+        """Write one piece and the rest of its slot."""
+        case, targets, slot = self.case, 0, rounded(stop - start, self.multiple)
+        for place, at in enumerate(range(start, stop)):
+            label = (case.labels or case.documents)[document][at]
+            if place == 0 or (case.loss_mask is not None and not case.loss_mask[document][at]):
+                label = IGNORE
+            targets += label != IGNORE
+            self.rows[-1].append((case.documents[document][at], label, place, number))
+            for name, column in self.columns.items():
+                column.append(case.columns[name][document][at])
+        for name, value in zip(self.segments, (document, start, stop - start, targets)):
+            self.segments[name].append(value)
+        self.logical.append(self.logical[-1] + stop - start)
+        self.physical.append(self.physical[-1] + slot)
+        self.pad(slot - (stop - start), bounds=False)
+
+    def lay_out(self, wanted: list[int]) -> None:
+        """Write the packs wanted and the padding after them."""
+        case, packs = self.case, packs_of(self.case.packing)
+        for turn, pack in enumerate(wanted):
+            if case.layout == "rows" and turn:
+                self.rows.append([])
+            first = 0 if case.layout == "rows" else len(self.segments["ids"])
+            for number, piece in enumerate(packs[pack], first):
+                self.place(*piece, number)
+            if case.layout == "rows":
+                self.pad(case.packing.capacity - len(self.rows[-1]), bounds=True)
+            self.offsets.append(len(self.segments["ids"]))
+        if case.layout == "flat":
+            width = len(self.rows[-1])
+            together = int(np.lcm(self.multiple, case.pad_to_multiple_of))
+            self.pad(rounded(width, together) - width, bounds=True)
+        elif not wanted:
+            self.rows = []
+
+
+def expected(case: Case) -> dict[str, Any]:
+    """Every field of the batch, position by position."""
+    packing = case.packing
+    wanted = list(range(packing.num_packs)) if case.pack_ids is None else case.pack_ids
+    page = Oracle(case)
+    page.lay_out(wanted)
+    segments = page.segments
+    shape = (len(page.rows), packing.capacity if case.layout == "rows" else len(page.rows[0]))
 
     def array(index: int) -> np.ndarray:
-        flat = [entry[index] for row in rows for entry in row]
+        flat = [entry[index] for row in page.rows for entry in row]
         return np.array(flat, np.int32).reshape(shape)
 
     input_ids, labels, position_ids, segment_ids = (array(index) for index in range(4))
     shifted = np.full(shape, IGNORE, np.int32)
     shifted[:, :-1] = labels[:, 1:]
+    targets = int((labels != IGNORE).sum())
     return {
         "input_ids": input_ids,
         "labels": labels,
         "position_ids": position_ids,
         "segment_ids": segment_ids,
         "shift_labels": shifted,
-        "cu_seqlens": np.array(logical, np.int32),
-        "cu_seqlens_padded": None if logical == physical else np.array(physical, np.int32),
+        "cu_seqlens": np.array(page.logical, np.int32),
+        "cu_seqlens_padded": None if page.logical == page.physical else np.array(page.physical, np.int32),
         "max_seqlen": max(segments["lengths"], default=0),
         "document_ids": np.array(segments["ids"], np.int64),
         "document_starts": np.array(segments["starts"], np.int32),
         "document_lengths": np.array(segments["lengths"], np.int32),
         "document_targets": np.array(segments["targets"], np.int32),
         "pack_ids": np.array(wanted, np.int64),
-        "pack_offsets": np.array(offsets, np.int64),
+        "pack_offsets": np.array(page.offsets, np.int64),
         "layout": case.layout,
         "pad_id": case.pad_id,
         "max_token_id": int(input_ids[segment_ids >= 0].max(initial=-1)),
-        "num_targets": int((labels != IGNORE).sum()),
-        "step_num_targets": int((labels != IGNORE).sum()),
+        "num_targets": targets,
+        "step_num_targets": targets,
         "dp_world_size": 1,
         "document_groups": None if packing.groups is None else packing.groups[segments["ids"]],
-        "columns": {name: np.array(column, np.float64).reshape(shape) for name, column in columns.items()},
+        "columns": {
+            name: np.array(values, np.float64).reshape(shape) for name, values in page.columns.items()
+        },
     }
 
 

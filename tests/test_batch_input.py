@@ -288,14 +288,23 @@ def test_labels_longer_than_their_documents_are_refused_under_every_policy(
             vl.collate(documents, packing, labels=labels)
 
 
-def test_documents_cut_at_the_capacity_may_be_longer_and_no_others() -> None:
+def test_documents_that_were_truncated_may_be_longer_and_none_shorter() -> None:
     packing = vl.pack([9, 3], 6, overlong="truncate")
 
     assert vl.collate(tokens_like([9, 3]), packing).num_tokens == 9
     with pytest.raises(
+        DocumentsError, match=r"document 1 doesn't match .* it has 2 values here but was packed up to"
+    ):
+        vl.collate(tokens_like([9, 2]), packing)
+
+
+def test_documents_that_were_packed_whole_may_not_be_longer() -> None:
+    packing = vl.pack([5, 3], 6)
+
+    with pytest.raises(
         DocumentsError, match=r"document 1 doesn't match .* it has 4 values here but was packed up to"
     ):
-        vl.collate(tokens_like([9, 4]), packing)
+        vl.collate(tokens_like([5, 4]), packing)
 
 
 def test_a_buffer_that_can_not_be_written_is_refused() -> None:
