@@ -49,6 +49,7 @@ def run_part(title: str, marker: str, examples: int, scratch: Path, seconds: flo
     except subprocess.TimeoutExpired:
         code = OUT_OF_TIME
     cases = ET.parse(report).getroot().findall(".//testcase") if report.exists() else []
+    report.unlink(missing_ok=True)
     times = [(case.get("name", ""), float(case.get("time", 0))) for case in cases]
     return Part(
         title=title,

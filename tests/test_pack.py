@@ -148,7 +148,13 @@ def test_documents_of_a_group_share_a_pack(case: Case) -> None:
     assert all(len(packs) == 1 for packs in homes.values())
 
 
-@given(st.sampled_from(METHODS), st.integers(1, 30), st.integers(1, 30), st.integers(1, 30))
+# "balanced" deals documents of one length out in turn, so they stand in order within each pack alone.
+@given(
+    st.sampled_from([method for method in METHODS if method != "balanced"]),
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
 def test_documents_of_one_length_stay_in_input_order(
     method: Method, capacity: int, length: int, count: int
 ) -> None:

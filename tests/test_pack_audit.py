@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from packings import Case, cases, same_packing
 
@@ -152,6 +152,7 @@ def test_split_pieces_are_held_against_their_documents(monkeypatch: pytest.Monke
     st.sampled_from(["documents", "starts", "lengths", "wholes", "nothing"]),
     st.integers(-3, 3),
 )
+@example([1], 1, 0, "documents", -1)
 def test_misplaced_pieces_are_counted_as_the_reference_counts_them(
     wholes: list[int], part: int, place: int, what: str, change: int
 ) -> None:

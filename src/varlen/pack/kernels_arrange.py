@@ -213,6 +213,8 @@ def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) ->
         lengths: int32 `[num_pieces]`: its tokens.
         wholes: int32 `[num_documents]`: tokens of each document that the pieces must make up.
     """
+    if documents.size > 0 and documents[0] < 0:
+        return documents.size + 1
     wrong = 0
     document = -1
     at = np.int64(0)
