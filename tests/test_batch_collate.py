@@ -191,6 +191,20 @@ def test_a_batch_of_thousands_of_documents_holds_each_token_where_the_packing_sa
     assert batch.num_targets == sum(lengths) - packing.num_pieces
 
 
+def test_packs_of_a_window_are_collated_from_all_documents_so_far() -> None:
+    lengths = random_lengths(2, 400, 60)
+    documents = tokens_like(lengths)
+    packer = vl.WindowPacker(capacity=50, window=64)
+    seen: list[int] = []
+    for begin in range(0, 400, 50):
+        packing = packer.add(lengths[begin : begin + 50])
+        batch = vl.collate(documents[: packer.num_records], packing, layout="flat")
+        seen += batch.input_ids[0].tolist()
+    seen += vl.collate(documents, packer.flush(), layout="flat").input_ids[0].tolist()
+
+    assert sorted(seen) == list(range(1, sum(lengths) + 1))
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_plain_python_gives_the_same_batch_as_the_kernels(
