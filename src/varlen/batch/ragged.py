@@ -101,7 +101,8 @@ def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged
     if _is_arrow(documents):
         return _from_list(_from_chunks(documents, needed, name), name), places
     if not needed.size:  # a batch of nothing reads one document all the same, for its dtype
-        needed = np.arange(min(len(documents), 1))
+        filled = [number for number, part in enumerate(documents) if len(part)][:1]
+        needed = np.array(filled, np.int64)
     return _from_list([documents[index] for index in needed.tolist()], name), places
 
 
