@@ -236,8 +236,8 @@ import varlen as vl
 def pack(count):
     packing = vl.pack([1 + i % 7 for i in range(count)], capacity=16)
     return [packing.num_packs, packing.document_ids[:9].tolist(), "numba" in sys.modules]
-few = pack(4_000)
-many = [pack(4_000) for _ in range(9)][-1]
+few = pack(100_000)
+many = [pack(100_000) for _ in range(9)][-1]
 print(json.dumps({"total": 5, "few": few, "many": many}))
 """
 

@@ -105,6 +105,16 @@ def test_best_fit_decreasing_equals_its_reference(search: Search) -> None:
     assert ours == run_search(reference.best_fit_decreasing, *arguments, items=slots.size)
 
 
+@given(searches())
+def test_the_reference_of_best_fit_decreasing_is_best_fit_item_by_item(search: Search) -> None:
+    _, slots, _, capacity, max_documents = search
+    order = np.empty(slots.size, np.int32)
+    reference.descending(slots, capacity, order)
+    one_by_one = (order, slots, np.ones(slots.size, np.int32), capacity, max_documents)
+    together = run_search(reference.best_fit_decreasing, slots, capacity, max_documents, items=slots.size)
+    assert together == run_search(reference.best_fit, *one_by_one, items=slots.size)
+
+
 @given(searches(), st.integers(0, 9), st.sampled_from(["length", "squares", "few"]))
 def test_balanced_equals_its_reference(search: Search, packs: int, shape: str) -> None:
     order, slots, sizes, capacity, max_documents = search
@@ -251,10 +261,8 @@ def test_permutation_equals_its_reference(seed: int, size: int) -> None:
 
 def test_permutation_gives_the_same_numbers_on_every_machine_and_version() -> None:
     # SplitMix64 from state 0 begins 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 (Vigna's reference code).
-    state, mask, numbers = 0, 2**64 - 1, []
-    for _ in range(2):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        numbers.append(reference._scramble(state))
+    states = np.array([0x9E3779B97F4A7C15, 2 * 0x9E3779B97F4A7C15 % 2**64], np.uint64)
+    numbers = reference._scramble(states).tolist()
     order = np.empty(3, np.int64)
     kernels_arrange.permutation(np.uint64(0), order)
     values = [0, 1, 2]

@@ -1,6 +1,6 @@
 """Compile kernels with numba, lazily, in a way that can't fail because a folder is read-only.
 
-`VARLEN_JIT=0` runs the plain-Python references instead of the kernels: slower by a factor of 100 to 1,000,
+`VARLEN_JIT=0` runs the plain-Python references instead of the kernels: slower by a factor of 10 to 1,000,
 and the same results. numba itself is imported by the first kernel call that is worth it, never by
 `import varlen`.
 """
@@ -21,13 +21,11 @@ _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-SMALL = 5_000
-"""Documents that the references pack sooner than numba is imported, some 0.5 s."""
-ALLOWANCE = 20_000
-"""Documents that the references pack in one process before numba is worth its import all the same."""
+PATIENCE_S = 0.5
+"""Seconds that a process packs by references before numba is worth its import, which takes about as long."""
 
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
-_packed_in_python = 0
+_spent_s = 0.0
 
 
 def is_enabled() -> bool:
@@ -36,24 +34,25 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def sized(work: object) -> Iterator[None]:
-    """Within this block, do small work in plain Python as long as numba isn't loaded; the results are the same.
+def sized(work: object, seconds_each: float) -> Iterator[None]:
+    """Within this block, do small work by the references as long as numba isn't loaded; the results are the same.
 
-    So a script that packs a few thousand documents never waits for the compiler. `VARLEN_JIT=1` compiles
-    whatever the size.
+    So a script that packs some documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the
+    size.
 
     Args:
         work: lengths of documents, or whatever else has a length.
+        seconds_each: what a reference takes for one of them.
     """
-    global _packed_in_python
+    global _spent_s
     try:
-        num_documents = len(work)  # type: ignore[arg-type]
+        expected_s = len(work) * seconds_each  # type: ignore[arg-type]
     except TypeError:
-        num_documents = 0
+        expected_s = 0.0
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
-    small = num_documents <= SMALL and _packed_in_python + num_documents <= ALLOWANCE and not loaded
+    small = not loaded and _spent_s + expected_s <= PATIENCE_S
     if small:
-        _packed_in_python += num_documents
+        _spent_s += expected_s
     token = _in_python.set(small)
     try:
         yield

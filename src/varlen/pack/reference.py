@@ -1,6 +1,7 @@
-"""Every packing kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+"""Every packing kernel in Python and NumPy: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
 
-Written to be read. Arguments, results and numbering of packs are those of the kernels.
+Written to be read. Arguments, results and numbering of packs are those of the kernels. They also pack what a
+process packs first, sooner than numba could be imported (`jit.sized`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,12 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-
-_WORD = 0xFFFFFFFFFFFFFFFF
+UInt64 = NDArray[np.uint64]
 
 
 def descending(slots: Int32, largest: int, order: Int32) -> None:
     """Write the items in order of falling slots, equal ones in input order."""
-    order[:] = sorted(range(len(slots)), key=lambda item: -slots[item])
+    order[:] = np.argsort(-slots, kind="stable")
 
 
 def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
@@ -77,11 +78,60 @@ def best_fit(
     return len(places)
 
 
+class _Alike(NamedTuple):
+    """Packs with neighbouring numbers that were filled alike."""
+
+    first: int
+    packs: int
+    places: int
+
+
 def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
-    """Best-fit over items from long to short, every item one document; returns the number of packs."""
+    """Best-fit over items from long to short, every item one document; returns the number of packs.
+
+    The same as `best_fit` in `descending` order: items of one length fill one waiting pack after the other.
+    """
+    waiting: dict[int, deque[_Alike]] = defaultdict(deque)  # free space -> packs, the longest waiting first
+    rooms: list[int] = []  # the free spaces with waiting packs, rising
+    runs = [(0, 1, 0)]  # first pack, items a pack, items: from long to short
+    num_packs = 0
+
+    def wait(room: int, alike: _Alike) -> None:
+        if room > 0 and alike.packs > 0 and alike.places > 0:
+            if not waiting[room]:
+                insort(rooms, room)
+            waiting[room].append(alike)
+
+    lengths, counts = np.unique(slots[slots > 0], return_counts=True)
+    for length, left in zip(lengths[::-1].tolist(), counts[::-1].tolist()):
+        while left > 0:
+            at = bisect_left(rooms, length)
+            is_new = at == len(rooms)
+            room = capacity if is_new else rooms[at]
+            first, packs, places = _Alike(num_packs, left, max_documents) if is_new else waiting[room][0]
+            each = min(room // length, places)
+            used = min(packs, -(-left // each))
+            if is_new:
+                num_packs += used
+            elif used < packs:
+                waiting[room][0] = _Alike(first + used, packs - used, places)
+            else:
+                waiting[room].popleft()
+                if not waiting[room]:
+                    del rooms[at]
+            placed = min(left, used * each)
+            full, rest = divmod(placed, each)
+            wait(room - each * length, _Alike(first, full, places - each))
+            wait(room - rest * length, _Alike(first + full, min(rest, 1), places - rest))
+            runs.append((first, each, placed))
+            left -= placed
+    firsts, eachs, sizes = np.array(runs, np.int64).T
+    turns = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     order = np.empty(len(slots), np.int32)
     descending(slots, capacity, order)
-    return best_fit(order, slots, np.ones(len(slots), np.int32), capacity, max_documents, pack_of)
+    pack_of[:] = -1
+    pack_of[order[: len(turns)]] = np.repeat(firsts, sizes) + turns // np.repeat(eachs, sizes)
+    return num_packs
 
 
 def first_fit(
@@ -188,42 +238,43 @@ def wrapped(
 def permutation(seed: int, order: Int64) -> None:
     """Write a random permutation of 0 … n - 1: SplitMix64 numbers in a Fisher-Yates shuffle."""
     values = list(range(len(order)))
-    state = int(seed)
-    for index in range(len(values) - 1, 0, -1):
-        state = (state + 0x9E3779B97F4A7C15) & _WORD
-        other = _scramble(state) % (index + 1)
+    states = np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15) * np.arange(1, len(order) + 1, dtype=np.uint64)
+    for index, number in zip(reversed(range(1, len(values))), _scramble(states).tolist()):
+        other = number % (index + 1)
         values[index], values[other] = values[other], values[index]
     order[:] = values
 
 
 def rank_packs(pack_of: Int32, rank: Int32) -> int:
     """Renumber packs, in place, by their first piece; returns the number of packs that hold a piece."""
-    ranked: dict[int, int] = {}
-    pack_of[:] = [ranked.setdefault(pack, len(ranked)) if pack >= 0 else -1 for pack in pack_of.tolist()]
-    return len(ranked)
+    packs, firsts = np.unique(pack_of[pack_of >= 0], return_index=True)
+    rank[packs[np.argsort(firsts)]] = np.arange(len(packs))
+    renumber(pack_of, rank)
+    return len(packs)
 
 
-def renumber(pack_of: Int32, number: Int64) -> None:
+def renumber(pack_of: Int32, number: Int32 | Int64) -> None:
     """Give every pack another number, in place; -1 stays."""
-    pack_of[:] = [number[pack] if pack >= 0 else -1 for pack in pack_of.tolist()]
+    placed = pack_of >= 0
+    pack_of[placed] = number[pack_of[placed]]
 
 
 def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
     """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch."""
-    sizes = np.bincount([pack >> shift for pack in pack_of.tolist() if pack >= 0], minlength=len(begin) - 1)
+    sizes = np.bincount(pack_of[pack_of >= 0] >> shift, minlength=len(begin) - 1)
     begin[1:] = np.cumsum(sizes)
-    return max(sizes.tolist(), default=0)
+    return int(sizes.max(initial=0))
 
 
 def gather_batches(
     pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
 ) -> None:
     """Write each piece's word (number, pack's place in the batch, length) at the next position of its batch."""
-    for piece, (pack, length) in enumerate(zip(pack_of.tolist(), lengths.tolist())):
-        if pack >= 0:
-            batch, place = divmod(pack, 1 << shift)
-            words[position[batch]] = (((piece << shift) + place) << length_bits) + length
-            position[batch] += 1
+    pieces = np.flatnonzero(pack_of >= 0)
+    batches, places = np.divmod(pack_of[pieces].astype(np.int64), 1 << shift)
+    order = np.argsort(batches, kind="stable")
+    words[:] = ((((pieces << shift) + places) << length_bits) + lengths[pieces])[order]
+    position[:-1] += np.bincount(batches, minlength=len(position) - 1)
 
 
 def order_batches(
@@ -237,33 +288,35 @@ def order_batches(
     lengths: Int32,
 ) -> None:
     """Sort each batch by pack and piece, and take the words apart; working space is left alone."""
-    split = []
-    for batch, (start, stop) in enumerate(zip(begin[:-1].tolist(), begin[1:].tolist())):
-        for word in words[start:stop].tolist():
-            piece, place = divmod(word >> length_bits, 1 << shift)
-            split.append(((batch << shift) + place, piece, word % (1 << length_bits)))
-    split.sort()
-    words[:] = [piece for _, piece, _ in split]
-    lengths[:] = [length for _, _, length in split]
-    offsets[:] = np.searchsorted([pack for pack, _, _ in split], np.arange(len(offsets)))
+    batches = np.repeat(np.arange(len(begin) - 1), np.diff(begin))
+    rest, sizes = np.divmod(words, 1 << length_bits)
+    pieces, places = np.divmod(rest, 1 << shift)
+    packs = (batches << shift) + places
+    order = np.lexsort((pieces, packs))
+    words[:], lengths[:] = pieces[order], sizes[order]
+    offsets[1:] = np.cumsum(np.bincount(packs, minlength=len(offsets) - 1))
 
 
 def checksum(lengths: Int32) -> int:
     """An order-free 64-bit sum over all non-empty pieces of their numbers and lengths, scrambled."""
-    pairs = enumerate(lengths.tolist())
-    return sum(_scramble((piece << 31) | length) for piece, length in pairs if length) & _WORD
+    pieces = np.flatnonzero(lengths)
+    return _sum_of_pieces(pieces, lengths[pieces])
 
 
 def audit(
     pieces: Int64, lengths: Int32, offsets: Int64, capacity: int, multiple: int
 ) -> tuple[int, int, int]:
     """Count tokens in finished packs and packs over capacity, and sum up the pieces as `checksum` does."""
-    slots = [-(-length // multiple) * multiple for length in lengths.tolist()]
-    bounds = offsets.tolist()
-    overfull = sum(sum(slots[begin:end]) > capacity for begin, end in zip(bounds[:-1], bounds[1:]))
-    pairs = zip(pieces.tolist(), lengths.tolist())
-    total = sum(_scramble((piece << 31) | length) for piece, length in pairs) & _WORD
-    return sum(lengths.tolist()), overfull, total
+    slots = -(-lengths.astype(np.int64) // multiple) * multiple
+    ends = np.append(0, np.cumsum(slots))
+    overfull = np.diff(ends[offsets]) > capacity
+    return int(lengths.sum(dtype=np.int64)), int(overfull.sum()), _sum_of_pieces(pieces, lengths)
+
+
+def _sum_of_pieces(pieces: Int64, lengths: Int32) -> int:
+    """Sum of the scrambled numbers and lengths of pieces, modulo 2^64."""
+    words = pieces.astype(np.uint64) << np.uint64(31) | lengths.astype(np.uint64)
+    return int(_scramble(words).sum())
 
 
 def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
@@ -271,20 +324,17 @@ def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) ->
 
     Pieces of a document that is unknown or was finished before make all of them wrong.
     """
-    order = documents.tolist()
-    if order != sorted(order) or any(not 0 <= document < len(wholes) for document in order):
-        return len(order) + 1
-    ends = dict.fromkeys(range(len(wholes)), 0)
-    wrong = 0
-    for document, start, length in zip(order, starts.tolist(), lengths.tolist()):
-        wrong += start != ends[document]
-        ends[document] += length
-    unfinished = sum(ends[document] != length for document, length in enumerate(wholes.tolist()))
-    return int(wrong + unfinished)
+    if (documents[1:] < documents[:-1]).any() or ((documents < 0) | (documents >= len(wholes))).any():
+        return len(documents) + 1
+    ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    first = np.searchsorted(documents, np.arange(len(wholes) + 1))  # the first piece of each document
+    wrong = starts != ends[:-1] - ends[first[documents]]
+    unfinished = np.diff(ends[first]) != wholes
+    return int(wrong.sum() + unfinished.sum())
 
 
-def _scramble(word: int) -> int:
-    """SplitMix64's output function: 64 well mixed bits of a number."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
+def _scramble(words: UInt64) -> UInt64:
+    """SplitMix64's output function: 64 well mixed bits of each number."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
