@@ -27,7 +27,7 @@ import varlen as vl
 with suppress(AttributeError, OSError):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 count, capacity = int(sys.argv[1]), int(sys.argv[2])
-vl.pack(lognormal_lengths(20_000), capacity=capacity)  # enough for kernels to be worth loading
+vl.pack(lognormal_lengths(1_000_000), capacity=capacity)  # enough for kernels to be worth loading
 lengths = lognormal_lengths(count)
 forget_peak()
 before = resident_bytes()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import SettingError
-from varlen.pack.arrange import arrange, audit, checksum, lay_out
+from varlen.pack.arrange import arrange, audit, checksum
 from varlen.pack.assign import assign
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
 from varlen.pack.pieces import Items, Pieces, as_groups, fit, gather_groups, slots_of, wrap
@@ -133,10 +133,9 @@ def _pack(
     del checked, lengths
 
     expected = checksum(pieces.lengths)
-    gathered = arrange(pieces.lengths, pack_of, num_packs, seed)
+    placed, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
     documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
     del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
-    placed, stops, offsets = lay_out(*gathered, num_packs)
     packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
     ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
     first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]

@@ -22,19 +22,19 @@ def shuffled(seed: int, size: int) -> IntArray:
 
 def arrange(
     lengths: Int32Array, pack_of: Int32Array, num_packs: int, seed: int | None
-) -> tuple[IntArray, IntArray, int, int, int]:
-    """Bring the pieces of neighbouring packs together: packs by their first piece, or at random.
-
-    Split from `lay_out` so that a caller with 10^8 documents can let go of `pack_of` in between.
+) -> tuple[IntArray, Int32Array, IntArray]:
+    """Bring the pieces of each pack together: packs by their first piece, or at random.
 
     Args:
         lengths: int32 `[num_pieces]`.
-        pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed; overwritten.
+        pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that are not packed. Its memory holds the
+            lengths afterwards: at 10^8 pieces, memory that was never touched costs more than the sorting.
         num_packs: how many packs were opened.
         seed: permutes the packs; None leaves them in the order of their first piece.
 
     Returns:
-        Words, batch bounds, packs a batch and bits a length, and the largest batch: all for `lay_out`.
+        Piece numbers int64 `[num_placed]`, rising within a pack, their lengths int32 `[num_placed]`, and
+        offsets int64 `[num_packs + 1]`.
 
     Raises:
         LedgerError: a pack was opened and left empty; a bug in varlen.
@@ -51,26 +51,13 @@ def arrange(
     # A word is 63 bits; 2^11 packs, some 20,000 pieces, are sorted within a core's cache.
     shift = min(11, 63 - length_bits - max(pack_of.size, 1).bit_length())
     begin = np.zeros(-(-num_packs >> shift) + 1 if num_packs else 1, np.int64)
-    largest = _kernel("batch_bounds")(pack_of, shift, begin)
+    largest = int(_kernel("batch_bounds")(pack_of, shift, begin))
     words = np.empty(int(begin[-1]), np.int64)
     _kernel("gather_batches")(pack_of, lengths, shift, length_bits, begin.copy(), words)
-    return words, begin, shift, length_bits, int(largest)
-
-
-def lay_out(
-    words: IntArray, begin: IntArray, shift: int, length_bits: int, largest: int, num_packs: int
-) -> tuple[IntArray, Int32Array, IntArray]:
-    """Finish what `arrange` began.
-
-    Returns:
-        Piece numbers int64 `[num_placed]` (in the memory of the words), lengths int32 `[num_placed]`, and
-        offsets int64 `[num_packs + 1]`.
-    """
-    offsets = np.zeros(num_packs + 1, np.int64)
-    lengths = np.empty(words.size, np.int32)
+    placed_lengths, offsets = pack_of[: words.size], np.zeros(num_packs + 1, np.int64)
     space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
-    _kernel("order_batches")(words, begin, shift, length_bits, *space, offsets, lengths)
-    return words, lengths, offsets
+    _kernel("order_batches")(words, begin, shift, length_bits, *space, offsets, placed_lengths)
+    return words, placed_lengths, offsets
 
 
 def checksum(lengths: Int32Array) -> int:

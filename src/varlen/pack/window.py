@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
 from varlen.pack.api import DEFAULT_WORK, as_choice, item_work, pack
-from varlen.pack.arrange import arrange, audit, checksum, lay_out
+from varlen.pack.arrange import arrange, audit, checksum
 from varlen.pack.assign import assign, spread
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
 from varlen.pack.pieces import Items, fit, slots_of
@@ -285,7 +285,7 @@ class WindowPacker:
         fewest = assign("best_fit_decreasing", items, None, self._capacity, most)[1]
         work, ones = item_work(lengths, items, DEFAULT_WORK), np.ones(len(pieces), np.int32)
         pack_of, num_packs = spread(fewest, items.slots, ones, work, self._capacity, most)
-        placed, placed_lengths, offsets = lay_out(*arrange(lengths, pack_of, num_packs, None), num_packs)
+        placed, placed_lengths, offsets = arrange(lengths, pack_of, num_packs, None)
         audit(placed, placed_lengths, offsets, self._capacity, most, self._multiple, checksum(lengths))
         return Packs(pieces=pieces.take(placed), offsets=offsets)
 
