@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import marshal
 from typing import Any
 
 import numpy as np
@@ -193,40 +192,6 @@ def test_copy_column_equals_its_reference(size: int, row: dict[str, Any]) -> Non
 def test_value_range_equals_its_reference(row: dict[str, Any]) -> None:
     arguments = (row["values"], row["sources"], row["lengths"])
     assert tuple(map(int, kernels.value_range(*arguments))) == reference.value_range(*arguments)
-
-
-VALUE = st.one_of(
-    st.integers(-(2**31), 2**31 - 1),
-    st.sampled_from([0, -1, 2**31 - 1, -(2**31)]),
-    st.sampled_from([True, None, 1.5, "i", b"iiiii", 2**31, -(2**31) - 1, 2**70, (1,), [1]]),
-)
-
-
-@given(st.lists(st.lists(VALUE, max_size=6), min_size=1, max_size=5))
-def test_read_lists_equals_its_reference(lists: list[list[Any]]) -> None:
-    data = np.frombuffer(marshal.dumps(lists, 2), np.uint8)
-    count = sum(map(len, lists))
-    results = []
-    for room in (kernels, reference):
-        tokens, offsets = np.zeros(count, np.int32), np.zeros(len(lists) + 1, np.int64)
-        read = bool(room.read_lists(data, 5, tokens, offsets))
-        results.append((read, (tokens.tolist(), offsets.tolist()) if read else None))
-    whole = all(type(value) is int and -(2**31) <= value < 2**31 for part in lists for value in part)
-
-    assert results[0] == results[1]
-    assert results[0][0] == whole
-    if whole:
-        assert results[0][1] == (
-            [value for part in lists for value in part],
-            np.cumsum([0, *map(len, lists)]).tolist(),
-        )
-
-
-def test_read_lists_never_reads_past_bytes_that_were_cut() -> None:
-    whole = np.frombuffer(marshal.dumps([[1, 2], [3]], 2), np.uint8)
-    for size in range(5, whole.size):
-        read = kernels.read_lists(whole[:size].copy(), 5, np.zeros(3, np.int32), np.zeros(3, np.int64))
-        assert not read
 
 
 def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:

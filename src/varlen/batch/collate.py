@@ -96,7 +96,8 @@ def collate(
     )
     multiple = _as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
     columns, pads = columns or {}, column_pads or {}
-    check_columns(columns, pads, (*_NAMES, "shift_labels"))
+    if columns or pads:
+        check_columns(columns, pads, (*_NAMES, "shift_labels"))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
     segments = lay_out(packing, wanted, layout, multiple)
     source = Source(documents, packing, segments)
@@ -154,6 +155,8 @@ def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> i
     Raises:
         SettingError: it is something else.
     """
+    if type(value) is int and least <= value <= most:
+        return value
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -174,9 +177,13 @@ def _buffers(
     column_dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, npt.NDArray[Any]]:
     """The arrays to fill, the caller's if they are exactly right."""
-    dtypes: dict[str, np.dtype[Any]] = {**dict.fromkeys(_NAMES, np.dtype(np.int32)), **column_dtypes}
     if out is None:
-        return {name: np.empty(shape, dtype) for name, dtype in dtypes.items()}
+        # One block, as large as the last one: the C library takes it from the memory that an earlier batch gave
+        # back, where it returns smaller ones to the system. Fresh pages would cost four times the filling.
+        block = np.empty((len(_NAMES), *shape), np.int32)
+        made = {name: np.empty(shape, dtype) for name, dtype in column_dtypes.items()}
+        return {**dict(zip(_NAMES, block)), **made}
+    dtypes: dict[str, np.dtype[Any]] = {**dict.fromkeys(_NAMES, np.dtype(np.int32)), **column_dtypes}
     if isinstance(out, PackedBatch):
         out = {**{name: getattr(out, name) for name in _NAMES}, **out.columns}
     missing = [name for name in dtypes if name not in out]

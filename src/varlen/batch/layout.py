@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from varlen.types import Int32Array, IntArray, Packing
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """The segments of a batch in row-major order."""
 
     shape: tuple[int, int]

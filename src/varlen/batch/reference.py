@@ -5,7 +5,6 @@ Written to be read. Arguments and results are those of the kernels.
 
 from __future__ import annotations
 
-import marshal
 from typing import Any
 
 import numpy as np
@@ -184,17 +183,3 @@ def copy_column(
     column[:] = pad[0]
     for source, length, place in zip(sources, lengths, places):
         column[place : place + length] = values[source : source + length]
-
-
-def read_lists(data: UInt8, begin: int, tokens: Int32, offsets: Int64) -> bool:
-    """Read lists of 32-bit integers out of Python's marshal format; False if anything else was met."""
-    lists = marshal.loads(data.tobytes())
-    flat = [token for part in lists if isinstance(part, list) for token in part]
-    if len(flat) != len(tokens) or not all(
-        type(token) is int and -(2**31) <= token < 2**31 for token in flat
-    ):
-        return False
-    tokens[:] = flat
-    offsets[0] = 0
-    offsets[1:] = np.cumsum([len(part) for part in lists])
-    return True

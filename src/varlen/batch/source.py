@@ -43,7 +43,7 @@ class Source:
         self._documents = documents
         self._packing = packing
         self._segments = segments
-        self._sizes: IntArray | None = None  # tokens of each segment's document, once they are known
+        self._bounds: tuple[IntArray, IntArray] | None = None  # where the documents' tokens begin and end
 
     def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
         """Return token ids and the index of each segment's first.
@@ -115,20 +115,21 @@ class Source:
             )
         ragged, places = as_ragged(values, self._segments.documents, name)
         offsets = ragged.offsets
-        self._check_sizes(offsets[places + 1] - offsets[places], name)
+        self._check_sizes(offsets, places, name)
         return ragged.values, self._locate(offsets, places, ragged.values.size, name)
 
-    def _check_sizes(self, sizes: IntArray, name: str) -> None:
+    def _check_sizes(self, offsets: IntArray, places: IntArray, name: str) -> None:
         """Require as many values as the documents have tokens; the documents themselves come first."""
-        if self._sizes is None:
-            self._sizes = sizes
+        if self._bounds is None:
+            self._bounds = offsets, places
             return
-        wrong = sizes != self._sizes
+        sizes, wanted = (at[where + 1] - at[where] for at, where in ((offsets, places), self._bounds))
+        wrong = sizes != wanted
         if wrong.any():
             first = int(np.argmax(wrong))
             raise DocumentsError(
                 f"{name}: document {self._segments.documents[first]:,} has {sizes[first]:,} values for "
-                f"{self._sizes[first]:,} tokens; one a token is needed "
+                f"{wanted[first]:,} tokens; one a token is needed "
                 f"({int(wrong.sum()):,} of {sizes.size:,} segments in this batch don't match)"
             )
 
@@ -166,9 +167,10 @@ class Source:
 
     def _check_range(self, values: npt.NDArray[Any], starts: IntArray, name: str) -> None:
         """Refuse numbers that an int32 can't hold, before anything is written."""
-        if np.can_cast(values.dtype, np.int32):
+        kind, size = values.dtype.kind, values.dtype.itemsize
+        if size < 4 or (size == 4 and kind == "i"):
             return
-        unsigned = values.dtype.kind == "u"
+        unsigned = kind == "u"
         # Read as signed, what is above 2^63 is negative.
         signed = values.view(np.int64) if values.dtype == np.uint64 else values
         low, high = _kernel("value_range")(signed, starts, self._segments.lengths)
