@@ -211,7 +211,7 @@ def expected(case: Case) -> dict[str, Any]:
 
 def check_batch(batch: PackedBatch, fields: dict[str, Any]) -> None:
     """Every field of a batch has the value, the shape and the dtype that it must have."""
-    assert set(fields) == set(PackedBatch.__slots__)
+    assert set(fields) == set(PackedBatch.__dataclass_fields__)
     for name, value in fields.items():
         check_field(name, getattr(batch, name), value)
 
@@ -233,4 +233,4 @@ def check_field(name: str, seen: Any, value: Any) -> None:
 
 def same_batch(first: PackedBatch, second: PackedBatch) -> None:
     """Two batches are equal in every field."""
-    check_batch(first, {name: getattr(second, name) for name in PackedBatch.__slots__})
+    check_batch(first, {name: getattr(second, name) for name in PackedBatch.__dataclass_fields__})

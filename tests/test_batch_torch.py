@@ -45,7 +45,7 @@ def example(layout: str = "rows") -> PackedBatch:
 def test_tensors_hold_what_arrays_hold(case: Case) -> None:
     batch = case.collate()
     tensors = batch.to_torch()
-    for name in PackedBatch.__slots__:
+    for name in PackedBatch.__dataclass_fields__:
         ours, theirs = getattr(batch, name), getattr(tensors, name)
         if isinstance(ours, np.ndarray):
             assert isinstance(theirs, torch.Tensor), name
@@ -121,7 +121,7 @@ def test_whatever_a_batch_can_do_it_can_do_as_tensors_on_any_device(device: str,
         wide = dict.fromkeys(WIDE, np.int32)
         as_arrays = {
             name: on_host(value).astype(wide.get(name, on_host(value).dtype))
-            for name in PackedBatch.__slots__
+            for name in PackedBatch.__dataclass_fields__
             if isinstance(value := getattr(row, name), torch.Tensor)
         }
         columns = {name: on_host(column) for name, column in row.columns.items()}

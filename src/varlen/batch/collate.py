@@ -106,25 +106,19 @@ def collate(
     extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
     arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in extra.items()})
 
-    flat = {name: array.reshape(-1) for name, array in arrays.items()}
     largest = _kernel("assemble")(
-        tokens,
-        starts,
-        segments.lengths,
-        segments.places,
-        segments.numbers,
-        np.int32(pad),
-        *(flat[name] for name in _NAMES),
+        tokens, starts, segments.lengths, segments.places, pad, *(arrays[name] for name in _NAMES)
     )
     num_targets = segments.num_targets
     if targets is not None:
-        _kernel("mask_labels")(*targets, segments.lengths, segments.places, flat["labels"], segments.targets)
+        written = arrays["labels"].reshape(-1)
+        _kernel("mask_labels")(*targets, segments.lengths, segments.places, written, segments.targets)
         num_targets = int(segments.targets.sum())
     for name, column in extra.items():
-        values, padding, written = (_bits(array) for array in (column.values, column.pad, flat[name]))
+        values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
         _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
-    batch = PackedBatch(
-        **{name: arrays[name] for name in _NAMES},
+    batch = PackedBatch.of(
+        **arrays if not extra else {name: arrays[name] for name in _NAMES},
         cu_seqlens=segments.cu_seqlens,
         cu_seqlens_padded=segments.cu_slots,
         max_seqlen=segments.max_seqlen,
@@ -136,7 +130,7 @@ def collate(
         pack_offsets=segments.pack_offsets,
         layout=layout,
         pad_id=pad,
-        max_token_id=int(largest),
+        max_token_id=largest,
         num_targets=num_targets,
         step_num_targets=num_targets if step is None else step,
         dp_world_size=ranks,

@@ -110,8 +110,8 @@ def lay_segments(
         padding_segment: most positions in one padding segment.
         wide: int64 `[2 * segments + packs + 1]`, written: the document of each segment, its first position in
             the flattened batch, and where each pack's segments begin.
-        narrow: int32 `[4, segments]`, written: each segment's first token within its document, its length, its
-            number within the row, and its targets (all tokens but the first).
+        narrow: int32 `[3, segments]`, written: each segment's first token within its document, its length, and its
+            targets (all tokens but the first).
         cu_seqlens: int32 `[entries]`, written: logical boundaries.
         cu_slots: int32 `[entries]`, written: physical boundaries.
     """
@@ -125,7 +125,6 @@ def lay_segments(
     wide[2 * count] = 0
     for index in range(pack_ids.size):
         pack = pack_ids[index]
-        row_start = segment if width > 0 else 0
         for piece in range(offsets[pack], offsets[pack + 1]):
             length = np.int64(stops[piece] - starts[piece])
             slot = (length + multiple - 1) // multiple * multiple if multiple > 1 else length
@@ -133,8 +132,7 @@ def lay_segments(
             wide[count + segment] = at
             narrow[0, segment] = starts[piece]
             narrow[1, segment] = length
-            narrow[2, segment] = segment - row_start
-            narrow[3, segment] = length - 1
+            narrow[2, segment] = length - 1
             cu_seqlens[entry + 1] = cu_seqlens[entry] + length
             cu_slots[entry + 1] = cu_slots[entry] + slot
             entry += 1
@@ -225,7 +223,6 @@ def assemble(
     sources: Int64,
     lengths: Int32,
     places: Int64,
-    numbers: Int32,
     pad_id: int,
     input_ids: Int32,
     labels: Int32,
@@ -238,41 +235,48 @@ def assemble(
         tokens: any integers, one-dimensional.
         sources: int64 `[segments]`: index of each segment's first token.
         lengths: int32 `[segments]`.
-        places: int64 `[segments]`, rising: first position of each segment.
-        numbers: int32 `[segments]`: value of `segment_ids` there.
+        places: int64 `[segments]`, rising: first position of each segment in the flattened batch.
         pad_id: value of `input_ids` at padding.
-        input_ids: int32, one-dimensional, written; so are the others.
+        input_ids: int32 `[rows, width]`, written; so are the others.
         labels: int32, written.
         position_ids: int32, written.
-        segment_ids: int32, written.
+        segment_ids: int32, written: the number of a segment within the row in which it begins.
     """
+    size, width = input_ids.size, input_ids.shape[1]
+    all_ids, all_labels = input_ids.reshape(size), labels.reshape(size)
+    all_positions, all_owners = position_ids.reshape(size), segment_ids.reshape(size)
     largest = np.int32(-1)
     done = 0
+    row_end = 0
+    number = np.int32(0)
     for segment in range(sources.size + 1):
-        at = places[segment] if segment < sources.size else input_ids.size
+        at = places[segment] if segment < sources.size else size
         if done < at:
-            input_ids[done:at] = pad_id
-            labels[done:at] = IGNORE
-            position_ids[done:at] = 0
-            segment_ids[done:at] = -1
+            all_ids[done:at] = pad_id
+            all_labels[done:at] = IGNORE
+            all_positions[done:at] = 0
+            all_owners[done:at] = -1
         if segment == sources.size:
             break
+        while at >= row_end:
+            row_end += width
+            number = np.int32(0)
         length = np.int64(lengths[segment])
         source = tokens[sources[segment] : sources[segment] + length]
-        ids = input_ids[at : at + length]
-        targets = labels[at : at + length]
+        ids = all_ids[at : at + length]
+        targets = all_labels[at : at + length]
         for index in range(length):
             token = np.int32(source[index])
             ids[index] = token
             targets[index] = token
             largest = max(largest, token)
         targets[0] = IGNORE
-        positions = position_ids[at : at + length]
-        owners = segment_ids[at : at + length]
-        number = numbers[segment]
+        positions = all_positions[at : at + length]
+        owners = all_owners[at : at + length]
         for index in range(length):
             positions[index] = np.int32(index)
             owners[index] = number
+        number += np.int32(1)
         done = at + length
     return largest
 

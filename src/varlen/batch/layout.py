@@ -29,8 +29,6 @@ class Segments(NamedTuple):
     """int32 `[segments]`."""
     places: IntArray
     """int64 `[segments]`: first position of each segment in the flattened batch."""
-    numbers: Int32Array
-    """int32 `[segments]`: its number within the row."""
     pack_offsets: IntArray
     """int64 `[packs + 1]`: where each pack's segments begin."""
     cu_seqlens: Int32Array
@@ -82,7 +80,7 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
             "build fewer packs at a time"
         )
     wide = np.empty(2 * count + pack_ids.size + 1, np.int64)
-    narrow = np.empty((4, count), np.int32)
+    narrow = np.empty((3, count), np.int32)
     boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
     num_targets = _kernel("lay_segments")(
         packing.document_ids,
@@ -102,8 +100,7 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
         pack_offsets=wide[2 * count :],
         first_tokens=narrow[0],
         lengths=narrow[1],
-        numbers=narrow[2],
-        targets=narrow[3],
+        targets=narrow[2],
         num_targets=num_targets,
         cu_seqlens=boundaries[0],
         cu_slots=None if multiple == 1 or np.array_equal(boundaries[0], boundaries[1]) else boundaries[1],

@@ -7,7 +7,7 @@ arrays are used where they lie; of a list, only the documents that a batch needs
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -46,7 +46,11 @@ def count_documents(documents: Documents, name: str) -> int:
                 f"{len(documents)} parts"
             )
         return len(documents[1]) - 1
-    if isinstance(documents, (str, bytes, Mapping, set)) or not hasattr(documents, "__len__"):
+    if (
+        isinstance(documents, (str, bytes, set))
+        or hasattr(documents, "keys")
+        or not hasattr(documents, "__len__")
+    ):
         raise DocumentsError(
             f"{name} must be a list of arrays, (values, offsets) or an Arrow list array; "
             f"got {type(documents).__name__}"
@@ -138,6 +142,8 @@ def _is_plain(values: Any) -> bool:
 
 def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Contiguous and in this machine's byte order: the same array where it is that already."""
+    if _is_plain(array):
+        return array
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
@@ -165,7 +171,7 @@ def _from_arrow(array: Any, name: str) -> Ragged:
         raise DocumentsError(
             f"{name} hold {values.null_count:,} nulls in place of values; fill or drop them first"
         )
-    return _flat(values.to_numpy(zero_copy_only=False), offsets, name=name)
+    return Ragged(_native(values.to_numpy(zero_copy_only=False)), offsets)
 
 
 def _from_chunks(array: Any, needed: IntArray, name: str) -> list[npt.NDArray[Any]]:

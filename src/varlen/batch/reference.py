@@ -73,15 +73,14 @@ def lay_segments(
     """Place every segment of a batch and write its boundaries; see the kernel for the arguments."""
     documents: list[int] = []
     places: list[int] = []
-    columns: list[tuple[int, int, int, int]] = []
+    columns: list[tuple[int, int, int]] = []
     logical, physical, packs = [0], [0], [0]
     for index, pack in enumerate(pack_ids.tolist()):
-        row_start = len(columns) if width else 0
         for piece in range(int(offsets[pack]), int(offsets[pack + 1])):
             start, length = int(starts[piece]), int(stops[piece]) - int(starts[piece])
             documents.append(int(document_ids[piece]))
             places.append(physical[-1])
-            columns.append((start, length, len(columns) - row_start, length - 1))
+            columns.append((start, length, length - 1))
             logical.append(logical[-1] + length)
             physical.append(physical[-1] + _slot(length, multiple))
         packs.append(len(columns))
@@ -92,9 +91,9 @@ def lay_segments(
             logical.append(logical[-1] + padding)
             physical.append(physical[-1] + padding)
     wide[:] = documents + places + packs
-    narrow[:] = np.array(columns, np.int32).reshape(-1, 4).T
+    narrow[:] = np.array(columns, np.int32).reshape(-1, 3).T
     cu_seqlens[:], cu_slots[:] = logical, physical
-    return sum(targets for _, _, _, targets in columns)
+    return sum(targets for _, _, targets in columns)
 
 
 def locate(
@@ -134,7 +133,6 @@ def assemble(
     sources: Int64,
     lengths: Int32,
     places: Int64,
-    numbers: Int32,
     pad_id: int,
     input_ids: Int32,
     labels: Int32,
@@ -142,15 +140,19 @@ def assemble(
     segment_ids: Int32,
 ) -> int:
     """Fill ids, labels (every token but a segment's first), positions and segment ids; returns the largest id."""
-    input_ids[:], labels[:], position_ids[:], segment_ids[:] = pad_id, IGNORE, 0, -1
+    outputs = (input_ids, labels, position_ids, segment_ids)
+    for output, padding in zip(outputs, (pad_id, IGNORE, 0, -1)):
+        output[...] = padding
+    ids, targets, positions, owners = (output.reshape(-1) for output in outputs)
+    rows = places // max(input_ids.shape[1], 1)
     largest = -1
-    for source, length, place, number in zip(sources, lengths, places, numbers):
+    for segment, (source, length, place) in enumerate(zip(sources, lengths, places)):
         here = slice(place, place + length)
-        input_ids[here] = labels[here] = tokens[source : source + length]
-        labels[place] = IGNORE
-        position_ids[here] = range(length)
-        segment_ids[here] = number
-        largest = max(largest, int(input_ids[here].max()))
+        ids[here] = targets[here] = tokens[source : source + length]
+        targets[place] = IGNORE
+        positions[here] = range(length)
+        owners[here] = np.count_nonzero(rows[:segment] == rows[segment])
+        largest = max(largest, int(ids[here].max()))
     return largest
 
 
