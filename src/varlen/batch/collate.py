@@ -118,25 +118,27 @@ def collate(
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
         _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
     batch = PackedBatch.of(
-        **arrays if not extra else {name: arrays[name] for name in _NAMES},
-        cu_seqlens=segments.cu_seqlens,
-        cu_seqlens_padded=segments.cu_slots,
-        max_seqlen=segments.max_seqlen,
-        document_ids=segments.documents,
-        document_starts=segments.first_tokens,
-        document_lengths=segments.lengths,
-        document_targets=segments.targets,
-        pack_ids=wanted,
-        pack_offsets=segments.pack_offsets,
-        layout=layout,
-        pad_id=pad,
-        max_token_id=largest,
-        num_targets=num_targets,
-        step_num_targets=num_targets if step is None else step,
-        dp_world_size=ranks,
-        document_groups=None if packing.groups is None else packing.groups[segments.documents],
-        shift_labels=_shifted(arrays["labels"]) if shift_labels else None,
-        columns={name: arrays[name] for name in extra},
+        {
+            **{name: arrays[name] for name in _NAMES},
+            "cu_seqlens": segments.cu_seqlens,
+            "cu_seqlens_padded": segments.cu_slots,
+            "max_seqlen": segments.max_seqlen,
+            "document_ids": segments.documents,
+            "document_starts": segments.first_tokens,
+            "document_lengths": segments.lengths,
+            "document_targets": segments.targets,
+            "pack_ids": wanted,
+            "pack_offsets": segments.pack_offsets,
+            "layout": layout,
+            "pad_id": pad,
+            "max_token_id": largest,
+            "num_targets": num_targets,
+            "step_num_targets": num_targets if step is None else step,
+            "dp_world_size": ranks,
+            "document_groups": None if packing.groups is None else packing.groups[segments.documents],
+            "shift_labels": _shifted(arrays["labels"]) if shift_labels else None,
+            "columns": {name: arrays[name] for name in extra},
+        }
     )
     if targets is not None or segments.min_seqlen == 1:  # else every segment has a target
         _report_without_targets(batch)
