@@ -26,21 +26,26 @@ def plan_of(case: Case) -> tuple[tuple[Any, ...], int, int]:
     return plan, multiple, int(np.lcm(multiple, case.pad_to_multiple_of))
 
 
-@given(cases(), st.sampled_from([1, 4, 128]))
-def test_measure_and_lay_segments_equal_their_references(case: Case, each: int) -> None:
+@given(cases(), st.sampled_from([1, 4, 128]), st.booleans(), st.integers(-2, 2))
+def test_measure_and_lay_segments_equal_their_references(
+    case: Case, each: int, elsewhere: bool, missing: int
+) -> None:
     plan, multiple, together = plan_of(case)
     measured = kernels.measure(*plan, multiple, together, each)
     assert tuple(map(int, measured)) == tuple(map(int, reference.measure(*plan, multiple, together, each)))
 
     count, entries, positions, _, _, bad = (int(number) for number in measured)
     assert bad == -1
+    token_offsets = np.cumsum([0, *map(len, case.documents)])
+    homes = np.arange(count) % max(len(case.documents), 1) if elsewhere else np.empty(0, np.int64)
+    exact = (homes, token_offsets, int(token_offsets[-1]) - missing, case.packing.capacity, 2)
     results = []
     for room in (kernels, reference):
-        wide = np.full(2 * count + len(plan[3]) + 1, -7, np.int64)
+        wide = np.full(3 * count + len(plan[3]) + 1, -7, np.int64)
         narrow, bounds = np.full((3, count), -7, np.int32), np.full((2, entries), -7, np.int32)
-        places = (case.packing.document_ids, *plan, positions, multiple, each)
-        targets = room.lay_segments(*places, wide, narrow, bounds[0], bounds[1])
-        results.append((int(targets), wide.tolist(), narrow.tolist(), bounds.tolist()))
+        places = (case.packing.document_ids, *plan, positions, multiple, each, *exact)
+        answer = room.lay_segments(*places, wide, narrow, bounds[0], bounds[1])
+        results.append((tuple(map(int, answer)), wide.tolist(), narrow.tolist(), bounds.tolist()))
     assert results[0] == results[1]
 
 

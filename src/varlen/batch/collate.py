@@ -99,7 +99,7 @@ def collate(
     if columns or pads:
         check_columns(columns, pads, (*_NAMES, "shift_labels"))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
-    segments = lay_out(packing, wanted, layout, multiple)
+    segments = lay_out(packing, wanted, layout, multiple, documents)
     source = Source(documents, packing, segments)
     tokens, starts = source.tokens()
     targets = source.targets(labels, loss_mask, tokens, starts)

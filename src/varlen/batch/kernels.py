@@ -81,78 +81,6 @@ def measure(
 
 
 @compiled
-def lay_segments(
-    document_ids: Int64,
-    starts: Int32,
-    stops: Int32,
-    offsets: Int64,
-    pack_ids: Int64,
-    width: int,
-    positions_in_all: int,
-    multiple: int,
-    padding_segment: int,
-    wide: Int64,
-    narrow: Int32,
-    cu_seqlens: Int32,
-    cu_slots: Int32,
-) -> int:
-    """Place every segment of a batch and write its boundaries; returns the targets if every token is one.
-
-    Args:
-        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
-        starts: int32 `[num_pieces]`.
-        stops: int32 `[num_pieces]`.
-        offsets: int64 `[num_packs + 1]`.
-        pack_ids: int64 `[packs]`: which packs, in range.
-        width: width of a row, or 0 for one flat row.
-        positions_in_all: as `measure` counted them.
-        multiple: slots are lengths rounded up to it.
-        padding_segment: most positions in one padding segment.
-        wide: int64 `[2 * segments + packs + 1]`, written: the document of each segment, its first position in
-            the flattened batch, and where each pack's segments begin.
-        narrow: int32 `[3, segments]`, written: each segment's first token within its document, its length, and its
-            targets (all tokens but the first).
-        cu_seqlens: int32 `[entries]`, written: logical boundaries.
-        cu_slots: int32 `[entries]`, written: physical boundaries.
-    """
-    count = narrow.shape[1]
-    segment = 0
-    entry = 0
-    at = 0
-    targets = 0
-    cu_seqlens[0] = 0
-    cu_slots[0] = 0
-    wide[2 * count] = 0
-    for index in range(pack_ids.size):
-        pack = pack_ids[index]
-        for piece in range(offsets[pack], offsets[pack + 1]):
-            length = np.int64(stops[piece] - starts[piece])
-            slot = (length + multiple - 1) // multiple * multiple if multiple > 1 else length
-            wide[segment] = document_ids[piece]
-            wide[count + segment] = at
-            narrow[0, segment] = starts[piece]
-            narrow[1, segment] = length
-            narrow[2, segment] = length - 1
-            cu_seqlens[entry + 1] = cu_seqlens[entry] + length
-            cu_slots[entry + 1] = cu_slots[entry] + slot
-            entry += 1
-            segment += 1
-            at += slot
-            targets += length - 1
-        wide[2 * count + index + 1] = segment
-        row_end = (index + 1) * width if width > 0 else at
-        if width == 0 and index == pack_ids.size - 1:
-            row_end = positions_in_all
-        while at < row_end:
-            padding = min(padding_segment, row_end - at)
-            cu_seqlens[entry + 1] = cu_seqlens[entry] + padding
-            cu_slots[entry + 1] = cu_slots[entry] + padding
-            entry += 1
-            at += padding
-    return targets
-
-
-@compiled
 def locate(
     documents: Int64,
     first_tokens: Int32,
@@ -194,6 +122,95 @@ def locate(
                 first = segment
         sources[segment] = begin + first_tokens[segment]
     return wrong, first
+
+
+@compiled
+def lay_segments(
+    document_ids: Int64,
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    positions_in_all: int,
+    multiple: int,
+    padding_segment: int,
+    homes: Int64,
+    token_offsets: Values,
+    num_values: int,
+    capacity: int,
+    whole: int,
+    wide: Int64,
+    narrow: Int32,
+    cu_seqlens: Int32,
+    cu_slots: Int32,
+) -> tuple[int, int, int]:
+    """Place every segment of a batch, write its boundaries, and find its tokens as `locate` does.
+
+    Args:
+        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
+        starts: int32 `[num_pieces]`.
+        stops: int32 `[num_pieces]`.
+        offsets: int64 `[num_packs + 1]`.
+        pack_ids: int64 `[packs]`: which packs, in range.
+        width: width of a row, or 0 for one flat row.
+        positions_in_all: as `measure` counted them.
+        multiple: slots are lengths rounded up to it.
+        padding_segment: most positions in one padding segment.
+        homes: int64 `[segments]`: index of each segment's document in `token_offsets`; of size 0 where that is the
+            document's number.
+        token_offsets: as for `locate`, and so are the three numbers that follow.
+        num_values: values in all.
+        capacity: of the packing.
+        whole: where pieces may end.
+        wide: int64 `[3 * segments + packs + 1]`, written: the document of each segment, its first position in
+            the flattened batch, the index of its first token, and where each pack's segments begin.
+        narrow: int32 `[3, segments]`, written: each segment's first token within its document, its length, and its
+            targets (all tokens but the first).
+        cu_seqlens: int32 `[entries]`, written: logical boundaries.
+        cu_slots: int32 `[entries]`, written: physical boundaries.
+
+    Returns:
+        The targets if every token is one, the number of segments whose tokens don't match, and the first of them.
+    """
+    count = narrow.shape[1]
+    segment = 0
+    entry = 0
+    at = 0
+    targets = 0
+    cu_seqlens[0] = 0
+    cu_slots[0] = 0
+    wide[3 * count] = 0
+    for index in range(pack_ids.size):
+        pack = pack_ids[index]
+        for piece in range(offsets[pack], offsets[pack + 1]):
+            length = np.int64(stops[piece] - starts[piece])
+            slot = (length + multiple - 1) // multiple * multiple if multiple > 1 else length
+            wide[segment] = document_ids[piece]
+            wide[count + segment] = at
+            narrow[0, segment] = starts[piece]
+            narrow[1, segment] = length
+            narrow[2, segment] = length - 1
+            cu_seqlens[entry + 1] = cu_seqlens[entry] + length
+            cu_slots[entry + 1] = cu_slots[entry] + slot
+            entry += 1
+            segment += 1
+            at += slot
+            targets += length - 1
+        wide[3 * count + index + 1] = segment
+        row_end = (index + 1) * width if width > 0 else at
+        if width == 0 and index == pack_ids.size - 1:
+            row_end = positions_in_all
+        while at < row_end:
+            padding = min(padding_segment, row_end - at)
+            cu_seqlens[entry + 1] = cu_seqlens[entry] + padding
+            cu_slots[entry + 1] = cu_slots[entry] + padding
+            entry += 1
+            at += padding
+    documents = homes if homes.size else wide[:count]
+    tokens = (token_offsets, num_values, capacity, whole, wide[2 * count : 3 * count])
+    wrong, first = locate(documents, narrow[0], narrow[1], *tokens)
+    return targets, wrong, first
 
 
 @compiled

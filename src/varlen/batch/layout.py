@@ -1,19 +1,23 @@
-"""Where every segment of a batch stands: sizes, places and boundaries, before any token is read."""
+"""Where every segment of a batch stands: sizes, places, boundaries and tokens, before anything is written."""
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen import jit
 from varlen.batch.packed import Layout
-from varlen.errors import SettingError
-from varlen.types import Int32Array, IntArray, Packing
+from varlen.batch.ragged import Documents, Ragged, as_ragged
+from varlen.errors import DocumentsError, SettingError
+from varlen.types import Int32Array, IntArray, Overlong, Packing
 
-_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
+_kernel = partial(jit.kernel, "varlen.batch", "kernels")
+_NOWHERE = np.empty(0, np.int64)
+_EXACTNESS: dict[Overlong, int] = {"error": 2, "drop": 2, "split": 1, "truncate": 0}
 
 
 class Segments(NamedTuple):
@@ -39,6 +43,12 @@ class Segments(NamedTuple):
     """int32 `[segments]`: tokens but the first: the targets if nothing is masked."""
     num_targets: int
     """Their sum."""
+    tokens: npt.NDArray[Any]
+    """`[num_values]`: token ids, or whatever the documents hold."""
+    sources: IntArray
+    """int64 `[segments]`: index of each segment's first token in `tokens`."""
+    bounds: tuple[IntArray, IntArray]
+    """Where the documents' tokens begin and end, and int64 `[segments]`, each segment's document in that."""
     max_seqlen: int
     min_seqlen: int
 
@@ -51,10 +61,13 @@ def padding_segment(multiple: int) -> int:
     return max(multiple, 128 // multiple * multiple)
 
 
-def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multiple_of: int) -> Segments:
-    """Place the segments of some packs.
+def lay_out(
+    packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multiple_of: int, documents: Documents
+) -> Segments:
+    """Place the segments of some packs and find their tokens.
 
     Raises:
+        DocumentsError: documents that don't match the packing.
         SettingError: a pack number out of range, a pack over the capacity, too many positions for int32
             boundaries, or a multiple that doesn't divide the capacity.
     """
@@ -79,33 +92,101 @@ def lay_out(packing: Packing, pack_ids: IntArray, layout: Layout, pad_to_multipl
             f"{positions:,} positions in one batch are more than int32 boundaries can count (2^31 - 1); "
             "build fewer packs at a time"
         )
-    wide = np.empty(2 * count + pack_ids.size + 1, np.int64)
+    ragged, homes = as_ragged(
+        documents, packing.num_documents, partial(_documents_of, packing, pack_ids), "documents"
+    )
+    wide = np.empty(3 * count + pack_ids.size + 1, np.int64)
     narrow = np.empty((3, count), np.int32)
     boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
-    num_targets = _kernel("lay_segments")(
+    num_targets, wrong, first = _kernel("lay_segments")(
         packing.document_ids,
         *plan[:5],
         positions,
         multiple,
         each,
+        _NOWHERE if homes is None else homes,
+        ragged.offsets,
+        ragged.values.size,
+        packing.capacity,
+        exactness(packing),
         wide,
         narrow,
         boundaries[0],
         boundaries[-1],
     )
+    segment_documents = wide[:count]
+    homes = segment_documents if homes is None else homes
+    if wrong:
+        refuse_mismatch(
+            ragged, homes[first], segment_documents[first], narrow[:2, first], (wrong, count), "documents"
+        )
     return Segments(
         shape=(pack_ids.size, width) if width else (1, positions),
-        documents=wide[:count],
+        documents=segment_documents,
         places=wide[count : 2 * count],
-        pack_offsets=wide[2 * count :],
+        sources=wide[2 * count : 3 * count],
+        pack_offsets=wide[3 * count :],
         first_tokens=narrow[0],
         lengths=narrow[1],
         targets=narrow[2],
         num_targets=num_targets,
+        tokens=ragged.values,
+        bounds=(ragged.offsets, homes),
         cu_seqlens=boundaries[0],
         cu_slots=None if multiple == 1 or np.array_equal(boundaries[0], boundaries[1]) else boundaries[1],
         max_seqlen=longest,
         min_seqlen=shortest,
+    )
+
+
+def _documents_of(packing: Packing, pack_ids: IntArray) -> IntArray:
+    """The document of every segment of some packs, in their order."""
+    begins, ends = packing.offsets[pack_ids].tolist(), packing.offsets[pack_ids + 1].tolist()
+    spans = [packing.document_ids[begin:end] for begin, end in zip(begins, ends)]
+    return np.concatenate([np.empty(0, np.int64), *spans])
+
+
+def exactness(packing: Packing) -> int:
+    """Where a packing's pieces may end, as `locate` takes it.
+
+    What is split ends its document or is as long as a pack; what is truncated may be cut anywhere, since a
+    Packing can also be made by hand.
+    """
+    return 0 if packing.method == "wrapped" else _EXACTNESS[packing.overlong]
+
+
+def refuse_mismatch(
+    ragged: Ragged, home: int, document: int, piece: Int32Array, counts: tuple[int, int], name: str
+) -> None:
+    """Say how a document differs from what was packed.
+
+    Args:
+        ragged: documents, labels or a column.
+        home: index of the document in its offsets.
+        document: its number.
+        piece: first token and length of a piece that it doesn't hold.
+        counts: how many segments don't match, of how many.
+        name: what these documents are called.
+
+    Raises:
+        DocumentsError: always.
+    """
+    offsets, num_values = ragged.offsets, ragged.values.size
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        first = int(np.argmax(falls))
+        raise DocumentsError(
+            f"{name}: offsets must rise, but document {first:,} begins at {offsets[first]:,} and ends at "
+            f"{offsets[first + 1]:,} ({int(falls.sum()):,} of {falls.size:,} documents)"
+        )
+    begin, end = int(offsets[home]), int(offsets[home + 1])
+    if begin < 0 or end > num_values:
+        seen = f"its offsets {begin:,} to {end:,} lie outside of the {num_values:,} values"
+    else:
+        seen = f"it has {end - begin:,} values here but was packed up to token {int(piece.sum()):,}"
+    raise DocumentsError(
+        f"{name}: document {document:,} doesn't match the packing: {seen} "
+        f"({counts[0]:,} of {counts[1]:,} segments in this batch don't match)"
     )
 
 

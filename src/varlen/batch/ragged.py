@@ -7,7 +7,7 @@ arrays are used where they lie; of a list, only the documents that a batch needs
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,8 +37,6 @@ def count_documents(documents: Documents, name: str) -> int:
     Raises:
         DocumentsError: not a form that holds documents.
     """
-    if isinstance(documents, Ragged):
-        return len(documents.offsets) - 1
     if isinstance(documents, tuple):
         if len(documents) != 2 or np.ndim(documents[1]) != 1 or len(documents[1]) == 0:
             raise DocumentsError(
@@ -76,37 +74,46 @@ def _is_arrow(values: Any) -> bool:
     return hasattr(values, "null_count") and hasattr(values, "type")
 
 
-def as_ragged(documents: Documents, wanted: IntArray, name: str) -> tuple[Ragged, IntArray]:
+def as_ragged(
+    documents: Documents, num_documents: int, wanted: Callable[[], IntArray], name: str
+) -> tuple[Ragged, IntArray | None]:
     """Return documents as flat values, and where each wanted one stands in them.
 
     Args:
         documents: any of the forms above.
-        wanted: int64 `[segments]`: documents that the batch needs, in range; may repeat.
+        num_documents: how many there must be.
+        wanted: gives int64 `[segments]`, the documents that the batch needs, in range; they may repeat. Called
+            where documents must be converted.
         name: what to call them in errors.
 
     Returns:
-        The values, and int64 `[segments]`, the index of each wanted document in their offsets.
+        The values, and int64 `[segments]`, the index of each wanted document in their offsets; None where that
+        is the document's number.
 
     Raises:
-        DocumentsError: values that aren't numbers, or a form that holds no documents.
+        DocumentsError: values that aren't numbers, a form that holds no documents, or another number of them.
     """
-    if isinstance(documents, Ragged):
-        return documents, wanted
+    count = count_documents(documents, name)
+    if count != num_documents:
+        raise DocumentsError(
+            f"{name}: {count:,} documents given, but {num_documents:,} lengths were packed; "
+            "pass all documents, in the order of the lengths"
+        )
     if isinstance(documents, tuple):
-        return _flat(documents[0], documents[1], name=name), wanted
+        return _flat(documents[0], documents[1], name=name), None
     if _is_arrow(documents) and getattr(documents, "num_chunks", 1) == 1:
         whole = documents.chunk(0) if hasattr(documents, "num_chunks") else documents
-        return _from_arrow(whole, name), wanted
-    if wanted.size > 1 and not (wanted[1:] > wanted[:-1]).all():
-        needed, places = np.unique(wanted, return_inverse=True)
-    else:
-        needed, places = wanted, np.arange(wanted.size)
+        return _from_arrow(whole, name), None
+    needed = wanted()
+    homes = np.arange(needed.size)
+    if needed.size > 1 and not (needed[1:] > needed[:-1]).all():
+        needed, homes = np.unique(needed, return_inverse=True)
     if _is_arrow(documents):
-        return _from_list(_from_chunks(documents, needed, name), name), places
+        return _from_list(_from_chunks(documents, needed, name), name), homes
     if not needed.size:  # a batch of nothing reads one document all the same, for its dtype
         filled = [number for number, part in enumerate(documents) if len(part)][:1]
         needed = np.array(filled, np.int64)
-    return _from_list([documents[index] for index in needed.tolist()], name), places
+    return _from_list([documents[index] for index in needed.tolist()], name), homes
 
 
 def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:

@@ -65,12 +65,17 @@ def lay_segments(
     positions_in_all: int,
     multiple: int,
     padding_segment: int,
+    homes: Int64,
+    token_offsets: Values,
+    num_values: int,
+    capacity: int,
+    whole: int,
     wide: Int64,
     narrow: Int32,
     cu_seqlens: Int32,
     cu_slots: Int32,
-) -> int:
-    """Place every segment of a batch and write its boundaries; see the kernel for the arguments."""
+) -> tuple[int, int, int]:
+    """Place every segment of a batch, write its boundaries and find its tokens; see the kernel for the arguments."""
     documents: list[int] = []
     places: list[int] = []
     columns: list[tuple[int, int, int]] = []
@@ -90,10 +95,13 @@ def lay_segments(
             padding = min(padding_segment, row_end - physical[-1])
             logical.append(logical[-1] + padding)
             physical.append(physical[-1] + padding)
-    wide[:] = documents + places + packs
     narrow[:] = np.array(columns, np.int32).reshape(-1, 3).T
     cu_seqlens[:], cu_slots[:] = logical, physical
-    return sum(targets for _, _, targets in columns)
+    sources = np.empty(len(columns), np.int64)
+    found = homes if homes.size else np.array(documents, np.int64)
+    located = locate(found, narrow[0], narrow[1], token_offsets, num_values, capacity, whole, sources)
+    wide[:] = documents + places + sources.tolist() + packs
+    return (sum(targets for _, _, targets in columns), *located)
 
 
 def locate(

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
-from varlen.batch.layout import Segments
-from varlen.batch.ragged import Documents, as_ragged, check_integers, count_documents, is_flat
+from varlen.batch.layout import Segments, exactness, refuse_mismatch
+from varlen.batch.ragged import Documents, as_ragged, check_integers, is_flat
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray, Packing
 
@@ -43,15 +43,14 @@ class Source:
         self._documents = documents
         self._packing = packing
         self._segments = segments
-        self._bounds: tuple[IntArray, IntArray] | None = None  # where the documents' tokens begin and end
 
     def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
         """Return token ids and the index of each segment's first.
 
         Raises:
-            DocumentsError: they are no whole numbers of 32 bits, or don't match the packing.
+            DocumentsError: they are no whole numbers of 32 bits.
         """
-        tokens, starts = self._read(self._documents, "documents")
+        tokens, starts = self._segments.tokens, self._segments.sources
         check_integers(tokens, "token ids")
         self._check_range(tokens, starts, "token ids")
         return tokens, starts
@@ -107,23 +106,30 @@ class Source:
             if size != wanted:
                 raise DocumentsError(f"{name}: {size:,} values for {wanted:,} tokens; one a token is needed")
             values = (values, self._documents[1])
-        count = count_documents(values, name)
-        if count != self._packing.num_documents:
-            raise DocumentsError(
-                f"{name}: {count:,} documents given, but {self._packing.num_documents:,} lengths were packed; "
-                "pass all documents, in the order of the lengths"
-            )
-        ragged, places = as_ragged(values, self._segments.documents, name)
-        offsets = ragged.offsets
-        self._check_sizes(offsets, places, name)
-        return ragged.values, self._locate(offsets, places, ragged.values.size, name)
+        segments, packing = self._segments, self._packing
+        ragged, homes = as_ragged(values, packing.num_documents, lambda: segments.documents, name)
+        homes = segments.documents if homes is None else homes
+        self._check_sizes(ragged.offsets, homes, name)
+        starts = np.empty(homes.size, np.int64)
+        wrong, first = _kernel("locate")(
+            homes,
+            segments.first_tokens,
+            segments.lengths,
+            ragged.offsets,
+            ragged.values.size,
+            packing.capacity,
+            exactness(packing),
+            starts,
+        )
+        if wrong:
+            piece = np.array([segments.first_tokens[first], segments.lengths[first]])
+            counts = (wrong, homes.size)
+            refuse_mismatch(ragged, homes[first], segments.documents[first], piece, counts, name)
+        return ragged.values, starts
 
-    def _check_sizes(self, offsets: IntArray, places: IntArray, name: str) -> None:
-        """Require as many values as the documents have tokens; the documents themselves come first."""
-        if self._bounds is None:
-            self._bounds = offsets, places
-            return
-        sizes, wanted = (at[where + 1] - at[where] for at, where in ((offsets, places), self._bounds))
+    def _check_sizes(self, offsets: IntArray, homes: IntArray, name: str) -> None:
+        """Require as many values as the documents have tokens."""
+        sizes, wanted = (at[where + 1] - at[where] for at, where in ((offsets, homes), self._segments.bounds))
         wrong = sizes != wanted
         if wrong.any():
             first = int(np.argmax(wrong))
@@ -132,38 +138,6 @@ class Source:
                 f"{wanted[first]:,} tokens; one a token is needed "
                 f"({int(wrong.sum()):,} of {sizes.size:,} segments in this batch don't match)"
             )
-
-    def _locate(self, offsets: IntArray, places: IntArray, num_values: int, name: str) -> IntArray:
-        """Where each segment begins among the values."""
-        segments, packing = self._segments, self._packing
-        starts = np.empty(places.size, np.int64)
-        # What is split ends its document or is as long as a pack; what is truncated may be cut anywhere, since a
-        # Packing can also be made by hand.
-        exact = {"error": 2, "drop": 2, "split": 1, "truncate": 0}[packing.overlong]
-        wrong, first = _kernel("locate")(
-            places,
-            segments.first_tokens,
-            segments.lengths,
-            offsets,
-            num_values,
-            packing.capacity,
-            0 if packing.method == "wrapped" else exact,
-            starts,
-        )
-        if wrong:
-            _check_rising(offsets, name)
-            place, document = int(places[first]), int(segments.documents[first])
-            begin, end = int(offsets[place]), int(offsets[place + 1])
-            stop = int(segments.first_tokens[first]) + int(segments.lengths[first])
-            if begin < 0 or end > num_values:
-                seen = f"its offsets {begin:,} to {end:,} lie outside of the {num_values:,} values"
-            else:
-                seen = f"it has {end - begin:,} values here but was packed up to token {stop:,}"
-            raise DocumentsError(
-                f"{name}: document {document:,} doesn't match the packing: {seen} "
-                f"({wrong:,} of {places.size:,} segments in this batch don't match)"
-            )
-        return starts
 
     def _check_range(self, values: npt.NDArray[Any], starts: IntArray, name: str) -> None:
         """Refuse numbers that an int32 can't hold, before anything is written."""
@@ -179,21 +153,6 @@ class Source:
             raise DocumentsError(
                 f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids"
             )
-
-
-def _check_rising(offsets: IntArray, name: str) -> None:
-    """Refuse offsets that fall.
-
-    Raises:
-        DocumentsError: they do.
-    """
-    falls = offsets[1:] < offsets[:-1]
-    if falls.any():
-        first = int(np.argmax(falls))
-        raise DocumentsError(
-            f"{name}: offsets must rise, but document {first:,} begins at {offsets[first]:,} and ends at "
-            f"{offsets[first + 1]:,} ({int(falls.sum()):,} of {falls.size:,} documents)"
-        )
 
 
 def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
