@@ -68,7 +68,7 @@ class Limit:
     what: str
     value: float
     unit: str
-    """`s`, `GB` or `packs`."""
+    """`s`, `GB`, `nats` or `packs`."""
     limit: float | None
     """The most that the value may be; None where a row is only shown."""
     limit_text: str = ""

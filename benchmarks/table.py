@@ -25,6 +25,7 @@ TITLES = {
     "packing": "Packing",
     "collating": "Collating",
     "scale": "A hundred million lengths",
+    "demo": "The demo",
     "windows": "Packing by windows",
     "startup": "Starting up",
 }
@@ -171,8 +172,13 @@ def _times(contestant: Contestant, tokens: int | None) -> str:
     """Return a contestant's median and range, and its rate where there is one."""
     walls = contestant.samples.wall_s
     middle = contestant.samples.median_s
-    text = f"{quantity(middle, 's')} ({quantity(min(walls), 's')} to {quantity(max(walls), 's')})"
-    return text if tokens is None else f"{text}, {tokens / middle / 1e6:,.3g} M tokens/s"
+    text = quantity(middle, "s")
+    if len(walls) > 1:
+        text += f" ({quantity(min(walls), 's')} to {quantity(max(walls), 's')})"
+    if tokens is None:
+        return text
+    rate = tokens / middle
+    return f"{text}, {rate / 1e6:,.3g} M tokens/s" if rate >= 1e6 else f"{text}, {rate:,.0f} tokens/s"
 
 
 def _origin(result: dict[str, Any]) -> str:
@@ -184,7 +190,7 @@ def _origin(result: dict[str, Any]) -> str:
     return (
         f"Measured on {result['date']}: {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB, {machine['system']}, Python {machine['python']}. {ours}; {others}. "
-        f"One core and one thread each; load of the machine from start to end {load}."
+        f"One core and one thread each, where not said otherwise; load of the machine from start to end {load}."
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import table
+from benchmarks import demo, table
 from benchmarks.rows import Contestant, Limit, Race, from_json, to_json
 from benchmarks.run import reason
 from benchmarks.stopwatch import Samples
@@ -48,6 +48,43 @@ def test_a_ratio_is_the_median_of_the_rounds_in_wall_or_processor_time_whichever
     )
 
     assert busy.ratio == 60.0
+
+
+def test_the_demo_becomes_races_against_every_baseline_and_two_limits():
+    def method(name, role, wall_s, slots, last_loss):
+        return {
+            "name": name,
+            "title": name.replace("_", " "),
+            "role": role,
+            "num_documents": 80,
+            "num_tokens": 24_000,
+            "num_slots": slots,
+            "steps": 2,
+            "wall_s": wall_s,
+            "user_s": 2 * wall_s - 1,
+            "system_s": 1.0,
+            "step_losses": [8.0, last_loss],
+        }
+
+    figures = {
+        "methods": [
+            method("padded_with_mask", "baseline", 20.0, 120_000, 7.5),
+            method("padded", "baseline", 15.0, 120_000, 7.5),
+            method("bucketed", "baseline", 6.0, 40_000, 7.4),
+            method("flattened", "varlen", 3.0, 24_000, 7.5001),
+            method("without_boundaries", "control", 3.0, 24_000, 7.3),
+        ],
+        "threads": 2,
+        "total_s": 200.0,
+    }
+    *races, loss, length = demo.rows_of(figures)
+
+    assert [round(row.ratio, 3) for row in races] == [6.667, 5.0, 2.0]
+    assert [row.met for row in races] == [True, True, None]
+    assert races[1].note == "5.00 positions a token"
+    assert (round(loss.value, 9), loss.met) == (1e-4, False)
+    assert (length.value, length.met) == (200.0, False)
+    assert "8,000 tokens/s" in table.race_line(races[1], has_fill=False)
 
 
 def test_a_race_is_won_only_at_equal_or_better_fill():

@@ -53,7 +53,7 @@ def demo(
 
     The same documents, the same targets, the same number of steps: padded with and without a mask, sorted
     into length buckets, flattened, packed into rows, and packed without boundaries as a control. Prints a
-    table and writes [bold]report.html[/]. Takes about two and a half minutes on two cores.
+    table and writes [bold]report.html[/]. Takes about two minutes on two cores.
 
     [bold]Example:[/]  varlen demo --data 'chats/*.jsonl' -o chats.html
     """

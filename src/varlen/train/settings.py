@@ -17,12 +17,12 @@ under three minutes."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """A Llama small enough to train on two CPU cores: about 1.4 million parameters."""
+    """A Llama small enough to train on two CPU cores: about a million parameters."""
 
     vocab_size: int = 4096
     """Tokens the tokenizer may learn; the model embeds as many as it did."""
     hidden_size: int = 128
-    num_layers: int = 4
+    num_layers: int = 2
     num_heads: int = 2
     intermediate_size: int = 384
 
