@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch import ragged
+from varlen.batch import kernels_plain, ragged
 from varlen.batch.ragged import as_ragged
 from varlen.errors import DocumentsError
 
@@ -309,6 +309,37 @@ def test_subclasses_of_list_and_empty_lists_are_read() -> None:
 def test_lists_of_anything_else_are_refused(documents: Any, words: str) -> None:
     with pytest.raises(DocumentsError, match=words):
         vl.collate(documents, vl.pack([2, 1], 3))
+
+
+@pytest.mark.parametrize(
+    ("form", "is_plain"),
+    [
+        ("flat int64", True),
+        ("flat uint16", True),
+        ("Arrow list", True),
+        ("flat uint64", False),
+        ("lists", False),
+    ],
+)
+def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
+    replace_kernel: Callable[..., None], form: str, is_plain: bool
+) -> None:
+    calls, whole = [], kernels_plain.plain_batch
+
+    def watched(*arguments: Any) -> Any:
+        calls.append("plain")
+        return whole(*arguments)
+
+    replace_kernel(kernels_plain, "plain_batch", watched)
+    packing = vl.pack(LENGTHS, 8)
+    documents = FORMS[form](DOCUMENTS)
+
+    same_batch(vl.collate(documents, packing, [1, 0]), vl.collate(DOCUMENTS, packing, [1, 0]))
+    assert calls == ["plain"] * is_plain
+    for more in ({"labels": documents}, {"columns": {"x": documents}}, {"loss_mask": documents}):
+        vl.collate(documents, packing, **more)
+    vl.collate(documents, packing, out=vl.collate(documents, packing, labels=documents))
+    assert calls == ["plain"] * is_plain
 
 
 VALUES = st.one_of(

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any], type[InputError], str]] = [
     (
         {"documents": (FLAT, [0.0, 3.0, 5.0, 9.0])},
         DocumentsError,
-        "whole-number offsets; got .* dtype float64",
+        "whole-number offsets; got .* offsets float64",
     ),
     (
         {"documents": (FLAT.reshape(3, 3), [0, 3, 5, 9])},

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch import kernels, reference
+from varlen.batch import kernels, kernels_plain, reference
 
 DTYPES = ("int32", "int64", "uint16", "uint32", "int8")
 
@@ -46,6 +46,27 @@ def test_measure_and_lay_segments_equal_their_references(
         places = (case.packing.document_ids, *plan, positions, multiple, each, *exact)
         answer = room.lay_segments(*places, wide, narrow, bounds[0], bounds[1])
         results.append((tuple(map(int, answer)), wide.tolist(), narrow.tolist(), bounds.tolist()))
+    assert results[0] == results[1]
+
+
+@given(cases(), st.sampled_from(DTYPES), st.integers(-1, 1), st.booleans(), st.data())
+def test_plain_batch_equals_its_reference(
+    case: Case, dtype: str, missing: int, too_narrow: bool, data: st.DataObject
+) -> None:
+    plan, multiple, together = plan_of(case)
+    width = max(plan[4] - too_narrow, 0)
+    tokens = np.arange(sum(map(len, case.documents)) - missing).astype(dtype)
+    if dtype in ("int64", "uint32"):
+        tokens[-1:] = data.draw(st.sampled_from([2**31 - 1, 2**31]))
+    offsets = np.cumsum([0, *map(len, case.documents)])
+    exact = (tokens, offsets, case.packing.capacity, 2, dtype in ("int64", "uint32"), 7)
+    results = []
+    for room in (kernels_plain, reference):
+        fits, *rest = room.plain_batch(
+            case.packing.document_ids, *plan[:4], width, multiple, together, 128, *exact
+        )
+        parts = [part.tolist() if isinstance(part, np.ndarray) else int(part) for part in rest]
+        results.append((bool(fits), parts if fits else None))
     assert results[0] == results[1]
 
 

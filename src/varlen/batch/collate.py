@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
-from varlen.batch.layout import lay_out
+from varlen.batch.layout import Segments, lay_out
 from varlen.batch.packed import Layout, PackedBatch
+from varlen.batch.plain import plain_fields
 from varlen.batch.ragged import Documents, as_pack_ids
-from varlen.batch.source import Source, check_columns
+from varlen.batch.source import Column, Source, Targets, check_columns
 from varlen.errors import OutputBufferError, SettingError
-from varlen.types import Packing
+from varlen.types import IntArray, Packing
 
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
@@ -99,50 +100,65 @@ def collate(
     if columns or pads:
         check_columns(columns, pads, (*_NAMES, "shift_labels"))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
-    segments = lay_out(packing, wanted, layout, multiple, documents)
-    source = Source(documents, packing, segments)
-    tokens, starts = source.tokens()
-    targets = source.targets(labels, loss_mask, tokens, starts)
-    extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
-    arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in extra.items()})
+    made = None
+    if labels is None and loss_mask is None and out is None and not columns:
+        made = plain_fields(documents, packing, wanted, layout, multiple, pad)
+    if made is None:
+        segments = lay_out(packing, wanted, layout, multiple, documents)
+        source = Source(documents, packing, segments)
+        tokens = source.tokens()
+        targets = source.targets(labels, loss_mask, *tokens)
+        extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
+        made = _fields(segments, tokens, targets, extra, out, pad)
+    fields, shortest = made
+    fields["pack_ids"] = wanted
+    fields["layout"] = layout
+    fields["pad_id"] = pad
+    fields["step_num_targets"] = fields["num_targets"] if step is None else step
+    fields["dp_world_size"] = ranks
+    fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
+    fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
+    batch = PackedBatch.of(fields)
+    if shortest == 1 or labels is not None or loss_mask is not None:  # else every segment has a target
+        _report_without_targets(batch)
+    return batch
 
+
+def _fields(
+    segments: Segments,
+    tokens: tuple[npt.NDArray[Any], IntArray],
+    targets: Targets | None,
+    columns: Mapping[str, Column],
+    out: Mapping[str, npt.NDArray[Any]] | PackedBatch | None,
+    pad_id: int,
+) -> tuple[dict[str, Any], int]:
+    """Fill the arrays; returns the arrays and counts of a PackedBatch, and the length of its shortest segment."""
+    arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in columns.items()})
     largest = _kernel("assemble")(
-        tokens, starts, segments.lengths, segments.places, pad, *(arrays[name] for name in _NAMES)
+        *tokens, segments.lengths, segments.places, pad_id, *(arrays[name] for name in _NAMES)
     )
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)
         _kernel("mask_labels")(*targets, segments.lengths, segments.places, written, segments.targets)
         num_targets = int(segments.targets.sum())
-    for name, column in extra.items():
+    for name, column in columns.items():
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
         _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
-    batch = PackedBatch.of(
-        {
-            **{name: arrays[name] for name in _NAMES},
-            "cu_seqlens": segments.cu_seqlens,
-            "cu_seqlens_padded": segments.cu_slots,
-            "max_seqlen": segments.max_seqlen,
-            "document_ids": segments.documents,
-            "document_starts": segments.first_tokens,
-            "document_lengths": segments.lengths,
-            "document_targets": segments.targets,
-            "pack_ids": wanted,
-            "pack_offsets": segments.pack_offsets,
-            "layout": layout,
-            "pad_id": pad,
-            "max_token_id": largest,
-            "num_targets": num_targets,
-            "step_num_targets": num_targets if step is None else step,
-            "dp_world_size": ranks,
-            "document_groups": None if packing.groups is None else packing.groups[segments.documents],
-            "shift_labels": _shifted(arrays["labels"]) if shift_labels else None,
-            "columns": {name: arrays[name] for name in extra},
-        }
-    )
-    if targets is not None or segments.min_seqlen == 1:  # else every segment has a target
-        _report_without_targets(batch)
-    return batch
+    return {
+        **{name: arrays[name] for name in _NAMES},
+        "cu_seqlens": segments.cu_seqlens,
+        "cu_seqlens_padded": segments.cu_slots,
+        "max_seqlen": segments.max_seqlen,
+        "document_ids": segments.documents,
+        "document_starts": segments.first_tokens,
+        "document_lengths": segments.lengths,
+        "document_targets": segments.targets,
+        "pack_offsets": segments.pack_offsets,
+        "max_token_id": largest,
+        "num_targets": num_targets,
+        "columns": {name: arrays[name] for name in columns},
+    }, segments.min_seqlen
 
 
 def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:

@@ -21,6 +21,9 @@ Documents: TypeAlias = Any
 """A list of lists, arrays or tensors; a tuple (values, offsets); or an Arrow list array, chunked or not."""
 
 
+_ARROW_LISTS = {"ListArray", "LargeListArray", "FixedSizeListArray", "ListViewArray", "LargeListViewArray"}
+
+
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Values of many documents end to end."""
@@ -74,6 +77,21 @@ def _is_arrow(values: Any) -> bool:
     return hasattr(values, "null_count") and hasattr(values, "type")
 
 
+def as_flat(documents: Documents, name: str) -> Ragged | None:
+    """Return documents that are flat values already, which no batch needs to convert, or None.
+
+    Raises:
+        DocumentsError: values that aren't numbers, or nulls among them.
+    """
+    if isinstance(documents, tuple):
+        return _flat(documents[0], documents[1], name=name) if len(documents) == 2 else None
+    if not _is_arrow(documents):
+        return None
+    if hasattr(documents, "chunks"):
+        return _from_arrow(documents.chunk(0), name) if documents.num_chunks == 1 else None
+    return _from_arrow(documents, name)
+
+
 def as_ragged(
     documents: Documents, num_documents: int, wanted: Callable[[], IntArray], name: str
 ) -> tuple[Ragged, IntArray | None]:
@@ -99,11 +117,9 @@ def as_ragged(
             f"{name}: {count:,} documents given, but {num_documents:,} lengths were packed; "
             "pass all documents, in the order of the lengths"
         )
-    if isinstance(documents, tuple):
-        return _flat(documents[0], documents[1], name=name), None
-    if _is_arrow(documents) and getattr(documents, "num_chunks", 1) == 1:
-        whole = documents.chunk(0) if hasattr(documents, "num_chunks") else documents
-        return _from_arrow(whole, name), None
+    flat = as_flat(documents, name)
+    if flat is not None:
+        return flat, None
     needed = wanted()
     homes = np.arange(needed.size)
     if needed.size > 1 and not (needed[1:] > needed[:-1]).all():
@@ -128,10 +144,10 @@ def _flat(values: Any, offsets: Any, *, name: str) -> Ragged:
         array, bounds = np.asarray(values), np.asarray(offsets)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise DocumentsError(f"{name} can't be read as arrays of values and offsets: {error}") from None
-    if array.ndim != 1 or bounds.dtype.kind not in "iu":
+    if array.ndim != 1 or bounds.ndim != 1 or bounds.dtype.kind not in "iu":
         raise DocumentsError(
             f"{name} as (values, offsets) need one-dimensional values and whole-number offsets; got values of "
-            f"shape {array.shape} and offsets of dtype {bounds.dtype}"
+            f"shape {array.shape} and offsets {bounds.dtype} of shape {bounds.shape}"
         )
     narrow = bounds.dtype == np.int32  # as Arrow has them; a data set's worth is not converted for a batch
     return Ragged(_native(array), np.ascontiguousarray(bounds, dtype=np.int32 if narrow else np.int64))
@@ -156,19 +172,18 @@ def _native(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _from_arrow(array: Any, name: str) -> Ragged:
     """An Arrow list array: its own buffers, without a copy."""
-    kind = str(array.type)
-    form = kind.partition("<")[0]
-    if form not in ("list", "large_list", "fixed_size_list", "list_view", "large_list_view"):
-        raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {kind}")
+    form = type(array).__name__  # the type itself is spelled out at every look
+    if form not in _ARROW_LISTS:
+        raise DocumentsError(f"{name} as an Arrow array must be of a list type, got {array.type}")
     if array.null_count:
         raise DocumentsError(
             f"{name} hold {array.null_count:,} nulls in place of documents; drop those rows first"
         )
-    if form in ("list", "large_list"):
+    if form in ("ListArray", "LargeListArray"):
         values, offsets = array.values, array.offsets.to_numpy(zero_copy_only=False)
         if values.null_count:  # perhaps outside of this slice; as floats they would spoil the rest
             values, offsets = array.flatten(), offsets - offsets[0]
-    elif form == "fixed_size_list":
+    elif form == "FixedSizeListArray":
         values = array.flatten()
         offsets = np.arange(len(array) + 1, dtype=np.int64) * array.type.list_size
     else:

@@ -193,3 +193,52 @@ def copy_column(
     column[:] = pad[0]
     for source, length, place in zip(sources, lengths, places):
         column[place : place + length] = values[source : source + length]
+
+
+def plain_batch(
+    document_ids: Int64,
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    multiple: int,
+    pad_multiple: int,
+    padding_segment: int,
+    tokens: Values,
+    token_offsets: Values,
+    capacity: int,
+    whole: int,
+    is_wide: bool,
+    pad_id: int,
+) -> tuple[bool, Int64, Int32, Int32, Int32, int, int, int, int]:
+    """Do what `measure`, `lay_segments` and `assemble` do, one after the other; see the kernel for the results."""
+    sizes = measure(starts, stops, offsets, pack_ids, width, multiple, pad_multiple, padding_segment)
+    count, entries, positions, longest, shortest, bad = sizes
+    none = np.empty((0, 0), np.int32)
+    wrong = (
+        False,
+        np.empty(0, np.int64),
+        none,
+        none,
+        np.empty((4, 0, 0), np.int32),
+        0,
+        longest,
+        shortest,
+        -1,
+    )
+    if bad >= 0 or positions >= 2**31:
+        return wrong
+    wide, narrow = np.empty(3 * count + len(pack_ids) + 1, np.int64), np.empty((3, count), np.int32)
+    bounds = np.empty((2, entries), np.int32)
+    plan = (document_ids, starts, stops, offsets, pack_ids, width, positions, multiple, padding_segment)
+    found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
+    targets, num_wrong, _ = lay_segments(*plan, *found, wide, narrow, bounds[0], bounds[1])
+    _, places, sources = wide[: 3 * count].reshape(3, count)
+    low, high = value_range(tokens, sources, narrow[1]) if is_wide and not num_wrong else (0, 0)
+    if num_wrong or low < -(2**31) or high >= 2**31:
+        return wrong
+    block = np.empty((4, len(pack_ids) if width else 1, width or positions), np.int32)
+    largest = assemble(tokens, sources, narrow[1], places, pad_id, *block)
+    rows = 2 if multiple > 1 else 1
+    return True, wide, narrow, bounds[:rows], block, targets, longest, shortest, largest
