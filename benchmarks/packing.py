@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
+import numba  # noqa: F401 - once it is imported, vl.pack uses its kernels from the first call on
 import numpy as np
 
 import varlen as vl
