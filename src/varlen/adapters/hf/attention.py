@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from varlen.adapters.hf.model import implementation, unwrap
+from varlen.adapters.hf.model import implementation, text_config, unwrap
 from varlen.adapters.hf.per_document import attend
 from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
@@ -45,8 +45,9 @@ def use_varlen_attention(model: Any) -> Any:
         The same model.
 
     Raises:
-        ModelError: its attention doesn't go through transformers' registry.
+        ModelError: not a transformers model, or its attention doesn't go through transformers' registry.
     """
+    text_config(model)
     register()
     base = unwrap(model)
     base.set_attn_implementation(NAME)
