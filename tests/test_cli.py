@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import typer
 
 from varlen.cli import app as app_module
 from varlen.cli import demo as demo_module
@@ -67,7 +69,7 @@ def test_an_unknown_option_is_bad_input():
         (None, "does not exist"),
         ("", "is empty"),
         ('{"body": 1}\n', "found `body`"),
-        ('{"text": "a few words"}\n', "holds 1 documents of two tokens or more, but the demo needs"),
+        ('{"text": "a few words"}\n', "holds 1 document of two tokens or more, but the demo needs"),
     ],
 )
 def test_bad_data_ends_in_one_sentence_and_leaves_nothing(tmp_path, content, said):
@@ -91,8 +93,23 @@ def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
     assert "steps must be at least 1, got 0" in one_sentence(varlen("demo", "--steps", 0, cwd=tmp_path))
     assert "threads must be at least 1" in one_sentence(varlen("demo", "--threads", 0, cwd=tmp_path))
     assert "seed must be at least 0" in one_sentence(varlen("demo", "--seed", -1, cwd=tmp_path))
+    assert "seed must be at most" in one_sentence(varlen("demo", "--seed", 10**23, cwd=tmp_path))
+    assert "threads must be at most" in one_sentence(varlen("demo", "--threads", 10**6, cwd=tmp_path))
     assert "doesn't exist" in one_sentence(varlen("demo", "-o", tmp_path / "no" / "report.html"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_option_that_a_message_names_is_one_of_the_demo(root):
+    sources = [path for room in ("source", "train", "cli") for path in root.glob(f"src/varlen/{room}/*.py")]
+    named = {name for path in sources for name in re.findall(r"--[a-z][a-z-]+", path.read_text("utf-8"))}
+    options = {
+        option
+        for parameter in typer.main.get_command(app_module.app).commands["demo"].params
+        for option in parameter.opts
+    }
+
+    assert named
+    assert named <= options | {"--version", "--help"}
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch, capsys):

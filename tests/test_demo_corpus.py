@@ -1,6 +1,7 @@
 """The demo's documents: enough of them, drawn fairly, validation kept aside."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -69,11 +70,36 @@ def test_texts_and_tokens_belong_together(tmp_path):
 
 
 def test_too_few_documents_are_refused_with_how_many_it_takes(tmp_path):
-    with pytest.raises(SourceError, match=r"holds 4 documents .* needs 5: 1 steps of 4 .* 1 to validate"):
+    with pytest.raises(SourceError, match=r"holds 4 documents .* needs 5: 1 step of 4 .* 1 to validate"):
         read_corpus(write(tmp_path, 4), SETTINGS)
     with pytest.raises(SourceError, match=r"holds 10 documents .* needs 14: 3 steps of 4 .* 2 to validate"):
         read_corpus(write(tmp_path, 10), replace(SETTINGS, steps=3, exact_steps=True))
     assert len(read_corpus(write(tmp_path, 5), SETTINGS).train_ids) == 4
+
+
+def test_the_way_out_of_too_few_documents_is_one_that_helps(tmp_path, monkeypatch):
+    path = write(tmp_path, 40)
+    asked = replace(SETTINGS, steps=30, exact_steps=True)
+    with pytest.raises(SourceError, match=r"holds 40 documents .* pass more documents or --steps 9 at most$"):
+        read_corpus(path, asked)
+    with pytest.raises(SourceError, match=r"holds 4 documents .* pass more documents$"):
+        read_corpus(write(tmp_path, 4), SETTINGS)
+
+    monkeypatch.setattr(corpus_module, "MAX_DOCUMENTS", 20)
+    with pytest.raises(
+        SourceError, match=r"more, but the demo takes 20 documents .* pass --steps 4 at most$"
+    ):
+        read_corpus(write(tmp_path, 40), asked)
+
+
+def test_a_file_whose_name_is_not_utf_8_is_described_in_characters_that_can_be_written(tmp_path):
+    path = write(tmp_path, 40).rename(tmp_path / os.fsdecode(b"caf\xe9.jsonl"))
+
+    assert (
+        read_corpus(path, SETTINGS)
+        .description.encode()
+        .endswith("caf\N{REPLACEMENT CHARACTER}.jsonl".encode())
+    )
 
 
 def test_few_documents_are_trained_on_in_fewer_steps(tmp_path):

@@ -375,3 +375,8 @@ def test_an_older_pytorch_without_windows_is_not_asked_for_them(monkeypatch: pyt
     query = torch.zeros(3, 2, 4, dtype=torch.bfloat16)
 
     assert fused.fused_kernel(query, query, LayerRules()) is None
+
+
+def test_what_is_no_transformers_model_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ModelError, match="Linear has no transformers config"):
+        hf.use_varlen_attention(torch.nn.Linear(2, 2))

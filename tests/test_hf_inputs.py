@@ -37,12 +37,14 @@ from transformers import (
     MixtralConfig,
     MoshiConfig,
     Qwen3NextConfig,
+    RobertaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+import varlen as vl
 from varlen.adapters import hf
-from varlen.errors import ModelError
+from varlen.errors import DocumentsError, ModelError
 
 # torch.compile brings in parts of torch that torch itself has deprecated.
 COMPILES = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -224,6 +226,21 @@ def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
         hf.model_inputs(batch, model)
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_negative_token_ids_are_refused(as_tensors: bool) -> None:
+    batch = vl.collate([[3, -200, 4]], vl.pack([3], capacity=4))
+
+    with pytest.raises(ModelError, match=r"token id -200, but LlamaForCausalLM embeds ids from 0"):
+        hf.model_inputs(batch.to_torch() if as_tensors else batch, tiny("llama", "sdpa"))
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(
+        DocumentsError, match=r"takes a PackedBatch, as vl\.collate returns it, .* given dict"
+    ):
+        hf.model_inputs({"input_ids": torch.zeros(1, 4)}, tiny("llama", "sdpa"))  # type: ignore[arg-type]
+
+
 def test_the_largest_id_and_the_longest_document_that_fit_are_taken() -> None:
     batch = packed()
     config = LlamaConfig(**SMALL | {"vocab_size": batch.max_token_id + 1, "max_position_embeddings": 20})
@@ -259,6 +276,10 @@ QWEN3_NEXT = Qwen3NextConfig(
             "takes no position_ids",
         ),
         (lambda: make(BigBirdConfig(**SMALL, is_decoder=True), "varlen"), "computes attention by itself"),
+        (
+            lambda: make(RobertaConfig(**SMALL | {"pad_token_id": 1}, is_decoder=True), "sdpa"),
+            "counts positions from 2 .*position_embeddings",
+        ),
         (lambda: torch.nn.Linear(2, 2), "no transformers config"),
     ],
     ids=[
@@ -268,6 +289,7 @@ QWEN3_NEXT = Qwen3NextConfig(
         "hybrid",
         "no positions",
         "own attention",
+        "own positions",
         "no model",
     ],
 )

@@ -85,3 +85,19 @@ def test_importing_varlen_loads_no_library() -> None:
     foreign = loaded - set(sys.stdlib_module_names) - {"varlen", "__future__"}
     assert "varlen" in loaded
     assert foreign == set()
+
+
+def test_windows_is_refused_in_a_sentence() -> None:
+    script = "import sys; sys.platform = 'win32'; import varlen"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert run.returncode == 1
+    assert "PlatformError: varlen runs on Linux and macOS, not on Windows itself" in run.stderr
+
+
+def test_the_tree_of_errors_is_drawn_whole() -> None:
+    from varlen import errors
+
+    named = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert named
+    assert [name for name in named if name not in (errors.__doc__ or "")] == []

@@ -101,6 +101,12 @@ def test_the_headline_and_ratios_follow_from_the_figures():
     assert "more than rounding" in findings(other).loss
 
 
+def test_equal_losses_are_called_equal_to_the_bit_and_nearly_equal_ones_to_rounding():
+    assert "the same to the bit on all of 2 steps" in findings(figures()).loss
+    near = tuple(loss + 1e-6 for loss in figures().method("flattened").step_losses)
+    assert "rounding in float32" in findings(with_method("flattened", step_losses=near)).loss
+
+
 def test_buckets_are_told_what_they_cost_and_what_they_do_not():
     said = findings(figures()).buckets
 

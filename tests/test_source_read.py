@@ -1,5 +1,6 @@
 """Reading documents from files: what comes out, and one sentence for whatever is wrong."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_a_glob_reaches_into_folders(tmp_path):
     (tmp_path / "a.tex").write_text("high")
 
     assert list(read_texts(tmp_path / "**" / "*.tex")) == ["high", "deep"]
+    assert list(read_texts(tmp_path / "**")) == ["high", "deep"]
 
 
 def test_a_path_with_brackets_in_its_name_is_not_taken_for_a_pattern(tmp_path):
@@ -111,6 +113,11 @@ def test_a_path_with_brackets_in_its_name_is_not_taken_for_a_pattern(tmp_path):
         (b'{"messages": [{"role": "user", "content": 3}]}\n', r"must be text, found number"),
         (b'{"text": "\xff"}\n', r"line 1 is not valid UTF-8"),
         (b'{"text": "\\ud800"}\n', r"lone surrogate at position 0"),
+        (b'{"messages": [{"role": "\\ud800", "content": "a"}]}\n', r"lone surrogate at position 0"),
+        (b'{"messages": [{"role": "user", "content": [{"text": 5}]}]}\n', r"must hold text, found number"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}\n", r"line 1 can't be read: a number of too many digits"),
+        (b'{"text": ' + b"[" * 200_000 + b"\n", r"line 1 can't be read: .* brackets nested too deeply"),
+        (gzip.compress(b'{"text": "a"}\n'), r"is compressed \(gzip\); unpack it first"),
     ],
 )
 def test_a_faulty_jsonl_file_is_named_with_its_line(tmp_path, content, said):
@@ -120,6 +127,35 @@ def test_a_faulty_jsonl_file_is_named_with_its_line(tmp_path, content, said):
     with pytest.raises(SourceError, match=said) as caught:
         list(read_texts(path))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.parquet"])
+def test_a_compressed_file_is_called_that_whatever_its_name(tmp_path, name):
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "a"}\n'))
+
+    with pytest.raises(SourceError, match=r"is compressed \(gzip\); unpack it first"):
+        list(read_texts(tmp_path / name))
+
+
+def test_an_empty_file_beside_others_is_left_out_and_alone_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(SourceError, match=r"empty \(0 bytes\)"):
+        list(read_texts(tmp_path))
+    (tmp_path / "b.txt").write_text("one")
+    (tmp_path / "c.jsonl").write_text("")
+    assert list(read_texts(tmp_path)) == ["one"]
+
+    (tmp_path / "d.parquet").write_text("")
+    with pytest.raises(SourceError, match=r"d\.parquet is empty \(0 bytes\)"):
+        list(read_texts(tmp_path))
+
+
+def test_what_is_neither_file_nor_folder_is_called_that(tmp_path):
+    with pytest.raises(SourceError, match="an empty path"):
+        find_files("")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match=r"neither a file nor a folder .*; save it to a file first"):
+        find_files(tmp_path / "pipe")
 
 
 def test_a_truncated_parquet_file_is_an_error_that_names_it(tmp_path):

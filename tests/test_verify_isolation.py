@@ -16,7 +16,7 @@ import varlen as vl
 from varlen.adapters import hf
 from varlen.adapters.hf.per_document import attend
 from varlen.adapters.hf.rules import LayerRules
-from varlen.errors import ModelError, SettingError
+from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.isolation import IsolationReport, Movements, check_isolation, judge
 
 FALCON = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -185,6 +185,14 @@ def test_a_window_that_is_not_applied_is_found(family: str) -> None:
     assert report.movements.alone_difference > 1e-3
 
 
+def test_documents_with_padding_between_them_can_be_checked() -> None:
+    """Slots rounded up leave padding between documents; the control must still find two in a row."""
+    packing = vl.pack([5, 3, 9], capacity=32, document_multiple_of=8)
+    batch = vl.collate([[7, 8, 9, 7, 8], [3, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9]], packing)
+    for attention in ("sdpa", "varlen"):
+        assert check_isolation(tiny("llama", attention), batch).verdict == "isolated"
+
+
 def test_a_batch_with_one_document_a_row_leaves_the_check_blind() -> None:
     report = check_isolation(tiny("llama", "sdpa"), packed(lengths=(20, 20)))
 
@@ -348,6 +356,20 @@ def test_a_batch_without_documents_is_an_error() -> None:
 def test_what_is_no_model_is_an_error() -> None:
     with pytest.raises(ModelError, match="no transformers config"):
         check_isolation(torch.nn.Linear(2, 2), packed())
+
+
+def test_a_model_without_its_head_is_refused_in_a_sentence() -> None:
+    report = check_isolation(tiny("llama", "sdpa").model, packed())
+
+    assert report.verdict == "refuses"
+    assert "LlamaModel returns no logits; pass the model with its head" in report.reason
+
+
+def test_what_is_no_batch_is_an_error() -> None:
+    with pytest.raises(
+        DocumentsError, match=r"takes a PackedBatch, as vl\.collate returns it, .* given dict"
+    ):
+        check_isolation(tiny("llama", "sdpa"), {"input_ids": torch.zeros(1, 4)})  # type: ignore[arg-type]
 
 
 def test_a_report_of_a_refusal_needs_no_movements() -> None:

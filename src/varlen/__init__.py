@@ -5,7 +5,13 @@ Public names are loaded when first used, so that `import varlen` costs a few mil
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    from varlen.errors import PlatformError
+
+    raise PlatformError("varlen runs on Linux and macOS, not on Windows itself; install it inside WSL")
 
 import varlen.pack  # noqa: F401
 

@@ -13,6 +13,7 @@
     │   ├── StateError                      a saved state that doesn't belong to this object
     │   └── ModelError                      a model that can't take this batch
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
+    ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
 
 A message says what was seen, the limit, how many offend, and the way out.
@@ -61,6 +62,10 @@ class ModelError(InputError):
 
 class MissingExtraError(VarlenError, ImportError):
     """An optional dependency isn't installed; the message names the command that installs it."""
+
+
+class PlatformError(VarlenError, ImportError):
+    """This operating system is not one that varlen runs on; the message names the way out."""
 
 
 class LedgerError(VarlenError):

@@ -25,12 +25,21 @@ from varlen.errors import SourceError
 _ROW_SUFFIXES = {".jsonl", ".ndjson", ".parquet"}
 _TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 _PARQUET_BATCH_ROWS = 256
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh91AY&SY": "bzip2",
+    b"PK\x03\x04": "zip",
+}
+"""First bytes of compressed files, which would otherwise be called broken text."""
 
 
 def read_texts(data: str | Path) -> Iterator[str]:
     """Yield the text of every document, files in the order of their names and rows in the order of the file.
 
-    Empty documents are left out. Memory is bounded by the longest row, or by a batch of Parquet rows.
+    Empty documents are left out, and so are empty files beside others.
+    Memory is bounded by the longest row, or by a batch of Parquet rows.
 
     Args:
         data: a file, a folder or a glob (`**` reaches into folders).
@@ -46,7 +55,8 @@ def read_texts(data: str | Path) -> Iterator[str]:
                 found_any = True
                 yield text
     if not found_any:
-        raise SourceError(f"{data} holds no text: {len(files):,} files were read and all documents are empty")
+        were = "file was" if len(files) == 1 else "files were"
+        raise SourceError(f"{data} holds no text: {len(files):,} {were} read and all documents are empty")
 
 
 def find_files(data: str | Path) -> list[Path]:
@@ -55,6 +65,8 @@ def find_files(data: str | Path) -> list[Path]:
     Raises:
         SourceError: no such file, an empty folder, or a glob that matches nothing.
     """
+    if not str(data):
+        raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
     path = Path(data).expanduser()
     if path.is_file():
         return [path]
@@ -68,11 +80,17 @@ def find_files(data: str | Path) -> list[Path]:
             )
         return files
     if glob.has_magic(str(path)):
-        root, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
-        files = sorted(p for p in root.glob(pattern) if p.is_file())
+        root, pattern = Path(path.anchor), path.relative_to(path.anchor)
+        if pattern.name == "**":  # to older Pythons, folders alone
+            pattern /= "*"
+        files = sorted(p for p in root.glob(str(pattern)) if p.is_file())
         if not files:
             raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
         return files
+    if path.exists():
+        raise SourceError(
+            f"{data} is neither a file nor a folder (a pipe or a device); save it to a file first"
+        )
     raise SourceError(
         f"{data} does not exist; pass a JSONL, Parquet or text file, a folder of them, or a glob"
     )
@@ -83,7 +101,10 @@ def _read_file(path: Path, *, is_alone: bool) -> Iterator[str]:
     suffix = path.suffix.lower()
     try:
         if path.stat().st_size == 0:
-            raise SourceError(f"{path} is empty (0 bytes)")
+            if is_alone or suffix == ".parquet":  # a Parquet file without rows still has bytes
+                raise SourceError(f"{path} is empty (0 bytes)")
+            return
+        _refuse_compressed(path)
         if suffix == ".parquet":
             yield from _read_parquet(path)
         elif suffix in _ROW_SUFFIXES:
@@ -92,6 +113,15 @@ def _read_file(path: Path, *, is_alone: bool) -> Iterator[str]:
             yield from _read_plain_text(path, is_alone=is_alone)
     except OSError as error:
         raise SourceError(f"{path} can't be read: {error.strerror or error}") from error
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Say of a compressed file that it is one, whatever its name."""
+    with path.open("rb") as file:
+        first = file.read(max(map(len, _COMPRESSED)))
+    for magic, kind in _COMPRESSED.items():
+        if first.startswith(magic):
+            raise SourceError(f"{path} is compressed ({kind}); unpack it first")
 
 
 def _read_jsonl(path: Path) -> Iterator[str]:
@@ -108,6 +138,10 @@ def _read_jsonl(path: Path) -> Iterator[str]:
             except json.JSONDecodeError as error:
                 raise SourceError(
                     f"{where} is not valid JSON: {error.msg} at column {error.colno:,}"
+                ) from error
+            except (ValueError, RecursionError) as error:
+                raise SourceError(
+                    f"{where} can't be read: a number of too many digits, or brackets nested too deeply"
                 ) from error
             if not isinstance(row, dict):
                 raise SourceError(f"{where} is a JSON {_json_kind(row)}, not an object with a `text` field")
@@ -187,12 +221,20 @@ def _message_text(message: Any, name: str, where: str) -> str:
         raise SourceError(f"{where}: every entry of `{name}` must be an object with `role` and `content`")
     content = message["content"]
     if isinstance(content, list):
-        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+        content = "".join(_part_text(part, where) for part in content)
     if content is None:  # a turn that only calls a tool
         content = ""
     if not isinstance(content, str):
         raise SourceError(f"{where}: the `content` of a message must be text, found {_json_kind(content)}")
-    return f"{message['role']}: {_well_formed(content, name, where)}\n"
+    return _well_formed(f"{message['role']}: {content}\n", name, where)
+
+
+def _part_text(part: Any, where: str) -> str:
+    """Return the text of one part of a message; an image or another kind has none."""
+    text = part.get("text") if isinstance(part, dict) else part
+    if text is not None and not isinstance(text, str):
+        raise SourceError(f"{where}: the parts of a message must hold text, found {_json_kind(text)}")
+    return text or ""
 
 
 def _well_formed(text: str, name: str, where: str) -> str:

@@ -111,7 +111,7 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
     usable = np.flatnonzero(documents.lengths >= 2)
     fitted = settings.fitted(documents.lengths[usable]) if len(usable) else settings
     if len(usable) < fitted.num_documents_needed:
-        raise SourceError(_too_few(data, len(usable), fitted))
+        raise SourceError(_too_few(data, len(usable), fitted, is_drawn=len(found) > len(texts) or is_cut))
     return Corpus(
         settings=fitted,
         documents=documents.take(usable),
@@ -119,11 +119,16 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
         validation_ids=np.arange(fitted.validation_documents),
         train_ids=np.arange(fitted.validation_documents, len(usable)),
         vocab_size=tokenizer.get_vocab_size(),
-        description="the Python sources of this interpreter" if data is None else str(data),
+        description="the Python sources of this interpreter" if data is None else _printable(data),
         documents_found=len(found),
         too_short=len(texts) - len(usable),
         is_cut=is_cut,
     )
+
+
+def _printable(data: str | Path) -> str:
+    """Return a path as text that can be written anywhere: names of files needn't be UTF-8."""
+    return str(data).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _within_limit(source: Iterator[str]) -> tuple[list[str], bool]:
@@ -147,12 +152,29 @@ def _first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-def _too_few(data: str | Path | None, found: int, settings: DemoSettings) -> str:
-    """Say how many documents there are, how many it takes, and the way out."""
-    what = "this interpreter's sources hold" if data is None else f"{data} holds"
+def _too_few(data: str | Path | None, found: int, settings: DemoSettings, *, is_drawn: bool) -> str:
+    """Say how many documents there are, how many it takes, and the way out.
+
+    Args:
+        data: where they come from.
+        found: documents of two tokens or more among those read or drawn.
+        settings: of the experiment.
+        is_drawn: whether there are more, which the demo doesn't take.
+    """
+    whose = "this interpreter's sources" if data is None else _printable(data)
+    affordable = (found - settings.validation_documents) // settings.batch_documents
+    hold = "hold" if data is None else "holds"
+    found_text = f"{found:,} {'document' if found == 1 else 'documents'} of two tokens or more"
+    steps_text = f"{settings.steps:,} {'step' if settings.steps == 1 else 'steps'}"
+    ways = [] if is_drawn else ["more documents"]
+    if affordable >= 1:
+        ways.append(f"--steps {affordable} at most")
     return (
-        f"{what} {found:,} documents of two tokens or more, but the demo needs "
-        f"{settings.num_documents_needed:,}: "
-        f"{settings.steps:,} steps of {settings.batch_documents:,} to train on and "
-        f"{settings.validation_documents:,} to validate; pass more documents, or fewer --steps"
+        (
+            f"{whose} {hold} more, but the demo takes {found_text} and needs "
+            if is_drawn
+            else f"{whose} {hold} {found_text}, but the demo needs "
+        )
+        + f"{settings.num_documents_needed:,}: {steps_text} of {settings.batch_documents:,} to train on and "
+        f"{settings.validation_documents:,} to validate; pass {' or '.join(ways) or 'shorter documents'}"
     )

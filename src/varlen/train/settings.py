@@ -14,6 +14,11 @@ RUN_TOKENS = 45_000
 """Tokens after which a run takes no further step, but for its second, unless told to: what keeps the demo
 under three minutes."""
 
+MAX_SEED = 2**32 - 1
+"""Every generator takes seeds up to here, and the few that follow."""
+MAX_THREADS = 1024
+"""More would be a slip of the keyboard, and a system may refuse to start them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
@@ -68,6 +73,9 @@ class DemoSettings:
         for name, limit in lowest.items():
             if getattr(self, name) < limit:
                 raise SettingError(f"{name} must be at least {limit:,}, got {getattr(self, name):,}")
+        for name, limit in {"seed": MAX_SEED, "threads": MAX_THREADS}.items():
+            if getattr(self, name) > limit:
+                raise SettingError(f"{name} must be at most {limit:,}, got {getattr(self, name):,}")
 
     def fitted(self, lengths: IntArray) -> DemoSettings:
         """Return what these documents allow: fewer steps where they are few or long.

@@ -93,7 +93,7 @@ class Worker:
         if code == -signal.SIGKILL:
             return (
                 f"the run {self._name!r} was killed by the system, most likely for lack of memory; "
-                "free some, or shorten documents with --max-length"
+                "free some, or pass shorter documents with --data"
             )
         return f"the process of the run {self._name!r} ended unexpectedly with exit code {code}"
 

@@ -13,7 +13,7 @@ import torch
 
 from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
-from varlen.errors import ModelError, SettingError
+from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.sample import sample_batch
 from varlen.verify.trial import Inputs, Trial, untouched
 
@@ -140,10 +140,16 @@ def check_isolation(
 
     Raises:
         SettingError: `max_changed` below 1, or a batch without documents.
+        DocumentsError: not a PackedBatch.
         ModelError: not a transformers model.
     """
     if max_changed < 1:
         raise SettingError(f"max_changed must be at least 1, got {max_changed}")
+    if batch is not None and not isinstance(batch, PackedBatch):
+        raise DocumentsError(
+            f"check_isolation takes a PackedBatch, as vl.collate returns it, and was given "
+            f"{type(batch).__name__}"
+        )
     if batch is None:
         batch = sample_batch(hf.vocabulary_size(model), seed)
     if batch.num_segments == 0:

@@ -67,9 +67,11 @@ class Trial:
 
     def followed(self) -> int | None:
         """Return the first document that another follows in its row; None where no row holds two."""
-        same_row = (self.owner[:, :-1] >= 0) & (self.owner[:, 1:] > self.owner[:, :-1])
-        found = self.owner[:, :-1][same_row]
-        return int(found.min()) if found.size else None
+        for row in self.owner:
+            documents = np.unique(row[row >= 0])  # padding may stand between them: slots are rounded up
+            if len(documents) > 1:
+                return int(documents[0])
+        return None
 
     def changed(self, document: int) -> PackedBatch:
         """Return the batch with every token of one document replaced by another token.
@@ -94,9 +96,15 @@ class Trial:
             inputs: turns it into keyword arguments; None for the trial's own.
 
         Raises:
-            ModelError: the logits of a document's tokens aren't finite, or have another shape.
+            ModelError: no logits, or those of a document's tokens aren't finite or have another shape.
         """
-        logits: torch.Tensor = self.call((inputs or self.inputs)(batch, self.model)).logits
+        outputs = self.call((inputs or self.inputs)(batch, self.model))
+        logits: torch.Tensor | None = getattr(outputs, "logits", None)
+        if logits is None:
+            raise ModelError(
+                f"{type(hf.unwrap(self.model)).__name__} returns no logits; pass the model with its head, such "
+                "as AutoModelForCausalLM makes it"
+            )
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
                 f"the model was given {list(self.owner.shape)} tokens and returned logits "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from varlen.adapters.hf.model import implementation, unwrap
+from varlen.adapters.hf.model import implementation, text_config, unwrap
 from varlen.adapters.hf.per_document import attend
 from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
@@ -45,8 +45,9 @@ def use_varlen_attention(model: Any) -> Any:
         The same model.
 
     Raises:
-        ModelError: its attention doesn't go through transformers' registry.
+        ModelError: not a transformers model, or its attention doesn't go through transformers' registry.
     """
+    text_config(model)
     register()
     base = unwrap(model)
     base.set_attn_implementation(NAME)
@@ -144,8 +145,9 @@ def _checked_boundaries(
     if cu_seq_lens_q is None:
         raise ModelError(
             f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would '
-            "attend to each other; pass model_inputs(batch, model); to generate text, and for padded "
-            'batches, choose model.set_attn_implementation("sdpa")'
+            "attend to each other; pass model_inputs(batch, model); to generate text, for padded batches, and "
+            "where the model doesn't hand its arguments on to its layers, choose "
+            'model.set_attn_implementation("sdpa")'
         )
     rows, _, width, _ = query.shape
     if key.shape[2] != width:

@@ -17,7 +17,7 @@ from varlen.adapters.hf.model import (
     uses_registry,
 )
 from varlen.batch.packed import PackedBatch
-from varlen.errors import ModelError
+from varlen.errors import DocumentsError, ModelError
 
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
 
@@ -46,11 +46,16 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
         `shift_labels` where the batch has them.
 
     Raises:
+        DocumentsError: not a PackedBatch.
         ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
             and encoder-decoder models, unknown attention functions), or it has too few positions or too
             small a vocabulary.
     """
     check_family(model)
+    if not isinstance(batch, PackedBatch):
+        raise DocumentsError(
+            f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
+        )
     check_size(batch, model)
     inputs = _arguments(batch, model)
     if "cu_seq_lens_q" in inputs and not uses_registry(model):

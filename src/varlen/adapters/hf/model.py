@@ -163,7 +163,7 @@ def check_family(model: Any) -> None:
 
     Raises:
         ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
-            outside attention (recurrence, convolution).
+            outside attention (recurrence, convolution) or number positions in their own way.
     """
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
     reason = (
@@ -171,7 +171,7 @@ def check_family(model: Any) -> None:
         or _both_directions(config)
         or _foreign_layers(config)
         or _recurrence(base)
-        or _layers_that_mix(decoder)
+        or _unfit_module(decoder)
     )
     if reason:
         raise ModelError(f"{type(base).__name__} {reason}; give it one document a row (padded)")
@@ -206,18 +206,23 @@ def _recurrence(base: Any) -> str | None:
     return None
 
 
-def _layers_that_mix(decoder: Any) -> str | None:
+def _unfit_module(decoder: Any) -> str | None:
     """Look through the decoder's modules, once a model: there are thousands, and a batch comes every step."""
     if decoder not in _LOOKED_THROUGH:
-        _LOOKED_THROUGH[decoder] = next(filter(None, starmap(_mixes, decoder.named_modules())), None)
+        _LOOKED_THROUGH[decoder] = next(filter(None, starmap(_unfit, decoder.named_modules())), None)
     return _LOOKED_THROUGH[decoder]
 
 
-def _mixes(name: str, module: Any) -> str | None:
+def _unfit(name: str, module: Any) -> str | None:
     if getattr(module, "is_causal", True) is False:
         return f"attends in both directions (in {name}), and varlen packs for causal models"
     if isinstance(module, torch.nn.Conv1d):
         return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
+    if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        return (
+            f"counts positions from {module.padding_idx + 1:,} and passes over padding tokens (in {name}), and "
+            "those of a PackedBatch begin at 0"
+        )
     return None
 
 
@@ -247,8 +252,20 @@ def check_size(batch: PackedBatch, model: Any) -> None:
             f"the batch holds token id {batch.max_token_id:,}, but {name} embeds ids below {vocabulary:,}; "
             "use the model's own tokenizer, or model.resize_token_embeddings"
         )
+    if (smallest := _smallest_id(batch.input_ids)) < min(0, batch.pad_id):
+        raise ModelError(
+            f"the batch holds token id {smallest:,}, but {name} embeds ids from 0; replace placeholders before "
+            "packing"
+        )
     if not 0 <= batch.pad_id < vocabulary:
         raise ModelError(
             f"padding is token id {batch.pad_id:,}, but {name} embeds ids 0 to {vocabulary - 1:,}; collate "
             "with pad_id=0, since no document sees padding"
         )
+
+
+def _smallest_id(input_ids: Any) -> int:
+    """Return the smallest token id; 0 where there is none, or where asking would wait for a GPU."""
+    if torch.is_tensor(input_ids):
+        return int(input_ids.min()) if input_ids.numel() and input_ids.device.type == "cpu" else 0
+    return int(input_ids.min()) if input_ids.size else 0
