@@ -162,12 +162,17 @@ def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
     ],
     ids=["array", "list", "tensor", "Arrow", "bytes"],
 )
-def test_flat_values_share_the_offsets_of_flat_documents(values: Any) -> None:
+@pytest.mark.parametrize("form", [list, torch.tensor, pa.array], ids=["lists", "tensors", "Arrow"])
+def test_flat_values_share_the_offsets_of_flat_documents(values: Any, form: Callable[[Any], Any]) -> None:
     packing = vl.pack(LENGTHS, 8)
     documents = flat(np.int32)(DOCUMENTS)
     wanted = vl.collate(documents, packing, labels=(np.arange(25), documents[1]))
 
     same_batch(vl.collate(documents, packing, labels=values), wanted)
+    others = tuple(map(form, documents))
+    same_batch(vl.collate(others, packing, labels=values), wanted)
+    with pytest.raises(DocumentsError, match="labels: 24 values for 25 tokens; one a token is needed"):
+        vl.collate(others, packing, labels=values[:24])
 
 
 @pytest.mark.parametrize(
