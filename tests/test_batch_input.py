@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from batches import tokens_like
 
 import varlen as vl
+from varlen.batch import layout
 from varlen.errors import DocumentsError, InputError, OutputBufferError, SettingError
 from varlen.types import Packing
 
@@ -363,6 +365,36 @@ def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
     )
     with pytest.raises(SettingError, match="pack 0 takes up 8 tokens, over the packing's capacity of 7"):
         vl.collate(tokens_like([5, 3]), wrong)
+
+
+@pytest.mark.parametrize("documents", [tokens_like([3, 2]), (np.arange(5), np.array([0, 3, 5]))])
+@pytest.mark.parametrize("module", ["kernels", "reference"])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"document_ids": [0, 2]}, "pack 1 holds tokens 0 to 2 of document 2, and the packing has 2 documents"),
+        ({"document_ids": [-1, 1]}, "pack 0 holds tokens 0 to 3 of document -1"),
+        ({"starts": [0, 2]}, "pack 1 holds tokens 2 to 2 of document 1"),
+        ({"starts": [-1, 0]}, "pack 0 holds tokens -1 to 3 of document 0"),
+        ({"stops": [3, -(2**31)]}, "pack 1 holds tokens 0 to -2,147,483,648 of document 1"),
+        ({"offsets": [0, 1, 3]}, "pack 1 holds pieces 1 to 3 of 2; make packings with vl.pack"),
+        ({"offsets": [-1, 1, 2]}, "pack 0 holds pieces -1 to 1 of 2"),
+        ({"offsets": [0, 3, 2]}, "pack 0 holds pieces 0 to 3 of 2"),
+    ],
+)
+def test_a_packing_made_by_hand_of_pieces_that_cannot_be_is_refused(
+    fields: dict[str, list[int]], words: str, documents: Any, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = importlib.import_module(f"varlen.batch.{module}")
+    monkeypatch.setattr(layout, "_kernel", lambda name: getattr(room, name))
+    right = vl.pack([3, 2], 4)
+    values = {name: getattr(right, name) for name in ("document_ids", "starts", "stops", "offsets")}
+    wrong = {name: np.array(fields.get(name, array), array.dtype) for name, array in values.items()}
+    out = buffers((2, 4))
+
+    with pytest.raises(SettingError, match=words):
+        vl.collate(documents, Packing(**wrong, capacity=4, ledger=right.ledger), out=out)
+    assert all((array == -7).all() for array in out.values())
 
 
 def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made() -> None:

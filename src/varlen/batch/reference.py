@@ -24,6 +24,7 @@ def _slot(length: int, multiple: int) -> int:
 
 
 def measure(
+    document_ids: Int64,
     starts: Int32,
     stops: Int32,
     offsets: Int64,
@@ -32,13 +33,20 @@ def measure(
     multiple: int,
     pad_multiple: int,
     padding_segment: int,
+    num_documents: int,
 ) -> tuple[int, int, int, int, int, int]:
     """Count segments, entries of cu_seqlens, positions; the longest and shortest segment; a bad pack id or -1."""
     packs, used = [], []
     for index, pack in enumerate(pack_ids.tolist()):
         if not 0 <= pack < len(offsets) - 1:
             return 0, 0, 0, 0, 0, index
-        packs.append((stops - starts)[offsets[pack] : offsets[pack + 1]].tolist())
+        here = slice(offsets[pack], offsets[pack + 1])
+        documents, pieces = document_ids[here], list(zip(starts[here].tolist(), stops[here].tolist()))
+        known = ((documents >= 0) & (documents < num_documents)).all()
+        inside = 0 <= here.start <= here.stop <= len(stops)
+        if not (inside and known and all(0 <= start < stop for start, stop in pieces)):
+            return 0, 0, 0, 0, 0, index
+        packs.append([stop - start for start, stop in pieces])
         used.append(sum(_slot(length, multiple) for length in packs[-1]))
         if width and used[-1] > width:
             return 0, 0, 0, 0, 0, index
