@@ -372,7 +372,10 @@ def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"document_ids": [0, 2]}, "pack 1 holds tokens 0 to 2 of document 2, and the packing has 2 documents"),
+        (
+            {"document_ids": [0, 2]},
+            "pack 1 holds tokens 0 to 2 of document 2, and the packing has 2 documents",
+        ),
         ({"document_ids": [-1, 1]}, "pack 0 holds tokens 0 to 3 of document -1"),
         ({"starts": [0, 2]}, "pack 1 holds tokens 2 to 2 of document 1"),
         ({"starts": [-1, 0]}, "pack 0 holds tokens -1 to 3 of document 0"),
