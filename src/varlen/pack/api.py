@@ -74,7 +74,8 @@ def pack(
         SettingError: a setting out of range, or two that contradict each other.
 
     Cost: O(num_documents + capacity) time and memory for best-fit-decreasing, next-fit and wrapped, with a
-    factor log(num_packs) for the others.
+    factor log(num_packs) for the others; up to num_packs in its place where `groups` of several sizes meet
+    `max_documents`.
 
     >>> import varlen as vl
     >>> vl.pack([5, 2, 6, 3], capacity=8)
