@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 from batches import tokens_like
 
 import varlen as vl
-from varlen.batch import layout
 from varlen.errors import DocumentsError, InputError, OutputBufferError, SettingError
-from varlen.types import Packing
 
 LENGTHS = [3, 2, 4]
 DOCUMENTS = tokens_like(LENGTHS)
@@ -340,64 +337,41 @@ def test_buffers_that_fit_are_filled_and_handed_back() -> None:
         vl.collate(DOCUMENTS, PACKING, pack_ids=[0], columns=columns, out=batch)
 
 
+@pytest.mark.parametrize("what", ["documents", "labels", "loss_mask", "columns"])
+def test_buffers_that_hold_what_is_read_are_refused(what: str) -> None:
+    offsets = np.array([0, 3, 5, 9])
+    held = np.zeros(16, np.int32)
+    held[:9] = FLAT
+    before = held.copy()
+    out = {**buffers(w=np.int32), "position_ids": held.reshape(2, 8)}
+    given = (held[:9], offsets)
+    arguments = {"documents": (FLAT, offsets), **{what: {"w": given} if what == "columns" else given}}
+    with pytest.raises(OutputBufferError, match=r"out\['position_ids'\] shares memory with the documents"):
+        vl.collate(packing=PACKING, out=out, **arguments)
+    assert (held == before).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"out": 5}, OutputBufferError, "out must be a mapping or an earlier batch, got int"),
+        ({"columns": [[1] * 3]}, SettingError, "columns must be a mapping from names to values, got list"),
+        ({"column_pads": 0}, SettingError, "column_pads must be a mapping from names to values, got int"),
+    ],
+)
+def test_what_must_be_named_is_refused_without_names(
+    given: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        vl.collate(DOCUMENTS, PACKING, **given)
+
+
 def test_flat_buffers_have_one_row() -> None:
     out = buffers((1, 12))
     batch = vl.collate(DOCUMENTS, PACKING, layout="flat", pad_to_multiple_of=4, out=out)
 
     assert batch.input_ids is out["input_ids"]
     assert batch.input_ids.tolist() == [[1, 2, 3, 6, 7, 8, 9, 4, 5, 0, 0, 0]]
-
-
-def test_a_packing_without_packs_says_so() -> None:
-    with pytest.raises(SettingError, match="pack id 0 is out of range: this packing has no packs"):
-        vl.collate([], vl.pack([], 8), pack_ids=[0])
-
-
-def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
-    right = vl.pack([5, 3], 8)
-    wrong = Packing(
-        document_ids=right.document_ids,
-        starts=right.starts,
-        stops=right.stops,
-        offsets=right.offsets,
-        capacity=7,
-        ledger=right.ledger,
-    )
-    with pytest.raises(SettingError, match="pack 0 takes up 8 tokens, over the packing's capacity of 7"):
-        vl.collate(tokens_like([5, 3]), wrong)
-
-
-@pytest.mark.parametrize("documents", [tokens_like([3, 2]), (np.arange(5), np.array([0, 3, 5]))])
-@pytest.mark.parametrize("module", ["kernels", "reference"])
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"document_ids": [0, 2]},
-            "pack 1 holds tokens 0 to 2 of document 2, and the packing has 2 documents",
-        ),
-        ({"document_ids": [-1, 1]}, "pack 0 holds tokens 0 to 3 of document -1"),
-        ({"starts": [0, 2]}, "pack 1 holds tokens 2 to 2 of document 1"),
-        ({"starts": [-1, 0]}, "pack 0 holds tokens -1 to 3 of document 0"),
-        ({"stops": [3, -(2**31)]}, "pack 1 holds tokens 0 to -2,147,483,648 of document 1"),
-        ({"offsets": [0, 1, 3]}, "pack 1 holds pieces 1 to 3 of 2; make packings with vl.pack"),
-        ({"offsets": [-1, 1, 2]}, "pack 0 holds pieces -1 to 1 of 2"),
-        ({"offsets": [0, 3, 2]}, "pack 0 holds pieces 0 to 3 of 2"),
-    ],
-)
-def test_a_packing_made_by_hand_of_pieces_that_cannot_be_is_refused(
-    fields: dict[str, list[int]], words: str, documents: Any, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = importlib.import_module(f"varlen.batch.{module}")
-    monkeypatch.setattr(layout, "_kernel", lambda name: getattr(room, name))
-    right = vl.pack([3, 2], 4)
-    values = {name: getattr(right, name) for name in ("document_ids", "starts", "stops", "offsets")}
-    wrong = {name: np.array(fields.get(name, array), array.dtype) for name, array in values.items()}
-    out = buffers((2, 4))
-
-    with pytest.raises(SettingError, match=words):
-        vl.collate(documents, Packing(**wrong, capacity=4, ledger=right.ledger), out=out)
-    assert all((array == -7).all() for array in out.values())
 
 
 def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made() -> None:

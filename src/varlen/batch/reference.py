@@ -221,7 +221,8 @@ def plain_batch(
     pad_id: int,
 ) -> tuple[bool, Int64, Int32, Int32, Int32, int, int, int, int]:
     """Do what `measure`, `lay_segments` and `assemble` do, one after the other; see the kernel for the results."""
-    sizes = measure(starts, stops, offsets, pack_ids, width, multiple, pad_multiple, padding_segment)
+    packed = (document_ids, starts, stops, offsets, pack_ids, width)
+    sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
     count, entries, positions, longest, shortest, bad = sizes
     none = np.empty((0, 0), np.int32)
     wrong = (
@@ -239,7 +240,7 @@ def plain_batch(
         return wrong
     wide, narrow = np.empty(3 * count + len(pack_ids) + 1, np.int64), np.empty((3, count), np.int32)
     bounds = np.empty((2, entries), np.int32)
-    plan = (document_ids, starts, stops, offsets, pack_ids, width, positions, multiple, padding_segment)
+    plan = (*packed, positions, multiple, padding_segment)
     found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
     targets, num_wrong, _ = lay_segments(*plan, *found, wide, narrow, bounds[0], bounds[1])
     _, places, sources = wide[: 3 * count].reshape(3, count)
