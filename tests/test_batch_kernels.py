@@ -55,7 +55,7 @@ def test_plain_batch_equals_its_reference(
     case: Case, dtype: str, missing: int, too_narrow: bool, data: st.DataObject
 ) -> None:
     plan, multiple, together = plan_of(case)
-    width = max(plan[4] - too_narrow, 0)
+    width = max(plan[5] - too_narrow, 0)
     tokens = np.arange(sum(map(len, case.documents)) - missing).astype(dtype)
     if dtype in ("int64", "uint32"):
         tokens[-1:] = data.draw(st.sampled_from([2**31 - 1, 2**31]))
@@ -63,9 +63,7 @@ def test_plain_batch_equals_its_reference(
     exact = (tokens, offsets, case.packing.capacity, 2, dtype in ("int64", "uint32"), 7)
     results = []
     for room in (kernels_plain, reference):
-        fits, *rest = room.plain_batch(
-            case.packing.document_ids, *plan[:4], width, multiple, together, 128, *exact
-        )
+        fits, *rest = room.plain_batch(*plan[:5], width, multiple, together, 128, *exact)
         parts = [part.tolist() if isinstance(part, np.ndarray) else int(part) for part in rest]
         results.append((bool(fits), parts if fits else None))
     assert results[0] == results[1]

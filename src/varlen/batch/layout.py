@@ -73,13 +73,7 @@ def lay_out(
     """
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
-    if width % pad_to_multiple_of:
-        below = width // pad_to_multiple_of * pad_to_multiple_of
-        near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
-        raise SettingError(
-            f"rows are as wide as the capacity, and capacity {width:,} is not a multiple of pad_to_multiple_of "
-            f"{pad_to_multiple_of:,}; the nearest: {near}"
-        )
+    _check_width(width, pad_to_multiple_of)
     each = padding_segment(multiple)
     plan = (packing.document_ids, packing.starts, packing.stops, packing.offsets, pack_ids, width)
     count, entries, positions, longest, shortest, bad = _kernel("measure")(
@@ -136,6 +130,21 @@ def lay_out(
         max_seqlen=longest,
         min_seqlen=shortest,
     )
+
+
+def _check_width(width: int, pad_to_multiple_of: int) -> None:
+    """Require that rows are as wide as a multiple, or name the nearest; a flat row's width of 0 is one of any.
+
+    Raises:
+        SettingError: they aren't.
+    """
+    if width % pad_to_multiple_of:
+        below = width // pad_to_multiple_of * pad_to_multiple_of
+        near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
+        raise SettingError(
+            f"rows are as wide as the capacity, and capacity {width:,} is not a multiple of pad_to_multiple_of "
+            f"{pad_to_multiple_of:,}; the nearest: {near}"
+        )
 
 
 def _documents_of(packing: Packing, pack_ids: IntArray) -> IntArray:
