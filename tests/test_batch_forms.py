@@ -194,9 +194,12 @@ def test_a_column_keeps_its_dtype_and_its_values(dtype: str) -> None:
 
 def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents() -> None:
     packing = vl.pack([0, 2], 4)
-    for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])]):
+    chunks = pa.chunked_array([pa.array([[]], pa.list_(pa.float64())), pa.array([[0.5, 1.5]])])
+    for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])], chunks):
         batch = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": values}, column_pads={"x": -0.5})
         assert batch.columns["x"].dtype == np.float64
+    whole = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": chunks})
+    assert whole.columns["x"].dtype == np.float64
 
 
 def test_special_floats_pass_through_a_column_bit_by_bit() -> None:
