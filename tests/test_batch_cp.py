@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.batch.cp import contiguous_indices, zigzag_indices
-from varlen.errors import SettingError
+from varlen.errors import DocumentsError, SettingError
 
 
 def cut(bounds: list[int], rank: int, world: int) -> list[int]:
@@ -95,9 +98,27 @@ def test_segments_that_do_not_divide_are_refused_with_the_multiple_that_does() -
 
 
 @pytest.mark.parametrize("function", [zigzag_indices, contiguous_indices])
-@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0), (0, -1)])
-def test_a_rank_out_of_range_is_refused(function: object, rank: int, world: int) -> None:
-    with pytest.raises(
-        SettingError, match=f"cp_rank must be from 0 to cp_world_size - 1; got {rank} of {world}"
-    ):
+@pytest.mark.parametrize(
+    ("rank", "world"), [(2, 2), (-1, 2), (0, 0), (0, -1), (0.5, 2), (0, 2.0), ("0", 2), (0, None)]
+)
+def test_a_rank_out_of_range_is_refused(function: Callable[..., Any], rank: Any, world: Any) -> None:
+    words = f"cp_rank must be a whole number from 0 to cp_world_size - 1; got {rank!r} of {world!r}"
+    with pytest.raises(SettingError, match=words):
         function([0, 8], rank, world)
+
+
+@pytest.mark.parametrize("function", [zigzag_indices, contiguous_indices])
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ([], r"whole numbers in one dimension, one more than segments; got float64 \(0,\)"),
+        ([[0, 8], [0, 8]], r"in one dimension, .*; got int64 \(2, 2\)"),
+        ([0, 8.5], "got float64"),
+        (None, "got object"),
+        ([[0], [0, 8]], "can't be read as whole numbers"),
+        ([0, 8, 4, 8, 0], r"segment 1 begins at 8 and ends at 4 \(2 of 4 segments\)"),
+    ],
+)
+def test_boundaries_that_are_none_are_refused(function: Callable[..., Any], bounds: Any, words: str) -> None:
+    with pytest.raises(DocumentsError, match=words):
+        function(bounds, 0, 2)

@@ -162,12 +162,17 @@ def test_masks_of_every_form_give_the_same_batch(form: Form) -> None:
     ],
     ids=["array", "list", "tensor", "Arrow", "bytes"],
 )
-def test_flat_values_share_the_offsets_of_flat_documents(values: Any) -> None:
+@pytest.mark.parametrize("form", [list, torch.tensor, pa.array], ids=["lists", "tensors", "Arrow"])
+def test_flat_values_share_the_offsets_of_flat_documents(values: Any, form: Callable[[Any], Any]) -> None:
     packing = vl.pack(LENGTHS, 8)
     documents = flat(np.int32)(DOCUMENTS)
     wanted = vl.collate(documents, packing, labels=(np.arange(25), documents[1]))
 
     same_batch(vl.collate(documents, packing, labels=values), wanted)
+    others = tuple(map(form, documents))
+    same_batch(vl.collate(others, packing, labels=values), wanted)
+    with pytest.raises(DocumentsError, match="labels: 24 values for 25 tokens; one a token is needed"):
+        vl.collate(others, packing, labels=values[:24])
 
 
 @pytest.mark.parametrize(
@@ -189,9 +194,12 @@ def test_a_column_keeps_its_dtype_and_its_values(dtype: str) -> None:
 
 def test_a_batch_of_nothing_has_columns_of_the_dtype_of_the_documents() -> None:
     packing = vl.pack([0, 2], 4)
-    for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])]):
+    chunks = pa.chunked_array([pa.array([[]], pa.list_(pa.float64())), pa.array([[0.5, 1.5]])])
+    for values in ([[], [0.5, 1.5]], [np.empty(0, np.float64), np.array([0.5, 1.5])], chunks):
         batch = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": values}, column_pads={"x": -0.5})
         assert batch.columns["x"].dtype == np.float64
+    whole = vl.collate([[], [1, 2]], packing, pack_ids=[], columns={"x": chunks})
+    assert whole.columns["x"].dtype == np.float64
 
 
 def test_special_floats_pass_through_a_column_bit_by_bit() -> None:

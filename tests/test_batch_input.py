@@ -11,7 +11,6 @@ from batches import tokens_like
 
 import varlen as vl
 from varlen.errors import DocumentsError, InputError, OutputBufferError, SettingError
-from varlen.types import Packing
 
 LENGTHS = [3, 2, 4]
 DOCUMENTS = tokens_like(LENGTHS)
@@ -338,31 +337,41 @@ def test_buffers_that_fit_are_filled_and_handed_back() -> None:
         vl.collate(DOCUMENTS, PACKING, pack_ids=[0], columns=columns, out=batch)
 
 
+@pytest.mark.parametrize("what", ["documents", "labels", "loss_mask", "columns"])
+def test_buffers_that_hold_what_is_read_are_refused(what: str) -> None:
+    offsets = np.array([0, 3, 5, 9])
+    held = np.zeros(16, np.int32)
+    held[:9] = FLAT
+    before = held.copy()
+    out = {**buffers(w=np.int32), "position_ids": held.reshape(2, 8)}
+    given = (held[:9], offsets)
+    arguments = {"documents": (FLAT, offsets), **{what: {"w": given} if what == "columns" else given}}
+    with pytest.raises(OutputBufferError, match=r"out\['position_ids'\] shares memory with the documents"):
+        vl.collate(packing=PACKING, out=out, **arguments)
+    assert (held == before).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"out": 5}, OutputBufferError, "out must be a mapping or an earlier batch, got int"),
+        ({"columns": [[1] * 3]}, SettingError, "columns must be a mapping from names to values, got list"),
+        ({"column_pads": 0}, SettingError, "column_pads must be a mapping from names to values, got int"),
+    ],
+)
+def test_what_must_be_named_is_refused_without_names(
+    given: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        vl.collate(DOCUMENTS, PACKING, **given)
+
+
 def test_flat_buffers_have_one_row() -> None:
     out = buffers((1, 12))
     batch = vl.collate(DOCUMENTS, PACKING, layout="flat", pad_to_multiple_of=4, out=out)
 
     assert batch.input_ids is out["input_ids"]
     assert batch.input_ids.tolist() == [[1, 2, 3, 6, 7, 8, 9, 4, 5, 0, 0, 0]]
-
-
-def test_a_packing_without_packs_says_so() -> None:
-    with pytest.raises(SettingError, match="pack id 0 is out of range: this packing has no packs"):
-        vl.collate([], vl.pack([], 8), pack_ids=[0])
-
-
-def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
-    right = vl.pack([5, 3], 8)
-    wrong = Packing(
-        document_ids=right.document_ids,
-        starts=right.starts,
-        stops=right.stops,
-        offsets=right.offsets,
-        capacity=7,
-        ledger=right.ledger,
-    )
-    with pytest.raises(SettingError, match="pack 0 takes up 8 tokens, over the packing's capacity of 7"):
-        vl.collate(tokens_like([5, 3]), wrong)
 
 
 def test_more_positions_than_boundaries_can_count_are_refused_before_anything_is_made() -> None:

@@ -22,7 +22,7 @@ def plan_of(case: Case) -> tuple[tuple[Any, ...], int, int]:
     wanted = np.arange(packing.num_packs) if case.pack_ids is None else np.array(case.pack_ids, np.int64)
     width = packing.capacity if case.layout == "rows" else 0
     multiple = packing.document_multiple_of
-    plan = (packing.starts, packing.stops, packing.offsets, wanted, width)
+    plan = (packing.document_ids, packing.starts, packing.stops, packing.offsets, wanted, width)
     return plan, multiple, int(np.lcm(multiple, case.pad_to_multiple_of))
 
 
@@ -31,8 +31,9 @@ def test_measure_and_lay_segments_equal_their_references(
     case: Case, each: int, elsewhere: bool, missing: int
 ) -> None:
     plan, multiple, together = plan_of(case)
-    measured = kernels.measure(*plan, multiple, together, each)
-    assert tuple(map(int, measured)) == tuple(map(int, reference.measure(*plan, multiple, together, each)))
+    sizing = (*plan, multiple, together, each, case.packing.num_documents)
+    measured = kernels.measure(*sizing)
+    assert tuple(map(int, measured)) == tuple(map(int, reference.measure(*sizing)))
 
     count, entries, positions, _, _, bad = (int(number) for number in measured)
     assert bad == -1
@@ -41,9 +42,9 @@ def test_measure_and_lay_segments_equal_their_references(
     exact = (homes, token_offsets, int(token_offsets[-1]) - missing, case.packing.capacity, 2)
     results = []
     for room in (kernels, reference):
-        wide = np.full(3 * count + len(plan[3]) + 1, -7, np.int64)
+        wide = np.full(3 * count + len(plan[4]) + 1, -7, np.int64)
         narrow, bounds = np.full((3, count), -7, np.int32), np.full((2, entries), -7, np.int32)
-        places = (case.packing.document_ids, *plan, positions, multiple, each, *exact)
+        places = (*plan, positions, multiple, each, *exact)
         answer = room.lay_segments(*places, wide, narrow, bounds[0], bounds[1])
         results.append((tuple(map(int, answer)), wide.tolist(), narrow.tolist(), bounds.tolist()))
     assert results[0] == results[1]
@@ -54,7 +55,7 @@ def test_plain_batch_equals_its_reference(
     case: Case, dtype: str, missing: int, too_narrow: bool, data: st.DataObject
 ) -> None:
     plan, multiple, together = plan_of(case)
-    width = max(plan[4] - too_narrow, 0)
+    width = max(plan[5] - too_narrow, 0)
     tokens = np.arange(sum(map(len, case.documents)) - missing).astype(dtype)
     if dtype in ("int64", "uint32"):
         tokens[-1:] = data.draw(st.sampled_from([2**31 - 1, 2**31]))
@@ -62,9 +63,7 @@ def test_plain_batch_equals_its_reference(
     exact = (tokens, offsets, case.packing.capacity, 2, dtype in ("int64", "uint32"), 7)
     results = []
     for room in (kernels_plain, reference):
-        fits, *rest = room.plain_batch(
-            case.packing.document_ids, *plan[:4], width, multiple, together, 128, *exact
-        )
+        fits, *rest = room.plain_batch(*plan[:5], width, multiple, together, 128, *exact)
         parts = [part.tolist() if isinstance(part, np.ndarray) else int(part) for part in rest]
         results.append((bool(fits), parts if fits else None))
     assert results[0] == results[1]
@@ -77,6 +76,7 @@ def test_measure_finds_the_first_pack_that_is_not_there_or_too_wide(
     packing = case.packing
     multiple = packing.document_multiple_of
     arguments = (
+        packing.document_ids,
         packing.starts,
         packing.stops,
         packing.offsets,
@@ -85,6 +85,7 @@ def test_measure_finds_the_first_pack_that_is_not_there_or_too_wide(
         multiple,
         multiple,
         128,
+        packing.num_documents,
     )
     ours = tuple(map(int, kernels.measure(*arguments)))
     used = packing.pack_sums(packing.slot_lengths).tolist()
@@ -224,7 +225,6 @@ def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:
     packing = vl.pack(lengths, 128, document_multiple_of=4)
     case = Case(documents=tokens_like(lengths), packing=packing)
     plan, multiple, together = plan_of(case)
+    sizing = (*plan, multiple, together, 64, packing.num_documents)
 
-    assert tuple(map(int, kernels.measure(*plan, multiple, together, 64))) == tuple(
-        map(int, reference.measure(*plan, multiple, together, 64))
-    )
+    assert tuple(map(int, kernels.measure(*sizing))) == tuple(map(int, reference.measure(*sizing)))

@@ -247,3 +247,32 @@ def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine: Mac
 
     assert report["few"][:2] == report["many"][:2]
     assert (report["few"][2], report["many"][2]) == (False, True)
+
+
+MANY_PIECES = """
+import json, sys
+import varlen as vl
+{call}
+print(json.dumps({{"total": 5, "loaded": "numba" in sys.modules}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "loaded"),
+    [
+        ('vl.pack([1_000_000], 100, "first_fit", "split")', True),
+        ('vl.pack([1_000_000], 100, "balanced", "split")', True),
+        ('vl.pack([100_000_000], 50, "wrapped")', True),
+        ('vl.pack([60] * 5_000, 100, "balanced")', True),
+        ("vl.pack([3] * 20_000, 64, groups=[i // 2 for i in range(20_000)], max_documents=7)", True),
+        ('vl.pack([1_000_000], 100, "first_fit", "truncate")', False),
+        ('vl.pack([6] * 4_000, 8192, "balanced")', False),
+        ("vl.pack([3] * 20_000, 64, groups=[i // 2 for i in range(20_000)])", False),
+    ],
+)
+def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
+    machine: Machine, call: str, loaded: bool
+) -> None:
+    report = machine.run(MANY_PIECES.format(call=call), VARLEN_JIT=None)
+
+    assert report["loaded"] == loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -361,3 +362,20 @@ def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[
     assert all(used <= most for used, most in opened)
     check_complete(packs_of(packing), lengths)
     check_limits(packs_of(packing), capacity, 1, None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_capacity_of_many_millions_takes_no_memory_of_that_size(method: Method, grouped: bool) -> None:
+    capacity, most = 2**25, 3 if grouped else None
+    lengths = [capacity // 2 + 1, capacity // 2 - 1, capacity // 3, 5] * 2
+    groups = list(range(len(lengths))) if grouped and method != "wrapped" else None
+    vl.pack([3, 4], 8, method, groups=groups and [0, 1])
+
+    tracemalloc.start()
+    packing = vl.pack(lengths, capacity, method, groups=groups, max_documents=most)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    check_complete(packs_of(packing), lengths)
+    assert peak < 2**24

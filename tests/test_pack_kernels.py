@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,20 @@ def test_first_fit_equals_its_reference(search: Search) -> None:
     arguments = (*search, most_packs(search))
     ours = run_search(kernels_tree.first_fit, *arguments, items=search[1].size)
     assert ours == run_search(reference.first_fit, *arguments, items=search[1].size)
+
+
+def test_best_fit_passes_by_no_packs_that_are_too_crowded_for_any_item() -> None:
+    # Pairs, three to a pack: of at most seven documents, a place stays free in every pack. A search that looked
+    # at each of those would take a hundred times as long as one without.
+    lengths, pairs = np.tile([5, 9, 7, 8], 50_000), np.arange(200_000) // 2
+    took = {}
+    for most in (6, 7):
+        vl.pack(lengths[:10], 8192, "best_fit", groups=pairs[:10], max_documents=most)
+        start = time.process_time()
+        packing = vl.pack(lengths, 8192, "best_fit", groups=pairs, max_documents=most)
+        took[most] = time.process_time() - start
+        assert (packing.num_packs, int(np.diff(packing.offsets).max())) == (-(-100_000 // 3), 6)
+    assert took[7] < 10 * took[6]
 
 
 @given(searches())

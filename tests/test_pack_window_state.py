@@ -129,3 +129,20 @@ def test_waiting_pieces_of_one_document_that_overlap_are_refused() -> None:
 
     with pytest.raises(StateError, match="order of their arrival; it was cut or changed"):
         vl.WindowPacker(capacity=8, window=8).load_state_dict(state)
+
+
+def test_a_stream_goes_on_after_more_tokens_and_records_than_32_bits_count() -> None:
+    packer = vl.WindowPacker(capacity=2**30, window=2, method="next_fit")
+    packer.add([2**30] * 5 + [7])
+    state = json.loads(json.dumps(packer.state_dict()))
+    assert state["ledger"]["tokens_in"] > 2**32
+    later = 2**40
+    state["num_records"] += later
+    state["ledger"]["documents_in"] += later
+    state["waiting"]["records"] = [number + later for number in state["waiting"]["records"]]
+
+    resumed = vl.WindowPacker(capacity=2**30, window=2, method="next_fit")
+    resumed.load_state_dict(state)
+
+    assert resumed.state_dict() == state
+    assert resumed.flush().document_ids.tolist() == [5 + later]

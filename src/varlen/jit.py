@@ -34,21 +34,16 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def sized(work: object, seconds_each: float) -> Iterator[None]:
+def sized(expected_s: float) -> Iterator[None]:
     """Within this block, do small work by the references as long as numba isn't loaded; the results are the same.
 
     So a script that packs some documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the
     size.
 
     Args:
-        work: lengths of documents, or whatever else has a length.
-        seconds_each: what a reference takes for one of them.
+        expected_s: what the references take for it, at most.
     """
     global _spent_s
-    try:
-        expected_s = len(work) * seconds_each  # type: ignore[arg-type]
-    except TypeError:
-        expected_s = 0.0
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
     small = not loaded and _spent_s + expected_s <= PATIENCE_S
     if small:

@@ -96,7 +96,7 @@ def collate(
         None if step_num_targets is None else _as_number(step_num_targets, "step_num_targets", 0, 2**63 - 1)
     )
     multiple = _as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
-    columns, pads = columns or {}, column_pads or {}
+    columns, pads = _as_mapping(columns, "columns"), _as_mapping(column_pads, "column_pads")
     if columns or pads:
         check_columns(columns, pads, (*_NAMES, "shift_labels"))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
@@ -134,6 +134,13 @@ def _fields(
 ) -> tuple[dict[str, Any], int]:
     """Fill the arrays; returns the arrays and counts of a PackedBatch, and the length of its shortest segment."""
     arrays = _buffers(out, segments.shape, {name: column.values.dtype for name, column in columns.items()})
+    if out is not None:
+        read = [
+            tokens[0],
+            *(targets[::2] if targets else ()),
+            *(column.values for column in columns.values()),
+        ]
+        _refuse_shared(arrays, read)
     largest = _kernel("assemble")(
         *tokens, segments.lengths, segments.places, pad_id, *(arrays[name] for name in _NAMES)
     )
@@ -178,6 +185,19 @@ def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> i
     return number
 
 
+def _as_mapping(values: object, name: str) -> Mapping[str, Any]:
+    """Return values by name, none if nothing is given.
+
+    Raises:
+        SettingError: no mapping.
+    """
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise SettingError(f"{name} must be a mapping from names to values, got {type(values).__name__}")
+    return values
+
+
 def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The same memory as unsigned integers: copying needs no kernel for every dtype."""
     return array.view(f"u{array.dtype.itemsize}")
@@ -198,6 +218,8 @@ def _buffers(
     dtypes: dict[str, np.dtype[Any]] = {**dict.fromkeys(_NAMES, np.dtype(np.int32)), **column_dtypes}
     if isinstance(out, PackedBatch):
         out = {**{name: getattr(out, name) for name in _NAMES}, **out.columns}
+    if not isinstance(out, Mapping):
+        raise OutputBufferError(f"out must be a mapping or an earlier batch, got {type(out).__name__}")
     missing = [name for name in dtypes if name not in out]
     if missing:
         raise OutputBufferError(f"out lacks {', '.join(missing)}; it needs {', '.join(dtypes)}")
@@ -212,6 +234,20 @@ def _buffers(
         if np.may_share_memory(out[first], out[second]):
             raise OutputBufferError(f"out[{first!r}] and out[{second!r}] share memory; each needs its own")
     return {name: out[name] for name in dtypes}
+
+
+def _refuse_shared(arrays: Mapping[str, npt.NDArray[Any]], read: Sequence[npt.NDArray[Any]]) -> None:
+    """Refuse to write where tokens, labels, a mask or a column are yet to be read.
+
+    Raises:
+        OutputBufferError: a buffer shares memory with one of them.
+    """
+    for name, array in arrays.items():
+        if any(np.may_share_memory(array, source) for source in read):
+            raise OutputBufferError(
+                f"out[{name!r}] shares memory with the documents, labels, mask or columns that are read; "
+                "it needs memory of its own"
+            )
 
 
 def _shifted(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import SettingError
+from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray
 
 
@@ -27,14 +29,13 @@ def zigzag_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int) ->
         position stands exactly once.
 
     Raises:
+        DocumentsError: boundaries that are no rising whole numbers.
         SettingError: a rank out of range, or a segment that 2·CP doesn't divide.
 
     >>> zigzag_indices([0, 8, 12], cp_rank=0, cp_world_size=2).tolist()
     [0, 1, 6, 7, 8, 11]
     """
-    bounds = np.asarray(cu_slots).astype(np.int64)
-    if cp_world_size < 1 or not 0 <= cp_rank < cp_world_size:
-        raise SettingError(f"cp_rank must be from 0 to cp_world_size - 1; got {cp_rank} of {cp_world_size}")
+    bounds = _as_bounds(cu_slots, cp_rank, cp_world_size)
     sizes = np.diff(bounds)
     chunks = 2 * cp_world_size
     uneven = sizes % chunks != 0
@@ -61,11 +62,10 @@ def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int
         cp_world_size: ranks that share a sequence.
 
     Raises:
+        DocumentsError: boundaries that are no rising whole numbers.
         SettingError: a rank out of range, or positions that don't divide evenly.
     """
-    bounds = np.asarray(cu_slots).astype(np.int64)
-    if cp_world_size < 1 or not 0 <= cp_rank < cp_world_size:
-        raise SettingError(f"cp_rank must be from 0 to cp_world_size - 1; got {cp_rank} of {cp_world_size}")
+    bounds = _as_bounds(cu_slots, cp_rank, cp_world_size)
     total = int(bounds[-1] - bounds[0])
     if total % cp_world_size:
         raise SettingError(
@@ -74,6 +74,41 @@ def contiguous_indices(cu_slots: npt.ArrayLike, cp_rank: int, cp_world_size: int
         )
     part = total // cp_world_size
     return np.arange(bounds[0] + cp_rank * part, bounds[0] + (cp_rank + 1) * part)
+
+
+def _as_bounds(cu_slots: npt.ArrayLike, cp_rank: object, cp_world_size: object) -> IntArray:
+    """Return boundaries as int64, checked, as are rank and ranks.
+
+    Raises:
+        DocumentsError: boundaries that are no rising whole numbers.
+        SettingError: a rank out of range.
+    """
+    try:
+        ranks, rank = operator.index(cp_world_size), operator.index(cp_rank)  # type: ignore[arg-type]
+    except TypeError:
+        ranks, rank = 0, 0
+    if not 0 <= rank < ranks:
+        raise SettingError(
+            f"cp_rank must be a whole number from 0 to cp_world_size - 1; got {cp_rank!r} of {cp_world_size!r}"
+        )
+    try:
+        bounds = np.asarray(cu_slots)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DocumentsError(f"cu_slots can't be read as whole numbers: {error}") from None
+    if bounds.ndim != 1 or not bounds.size or bounds.dtype.kind not in "iu":
+        raise DocumentsError(
+            "cu_slots must be whole numbers in one dimension, one more than segments; got "
+            f"{bounds.dtype} {bounds.shape}"
+        )
+    bounds = bounds.astype(np.int64)
+    falls = bounds[1:] < bounds[:-1]
+    if falls.any():
+        first = int(np.argmax(falls))
+        raise DocumentsError(
+            f"cu_slots must rise, but segment {first:,} begins at {bounds[first]:,} and ends at "
+            f"{bounds[first + 1]:,} ({int(falls.sum()):,} of {falls.size:,} segments)"
+        )
+    return bounds
 
 
 def _spans(begins: IntArray, widths: IntArray) -> IntArray:

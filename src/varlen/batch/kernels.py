@@ -26,6 +26,7 @@ IGNORE = -100
 
 @compiled
 def measure(
+    document_ids: Int64,
     starts: Int32,
     stops: Int32,
     offsets: Int64,
@@ -34,11 +35,13 @@ def measure(
     multiple: int,
     pad_multiple: int,
     padding_segment: int,
+    num_documents: int,
 ) -> tuple[int, int, int, int, int, int]:
-    """Size up a batch before anything is allocated.
+    """Size up a batch before anything is allocated, and find packs that no memory may be read for.
 
     Args:
-        starts: int32 `[num_pieces]`, of the packing.
+        document_ids: int64 `[num_pieces]`, of the packing.
+        starts: int32 `[num_pieces]`.
         stops: int32 `[num_pieces]`.
         offsets: int64 `[num_packs + 1]`.
         pack_ids: int64 `[packs]`: which packs.
@@ -46,10 +49,12 @@ def measure(
         multiple: slots are lengths rounded up to it.
         pad_multiple: the flat row's length is rounded up to it.
         padding_segment: most positions in one padding segment.
+        num_documents: documents that pieces may be of.
 
     Returns:
         Number of segments; of entries in cu_seqlens; of positions; the longest segment and the shortest; and
-        the index of the first pack id that is out of range or whose pack is wider than a row, or -1.
+        the index of the first pack id that is out of range or whose pack is wider than a row, has pieces that
+        are not there or holds a piece without tokens or of no document; or -1.
     """
     segments = 0
     entries = 1
@@ -60,9 +65,14 @@ def measure(
         pack = pack_ids[index]
         if pack < 0 or pack >= offsets.size - 1:
             return 0, 0, 0, 0, 0, index
+        if offsets[pack] < 0 or offsets[pack + 1] < offsets[pack] or offsets[pack + 1] > stops.size:
+            return 0, 0, 0, 0, 0, index
         used = 0
         for piece in range(offsets[pack], offsets[pack + 1]):
-            length = np.int64(stops[piece] - starts[piece])
+            document = document_ids[piece]
+            length = np.int64(stops[piece]) - starts[piece]
+            if length < 1 or starts[piece] < 0 or document < 0 or document >= num_documents:
+                return 0, 0, 0, 0, 0, index
             longest = max(longest, length)
             shortest = min(shortest, length)
             used += (length + multiple - 1) // multiple * multiple if multiple > 1 else length

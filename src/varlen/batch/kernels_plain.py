@@ -57,7 +57,8 @@ def plain_batch(
         `[4, rows, width]`: ids, labels, positions and segment ids; the targets; the longest and the shortest
         segment; the largest id.
     """
-    sizes = measure(starts, stops, offsets, pack_ids, width, multiple, pad_multiple, padding_segment)
+    packed = (document_ids, starts, stops, offsets, pack_ids, width)
+    sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
     count, entries, positions, longest, shortest, bad = sizes
     fits = bad < 0 and positions < 2**31
     if not fits:
@@ -70,7 +71,7 @@ def plain_batch(
     targets = 0
     largest = -1
     if fits:
-        plan = (document_ids, starts, stops, offsets, pack_ids, width, positions, multiple, padding_segment)
+        plan = (*packed, positions, multiple, padding_segment)
         found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
         written = (wide, narrow, boundaries[0], boundaries[boundaries.shape[0] - 1])
         targets, wrong, _ = lay_segments(*plan, *found, *written)

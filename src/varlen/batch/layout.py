@@ -68,22 +68,16 @@ def lay_out(
 
     Raises:
         DocumentsError: documents that don't match the packing.
-        SettingError: a pack number out of range, a pack over the capacity, too many positions for int32
-            boundaries, or a multiple that doesn't divide the capacity.
+        SettingError: a pack number out of range, a pack that can't be or is over the capacity, too many positions
+            for int32 boundaries, or a multiple that doesn't divide the capacity.
     """
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
-    if width % pad_to_multiple_of:
-        below = width // pad_to_multiple_of * pad_to_multiple_of
-        near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
-        raise SettingError(
-            f"rows are as wide as the capacity, and capacity {width:,} is not a multiple of pad_to_multiple_of "
-            f"{pad_to_multiple_of:,}; the nearest: {near}"
-        )
+    _check_width(width, pad_to_multiple_of)
     each = padding_segment(multiple)
-    plan = (packing.starts, packing.stops, packing.offsets, pack_ids, width, multiple)
+    plan = (packing.document_ids, packing.starts, packing.stops, packing.offsets, pack_ids, width)
     count, entries, positions, longest, shortest, bad = _kernel("measure")(
-        *plan, math.lcm(multiple, pad_to_multiple_of), each
+        *plan, multiple, math.lcm(multiple, pad_to_multiple_of), each, packing.num_documents
     )
     if bad >= 0:
         raise SettingError(_what_is_wrong(packing, pack_ids, bad))
@@ -99,8 +93,7 @@ def lay_out(
     narrow = np.empty((3, count), np.int32)
     boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
     num_targets, wrong, first = _kernel("lay_segments")(
-        packing.document_ids,
-        *plan[:5],
+        *plan,
         positions,
         multiple,
         each,
@@ -137,6 +130,21 @@ def lay_out(
         max_seqlen=longest,
         min_seqlen=shortest,
     )
+
+
+def _check_width(width: int, pad_to_multiple_of: int) -> None:
+    """Require that rows are as wide as a multiple, or name the nearest; a flat row's width of 0 is one of any.
+
+    Raises:
+        SettingError: they aren't.
+    """
+    if width % pad_to_multiple_of:
+        below = width // pad_to_multiple_of * pad_to_multiple_of
+        near = f"{below:,} or {below + pad_to_multiple_of:,}" if below else f"{pad_to_multiple_of:,}"
+        raise SettingError(
+            f"rows are as wide as the capacity, and capacity {width:,} is not a multiple of pad_to_multiple_of "
+            f"{pad_to_multiple_of:,}; the nearest: {near}"
+        )
 
 
 def _documents_of(packing: Packing, pack_ids: IntArray) -> IntArray:
@@ -191,7 +199,7 @@ def refuse_mismatch(
 
 
 def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
-    """Say why a pack can't be laid out: it isn't there, or it is over the capacity."""
+    """Say why a pack can't be laid out: it isn't there, holds what can't be, or is over the capacity."""
     pack = int(pack_ids[bad])
     outside = (pack_ids < 0) | (pack_ids >= packing.num_packs)
     if outside[bad]:
@@ -200,7 +208,21 @@ def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
             f"pack id {pack} is out of range: this packing has {packs} "
             f"({int(outside.sum()):,} of {pack_ids.size:,} pack ids are out of range)"
         )
-    slots = packing.slot_lengths[packing.offsets[pack] : packing.offsets[pack + 1]]
+    begin, end = packing.offsets[pack : pack + 2].tolist()
+    if not 0 <= begin <= end <= packing.num_pieces:
+        return (
+            f"pack {pack:,} holds pieces {begin:,} to {end:,} of {packing.num_pieces:,}; "
+            "make packings with vl.pack, which never gives such a pack"
+        )
+    pieces = zip(packing.document_ids[begin:end], packing.starts[begin:end], packing.stops[begin:end])
+    for document, start, stop in pieces:
+        if not (0 <= document < packing.num_documents and 0 <= start < stop):
+            return (
+                f"pack {pack:,} holds tokens {start:,} to {stop:,} of document {document:,}, and the packing has "
+                f"{packing.num_documents:,} documents; a piece is of one of them and has a token at least: make "
+                "packings with vl.pack"
+            )
+    slots = packing.slot_lengths[begin:end]
     return (
         f"pack {pack:,} takes up {int(slots.sum()):,} tokens, over the packing's capacity of "
         f"{packing.capacity:,}; make packings with vl.pack, which never gives such a pack"

@@ -125,8 +125,13 @@ def as_ragged(
     if needed.size > 1 and not (needed[1:] > needed[:-1]).all():
         needed, homes = np.unique(needed, return_inverse=True)
     if _is_arrow(documents):
-        return _from_list(_from_chunks(documents, needed, name), name), homes
-    if not needed.size:  # a batch of nothing reads one document all the same, for its dtype
+        parts = _from_chunks(documents, needed, name)
+        if (
+            not parts and documents.num_chunks
+        ):  # a batch of nothing looks at a chunk all the same, for its dtype
+            return Ragged(_from_arrow(documents.chunk(0), name).values[:0], np.zeros(1, np.int64)), homes
+        return _from_list(parts, name), homes
+    if not needed.size:  # and at a document
         filled = [number for number, part in enumerate(documents) if len(part)][:1]
         needed = np.array(filled, np.int64)
     return _from_list([documents[index] for index in needed.tolist()], name), homes

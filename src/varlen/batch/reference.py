@@ -24,6 +24,7 @@ def _slot(length: int, multiple: int) -> int:
 
 
 def measure(
+    document_ids: Int64,
     starts: Int32,
     stops: Int32,
     offsets: Int64,
@@ -32,13 +33,20 @@ def measure(
     multiple: int,
     pad_multiple: int,
     padding_segment: int,
+    num_documents: int,
 ) -> tuple[int, int, int, int, int, int]:
     """Count segments, entries of cu_seqlens, positions; the longest and shortest segment; a bad pack id or -1."""
     packs, used = [], []
     for index, pack in enumerate(pack_ids.tolist()):
         if not 0 <= pack < len(offsets) - 1:
             return 0, 0, 0, 0, 0, index
-        packs.append((stops - starts)[offsets[pack] : offsets[pack + 1]].tolist())
+        here = slice(offsets[pack], offsets[pack + 1])
+        documents, pieces = document_ids[here], list(zip(starts[here].tolist(), stops[here].tolist()))
+        known = ((documents >= 0) & (documents < num_documents)).all()
+        inside = 0 <= here.start <= here.stop <= len(stops)
+        if not (inside and known and all(0 <= start < stop for start, stop in pieces)):
+            return 0, 0, 0, 0, 0, index
+        packs.append([stop - start for start, stop in pieces])
         used.append(sum(_slot(length, multiple) for length in packs[-1]))
         if width and used[-1] > width:
             return 0, 0, 0, 0, 0, index
@@ -213,7 +221,8 @@ def plain_batch(
     pad_id: int,
 ) -> tuple[bool, Int64, Int32, Int32, Int32, int, int, int, int]:
     """Do what `measure`, `lay_segments` and `assemble` do, one after the other; see the kernel for the results."""
-    sizes = measure(starts, stops, offsets, pack_ids, width, multiple, pad_multiple, padding_segment)
+    packed = (document_ids, starts, stops, offsets, pack_ids, width)
+    sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
     count, entries, positions, longest, shortest, bad = sizes
     none = np.empty((0, 0), np.int32)
     wrong = (
@@ -231,7 +240,7 @@ def plain_batch(
         return wrong
     wide, narrow = np.empty(3 * count + len(pack_ids) + 1, np.int64), np.empty((3, count), np.int32)
     bounds = np.empty((2, entries), np.int32)
-    plan = (document_ids, starts, stops, offsets, pack_ids, width, positions, multiple, padding_segment)
+    plan = (*packed, positions, multiple, padding_segment)
     found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
     targets, num_wrong, _ = lay_segments(*plan, *found, wide, narrow, bounds[0], bounds[1])
     _, places, sources = wide[: 3 * count].reshape(3, count)

@@ -102,7 +102,7 @@ class Source:
     def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
         """Flat values and the index of each segment's first value."""
         if values is not self._documents and isinstance(self._documents, tuple) and is_flat(values):
-            size, wanted = len(values), np.size(self._documents[0])
+            size, wanted = len(values), len(self._documents[0])
             if size != wanted:
                 raise DocumentsError(f"{name}: {size:,} values for {wanted:,} tokens; one a token is needed")
             values = (values, self._documents[1])

@@ -19,15 +19,11 @@ from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Overl
 DEFAULT_WORK = (49152.0, 1.0)
 """Work of a token and of a squared token, as 12 · hidden size to 1: causal attention in a model of width 4,096."""
 
-_REFERENCE_S: dict[Method, float] = {
-    "best_fit_decreasing": 1.5e-6,
-    "next_fit": 1.5e-6,
-    "wrapped": 3e-6,
-    "best_fit": 1e-5,
-}
-_SLOW_REFERENCE_S = 1e-4
-"""Seconds a document that the references of the methods take; of the others, whose time grows with the square of
-the documents, at 5,000."""
+_PIECE_S: dict[Method, float] = {"wrapped": 3e-6, "best_fit": 1e-5}
+"""Seconds a piece that the references of these methods take; those of the others take 1.5e-6."""
+
+_SEARCH_S: dict[Method, float] = {"first_fit": 1e-7, "first_fit_decreasing": 1e-7, "balanced": 3e-7}
+"""Seconds a piece and pack of those references that look at every pack for every piece."""
 
 
 def pack(
@@ -78,30 +74,14 @@ def pack(
         SettingError: a setting out of range, or two that contradict each other.
 
     Cost: O(num_documents + capacity) time and memory for best-fit-decreasing, next-fit and wrapped, with a
-    factor log(num_packs) for the others.
+    factor log(num_packs) for the others; up to num_packs in its place where `groups` of several sizes meet
+    `max_documents`.
 
     >>> import varlen as vl
     >>> vl.pack([5, 2, 6, 3], capacity=8)
     Packing(4 documents in 2 packs of 8 tokens, 100.00% full, 0 tokens of padding)
     """
     as_choice(method, "method", get_args(Method))
-    settings = (method, overlong, max_documents, document_multiple_of, groups, seed, work)
-    with jit.sized(lengths, _REFERENCE_S.get(method, _SLOW_REFERENCE_S)):
-        return _pack(lengths, capacity, *settings)
-
-
-def _pack(
-    lengths: npt.ArrayLike,
-    capacity: int,
-    method: Method,
-    overlong: Overlong,
-    max_documents: int | None,
-    document_multiple_of: int,
-    groups: npt.ArrayLike | None,
-    seed: int | None,
-    work: tuple[float, float],
-) -> Packing:
-    """Check, assign, lay out and audit; `pack` says what the arguments are."""
     checked = as_lengths(lengths)
     capacity = as_count(capacity, "capacity")
     multiple = as_count(document_multiple_of, "document_multiple_of")
@@ -116,41 +96,64 @@ def _pack(
         "empty_documents": int(checked.size - np.count_nonzero(checked)),
     }
 
-    if method == "wrapped":
-        if group_ids is not None:
-            raise SettingError('method="wrapped" cuts documents anywhere and keeps no groups; choose another')
-        policy: Overlong = "split" if overlong == "error" else overlong
-        whole = Pieces(lengths=checked) if policy == "split" else fit(checked, capacity, policy)
-        pieces, pack_of, num_packs = wrap(whole.lengths, capacity, most_documents, multiple)
-        pieces.losses.update(whole.losses)
-    else:
-        pieces, items = _items(checked, capacity, most_documents, multiple, overlong, group_ids)
-        work_of_items = item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
-        pack_of, num_packs = assign(method, items, work_of_items, capacity, most_documents)
-        if items.item_of is not None:
-            pack_of = np.where(pieces.lengths > 0, pack_of[items.item_of], np.int32(-1)).astype(np.int32)
-        del items
-    del checked, lengths
+    sizes = (counts["tokens_in"], checked.size, capacity, most_documents, multiple)
+    with jit.sized(_reference_s(method, overlong, group_ids is not None, *sizes)):
+        if method == "wrapped":
+            if group_ids is not None:
+                raise SettingError(
+                    'method="wrapped" cuts documents anywhere and keeps no groups; choose another'
+                )
+            policy: Overlong = "split" if overlong == "error" else overlong
+            whole = Pieces(lengths=checked) if policy == "split" else fit(checked, capacity, policy)
+            pieces, pack_of, num_packs = wrap(whole.lengths, capacity, most_documents, multiple)
+            pieces.losses.update(whole.losses)
+        else:
+            pieces, items = _items(checked, capacity, most_documents, multiple, overlong, group_ids)
+            work_of_items = item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
+            pack_of, num_packs = assign(method, items, work_of_items, capacity, most_documents)
+            if items.item_of is not None:
+                pack_of = np.where(pieces.lengths > 0, pack_of[items.item_of], np.int32(-1)).astype(np.int32)
+            del items
+        del checked, lengths
 
-    expected = checksum(pieces.lengths)
-    placed, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
-    documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
-    del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
-    packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
-    ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
-    first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
-    return Packing(
-        document_ids=placed if documents is None else documents[placed],
-        starts=first,
-        stops=stops if starts is None else stops + first,
-        offsets=offsets,
-        capacity=capacity,
-        ledger=ledger,
-        method=method,
-        overlong=overlong,
-        document_multiple_of=multiple,
-        groups=group_ids,
-    )
+        expected = checksum(pieces.lengths)
+        placed, stops, offsets = arrange(pieces.lengths, pack_of, num_packs, seed)
+        documents, starts, losses = pieces.documents, pieces.starts, pieces.losses
+        del pieces, pack_of  # 10^8 documents: what is not needed any more makes room for the result
+        packed, again = audit(placed, stops, offsets, capacity, most_documents, multiple, expected)
+        ledger = Ledger(packed=packed, duplicated=again, **counts, **losses).check()
+        first = np.zeros(placed.size, np.int32) if starts is None else starts[placed]
+        return Packing(
+            document_ids=placed if documents is None else documents[placed],
+            starts=first,
+            stops=stops if starts is None else stops + first,
+            offsets=offsets,
+            capacity=capacity,
+            ledger=ledger,
+            method=method,
+            overlong=overlong,
+            document_multiple_of=multiple,
+            groups=group_ids,
+        )
+
+
+def _reference_s(
+    method: Method,
+    overlong: Overlong,
+    grouped: bool,
+    tokens: int,
+    documents: int,
+    capacity: int,
+    max_documents: int,
+    multiple: int,
+) -> float:
+    """Return about how many seconds the references take at most, from what is known before anything is cut."""
+    cuts = method == "wrapped" or overlong == "split"
+    pieces = documents + (tokens // capacity if cuts else 0)
+    packs = min(pieces, 2 * (tokens + pieces * (multiple - 1)) // capacity + 2 * pieces // max_documents + 1)
+    # Groups of several sizes leave packs with too few places for the next, and every search passes by those.
+    passing = 1e-7 if grouped and max_documents < documents else 0.0
+    return pieces * (_PIECE_S.get(method, 1.5e-6) + packs * _SEARCH_S.get(method, passing))
 
 
 def _items(

@@ -11,6 +11,9 @@ from varlen.pack.pieces import Items
 from varlen.types import FloatArray, Int32Array, Method
 
 _search = functools.partial(jit.kernel, "varlen.pack", "kernels")
+_TABLE = 2**24
+"""Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each; references keep none."""
+
 _tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
 
 
@@ -33,9 +36,10 @@ def assign(
     if capacity > slots.size:
         # Kernels take memory for every free space that a pack can have; none needs more than for all tokens.
         capacity = min(capacity, max(int(slots.sum(dtype=np.int64)), 1))
+    fitting = _search if capacity <= _TABLE else functools.partial(jit.kernel, "varlen.pack", "reference")
     pack_of = np.empty(slots.size, np.int32)
     if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
-        return pack_of, _search("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
+        return pack_of, fitting("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
     sizes = np.ones(slots.size, np.int32) if items.sizes is None else items.sizes
     if method == "next_fit":
         return pack_of, _search("next_fit")(slots, sizes, capacity, max_documents, pack_of)
@@ -44,9 +48,9 @@ def assign(
         return _balance(slots, sizes, item_work, capacity, max_documents)
     order = np.arange(slots.size, dtype=np.int32)
     if method in ("first_fit_decreasing", "best_fit_decreasing"):
-        _search("descending")(slots, int(slots.max(initial=0)), order)
+        fitting("descending")(slots, int(slots.max(initial=0)), order)
     if method in ("best_fit", "best_fit_decreasing"):
-        return pack_of, _search("best_fit")(order, slots, sizes, capacity, max_documents, pack_of)
+        return pack_of, fitting("best_fit")(order, slots, sizes, capacity, max_documents, pack_of)
     most = _most_packs(slots, sizes, capacity, max_documents)
     return pack_of, _tree("first_fit")(order, slots, sizes, capacity, max_documents, most, pack_of)
 

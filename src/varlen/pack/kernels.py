@@ -120,6 +120,10 @@ def best_fit(
 
     Among packs with equally much free space, the one that has had it longest is taken.
     """
+    fewest = max_documents  # a pack with fewer places would only stand in the way of every search
+    for item in range(slots.size):
+        if slots[item] > 0:
+            fewest = min(fewest, np.int64(sizes[item]))
     words = (capacity >> 6) + 1
     low = np.zeros(words, np.uint64)
     high = np.zeros((words >> 6) + 1, np.uint64)
@@ -163,7 +167,7 @@ def best_fit(
         pack_of[item] = pack
         room -= slot
         places[pack] -= sizes[item]
-        if room > 0 and places[pack] > 0:
+        if room > 0 and places[pack] >= max(fewest, 1):
             waiting[pack] = -1
             if head[room] < 0:
                 head[room] = pack

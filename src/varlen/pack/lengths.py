@@ -70,8 +70,8 @@ def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) ->
         )
 
 
-def as_count(value: object, name: str, least: int = 1) -> int:
-    """Return a setting as a whole number of at least `least`.
+def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:
+    """Return a setting as a whole number from `least` to `most`.
 
     Raises:
         SettingError: it is not a whole number, too small or too large.
@@ -80,8 +80,8 @@ def as_count(value: object, name: str, least: int = 1) -> int:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise SettingError(f"{name} must be a whole number of at least {least}, got {value!r}") from None
-    if isinstance(value, bool) or not least <= number <= LARGEST:
-        raise SettingError(f"{name} must be a whole number from {least} to {LARGEST:,}, got {value!r}")
+    if isinstance(value, bool) or not least <= number <= most:
+        raise SettingError(f"{name} must be a whole number from {least} to {most:,}, got {value!r}")
     return number
 
 

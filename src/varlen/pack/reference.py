@@ -50,15 +50,16 @@ def best_fit(
     waiting: dict[int, deque[int]] = defaultdict(deque)  # free space -> packs, the longest waiting first
     rooms: list[int] = []  # the free spaces with a waiting pack, rising
     places: list[int] = []
+    fewest = max(int(sizes[slots > 0].min(initial=max_documents)), 1)
     for item in order.tolist():
         slot, size = int(slots[item]), int(sizes[item])
         if slot == 0:
             pack_of[item] = -1
             continue
         fitting = (
-            (room, pack)
-            for room in rooms[bisect_left(rooms, slot) :]
-            for pack in waiting[room]
+            (rooms[at], pack)
+            for at in range(bisect_left(rooms, slot), len(rooms))
+            for pack in waiting[rooms[at]]
             if places[pack] >= size
         )
         room, pack = next(fitting, (capacity, len(places)))
@@ -67,11 +68,11 @@ def best_fit(
         else:
             waiting[room].remove(pack)
             if not waiting[room]:
-                rooms.remove(room)
+                del rooms[bisect_left(rooms, room)]
         pack_of[item] = pack
         room -= slot
         places[pack] -= size
-        if room > 0 and places[pack] > 0:
+        if room > 0 and places[pack] >= fewest:  # no item fits in fewer places
             if not waiting[room]:
                 insort(rooms, room)
             waiting[room].append(pack)

@@ -29,6 +29,9 @@ from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
+_MOST = 2**63 - 1
+"""Most records, and most tokens, that a stream can have: they outgrow the 32 bits of one call to `vl.pack`."""
+
 _PASSES: dict[Method, tuple[Method, ...]] = {
     "best_fit": ("best_fit", "balanced", "best_fit_decreasing"),
     "first_fit": ("first_fit", "balanced", "best_fit_decreasing"),
@@ -146,7 +149,7 @@ class WindowPacker:
             OverlongDocumentError: a document doesn't fit and `overlong` is "error"; nothing has been taken then.
         """
         checked = as_lengths(lengths)
-        if self._num_records + checked.size > np.iinfo(np.int64).max:
+        if self._num_records + checked.size > _MOST:
             raise LengthsError("record numbers are exhausted")
         arrived, losses = self._arrive(checked)
         self._num_records += checked.size
@@ -190,11 +193,8 @@ class WindowPacker:
         """
         try:
             version, settings = state["version"], dict(state["settings"])
-            num_records, fresh = (
-                as_count(state["num_records"], "num_records", 0),
-                as_count(state["fresh"], "fresh", 0),
-            )
-            ledger = Ledger(**{name: as_count(n, name, 0) for name, n in state["ledger"].items()})
+            num_records, fresh = (as_count(state[name], name, 0, _MOST) for name in ("num_records", "fresh"))
+            ledger = Ledger(**{name: as_count(n, name, 0, _MOST) for name, n in state["ledger"].items()})
             restored = (
                 Waiting.from_state(state["waiting"], num_records, fresh) if version == _VERSION else nothing()
             )
