@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch import kernels_plain, ragged
+from varlen.batch import kernels, ragged
 from varlen.batch.ragged import as_ragged
 from varlen.errors import DocumentsError
 
@@ -332,13 +332,13 @@ def test_lists_of_anything_else_are_refused(documents: Any, words: str) -> None:
 def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
     replace_kernel: Callable[..., None], form: str, is_plain: bool
 ) -> None:
-    calls, whole = [], kernels_plain.plain_batch
+    calls, whole = [], kernels.plain_batch
 
     def watched(*arguments: Any) -> Any:
         calls.append("plain")
         return whole(*arguments)
 
-    replace_kernel(kernels_plain, "plain_batch", watched)
+    replace_kernel(kernels, "plain_batch", watched)
     packing = vl.pack(LENGTHS, 8)
     documents = FORMS[form](DOCUMENTS)
 

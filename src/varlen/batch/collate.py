@@ -23,6 +23,7 @@ from varlen.types import IntArray, Packing
 
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
+_column_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels_columns")
 _LAYOUTS = get_args(Layout)
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
@@ -147,11 +148,13 @@ def _fields(
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)
-        _kernel("mask_labels")(*targets, segments.lengths, segments.places, written, segments.targets)
+        _column_kernel("mask_labels")(*targets, segments.lengths, segments.places, written, segments.targets)
         num_targets = int(segments.targets.sum())
     for name, column in columns.items():
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
-        _kernel("copy_column")(values, column.starts, segments.lengths, segments.places, padding, written)
+        _column_kernel("copy_column")(
+            values, column.starts, segments.lengths, segments.places, padding, written
+        )
     return {
         **{name: arrays[name] for name in _NAMES},
         "cu_seqlens": segments.cu_seqlens,

@@ -18,7 +18,6 @@ from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-UInt8 = NDArray[np.uint8]
 Values = NDArray[Any]
 
 IGNORE = -100
@@ -309,60 +308,75 @@ def assemble(
 
 
 @compiled
-def mask_labels(
-    values: Values,
-    value_sources: Int64,
-    mask: Values,
-    mask_sources: Int64,
-    lengths: Int32,
-    places: Int64,
-    labels: Int32,
-    targets: Int32,
-) -> None:
-    """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token.
+def plain_batch(
+    document_ids: Int64,
+    starts: Int32,
+    stops: Int32,
+    offsets: Int64,
+    pack_ids: Int64,
+    width: int,
+    multiple: int,
+    pad_multiple: int,
+    padding_segment: int,
+    tokens: Values,
+    token_offsets: Values,
+    capacity: int,
+    whole: int,
+    is_wide: bool,
+    pad_id: int,
+) -> tuple[bool, Int64, Int32, Int32, Int32, int, int, int, int]:
+    """Do what `measure`, `lay_segments` and `assemble` do, one after the other.
+
+    Arrays made here cost a third of what they cost made one by one in Python, and the rest of a small batch is
+    little else.
 
     Args:
-        values: any integers, one-dimensional: the labels.
-        value_sources: int64 `[segments]`: index of each segment's first label.
-        mask: any numbers, one-dimensional; of size 0 where nothing is masked.
-        mask_sources: int64 `[segments]`, read only with a mask.
-        lengths: int32 `[segments]`.
-        places: int64 `[segments]`: first position of each segment.
-        labels: int32, one-dimensional, written where segments stand.
-        targets: int32 `[segments]`, written: labels other than -100.
+        document_ids: int64 `[num_pieces]`, of the packing; as are starts, stops and offsets.
+        starts: int32 `[num_pieces]`.
+        stops: int32 `[num_pieces]`.
+        offsets: int64 `[num_packs + 1]`.
+        pack_ids: int64 `[packs]`: which packs.
+        width: width of a row, or 0 for one flat row.
+        multiple: slots are lengths rounded up to it.
+        pad_multiple: the flat row's length is rounded up to it.
+        padding_segment: most positions in one padding segment.
+        tokens: any integers but uint64, one-dimensional.
+        token_offsets: int32 or int64 `[documents + 1]`: where each document's tokens begin.
+        capacity: of the packing.
+        whole: where pieces may end, as `locate` takes it.
+        is_wide: whether tokens may be no int32; they are looked through then.
+        pad_id: value of the ids at padding.
+
+    Returns:
+        Whether all is right, else nothing that follows is to be used; the segments' int64 and int32 numbers
+        and the boundaries as `lay_segments` writes them (one row of boundaries where `multiple` is 1); int32
+        `[4, rows, width]`: ids, labels, positions and segment ids; the targets; the longest and the shortest
+        segment; the largest id.
     """
-    for segment in range(lengths.size):
-        length = np.int64(lengths[segment])
-        source = values[value_sources[segment] : value_sources[segment] + length]
-        written = labels[places[segment] : places[segment] + length]
-        if mask.size:
-            kept = mask[mask_sources[segment] : mask_sources[segment] + length]
-            for index in range(length):
-                written[index] = np.int32(source[index]) if kept[index] else IGNORE
-        else:
-            for index in range(length):
-                written[index] = np.int32(source[index])
-        written[0] = IGNORE
-        count = 0
-        for index in range(length):
-            count += written[index] != IGNORE
-        targets[segment] = count
-
-
-@compiled
-def copy_column(
-    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
-) -> None:
-    """Fill any other per-token column, `pad[0]` at padding."""
-    done = 0
-    for segment in range(sources.size + 1):
-        at = places[segment] if segment < sources.size else column.size
-        column[done:at] = pad[0]
-        if segment == sources.size:
-            break
-        length = np.int64(lengths[segment])
-        source = values[sources[segment] : sources[segment] + length]
-        written = column[at : at + length]
-        for index in range(length):
-            written[index] = source[index]
-        done = at + length
+    packed = (document_ids, starts, stops, offsets, pack_ids, width)
+    sizes = measure(*packed, multiple, pad_multiple, padding_segment, token_offsets.size - 1)
+    count, entries, positions, longest, shortest, bad = sizes
+    fits = bad < 0 and positions < 2**31
+    if not fits:
+        count, entries, positions = 0, 0, 0
+    wide = np.empty(3 * count + pack_ids.size + 1, np.int64)
+    narrow = np.empty((3, count), np.int32)
+    boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
+    rows = pack_ids.size if width > 0 else 1
+    block = np.empty((4, rows if fits else 0, width if width > 0 else positions), np.int32)
+    targets = 0
+    largest = -1
+    if fits:
+        plan = (*packed, positions, multiple, padding_segment)
+        found = (np.empty(0, np.int64), token_offsets, tokens.size, capacity, whole)
+        written = (wide, narrow, boundaries[0], boundaries[boundaries.shape[0] - 1])
+        targets, wrong, _ = lay_segments(*plan, *found, *written)
+        fits = wrong == 0
+    sources, places = wide[2 * count : 3 * count], wide[count : 2 * count]
+    if fits and is_wide:
+        low, high = value_range(tokens, sources, narrow[1])
+        fits = low >= -(2**31) and high < 2**31
+    if fits:
+        arrays = (block[0], block[1], block[2], block[3])
+        largest = assemble(tokens, sources, narrow[1], places, pad_id, *arrays)
+    return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest

@@ -83,4 +83,4 @@ def plain_fields(
 
 
 def _kernel() -> Any:
-    return jit.kernel("varlen.batch", "kernels_plain", "plain_batch")
+    return jit.kernel("varlen.batch", "kernels", "plain_batch")
