@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,3 +138,20 @@ def test_a_score_is_the_same_every_time() -> None:
 def test_work_that_can_not_be_is_refused_by_a_score(work: object) -> None:
     with pytest.raises(SettingError, match="work must be two numbers"):
         vl.score(vl.pack([3, 4], 8), work=work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"offsets": [0, 2, 4, 4]}, r"pack 2 is empty \(1 of 3 are\)"),
+        ({"offsets": [0, 2, 2, 4]}, r"pack 1 is empty \(1 of 3 are\)"),
+        ({"starts": [0, 2, 0, 0]}, r"piece 1 has no token \(1 of 4 are\)"),
+        ({"capacity": 7}, r"pack 0 is over capacity \(2 of 2 are\)"),
+    ],
+)
+def test_a_packing_made_by_hand_that_can_not_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    packing = vl.pack([6, 2, 5, 3], 8)
+    arrays = {name: value if name == "capacity" else np.array(value) for name, value in changes.items()}
+
+    with pytest.raises(SettingError, match=words):
+        vl.score(dataclasses.replace(packing, **arrays))

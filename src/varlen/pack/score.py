@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
+from varlen.errors import SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work
 from varlen.pack.arrange import shuffled
 from varlen.pack.bound import lower_bound
@@ -80,7 +81,8 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
         work: (a, b): a piece of s tokens is a·s + b·s² of work.
 
     Raises:
-        SettingError: work that is not two numbers of at least 0.
+        SettingError: work that is not two numbers of at least 0, or a packing made by hand with empty packs,
+            pieces without tokens, or packs over the capacity.
 
     Cost: O(num_pieces log num_pieces); the random comparison repacks at most 200,000 pieces eight times.
 
@@ -95,6 +97,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     """
     linear, quadratic = as_work(work)
     lengths = packing.lengths
+    _refuse_impossible(packing)
     tokens = lengths.astype(np.float64)
     pack_work = packing.pack_sums(linear * tokens + quadratic * tokens * tokens)
     documents = np.diff(packing.offsets)
@@ -117,6 +120,29 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
         random_correlation=float(random.mean()),
         random_spread=float(random.std(ddof=1)),
     )
+
+
+def _refuse_impossible(packing: Packing) -> None:
+    """Refuse a packing whose packs no figure would be true of; `vl.pack` never gives such a one.
+
+    Raises:
+        SettingError: it has empty packs, pieces without tokens, or packs over the capacity.
+    """
+    empty = np.diff(packing.offsets) < 1
+    short = packing.lengths < 1
+    over = (
+        np.zeros(0, np.bool_) if empty.any() else packing.pack_sums(packing.slot_lengths) > packing.capacity
+    )
+    for wrong, what in (
+        (empty, "pack {} is empty"),
+        (short, "piece {} has no token"),
+        (over, "pack {} is over capacity"),
+    ):
+        if wrong.any():
+            raise SettingError(
+                f"{what.format(f'{int(np.argmax(wrong)):,}')} ({int(wrong.sum()):,} of {wrong.size:,} are); "
+                "make packings with vl.pack, which never gives such a one"
+            )
 
 
 def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
