@@ -152,7 +152,7 @@ def test_a_row_is_a_view_and_a_row_that_is_not_there_is_refused() -> None:
     batch = vl.collate([[1, 2, 3], [4, 5, 6]], vl.pack([3, 3], 4))
 
     assert np.shares_memory(batch.row(1).input_ids, batch.input_ids)
-    for index in (2, -3):
+    for index in (2, -3, 0.0):
         with pytest.raises(SettingError, match=f"row {index} is out of range: this batch has 2 rows"):
             batch.row(index)
 

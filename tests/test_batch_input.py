@@ -32,6 +32,7 @@ REFUSED: list[tuple[dict[str, Any], type[InputError], str]] = [
         r"pack id 2 is out of range: this packing has packs 0 to 1 \(1 of 2 pack ids",
     ),
     ({"pack_ids": [-1]}, SettingError, "pack id -1 is out of range"),
+    ({"pack_ids": [2**64 - 1]}, SettingError, "pack id 9223372036854775807 is out of range"),
     ({"pack_ids": [[0]]}, DocumentsError, "pack_ids must be whole numbers in one dimension"),
     ({"pack_ids": [0.0]}, DocumentsError, "pack_ids must be whole numbers in one dimension, got float64"),
     (

@@ -111,6 +111,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"overlong": "cut"}, "overlong must be one of error, split, truncate, drop; got 'cut'"),
     ({"seed": -1}, r"seed must be from 0 to 2\^64 - 1, got -1"),
     ({"seed": 2**64}, r"seed must be from 0 to 2\^64 - 1"),
+    ({"seed": True}, r"seed must be from 0 to 2\^64 - 1, got True"),
+    ({"work": "12"}, "work must be two numbers .* got '12'"),
     ({"seed": "a"}, "seed must be a whole number or None, got 'a'"),
     ({"seed": 0.5}, "seed must be a whole number or None, got 0.5"),
     ({"method": "balanced", "work": (1,)}, "work must be two numbers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None =
         sliding_window: attend to the last this many positions only, the token itself included.
 
     Raises:
-        SettingError: a window below 1.
+        SettingError: a window that is no whole number, or below 1.
     """
     check_window(sliding_window)
     queries, keys = position_ids[:, :, None], position_ids[:, None, :]
@@ -38,7 +39,13 @@ def check_window(sliding_window: int | None) -> None:
     """Require a window that holds the token itself.
 
     Raises:
-        SettingError: it is below 1.
+        SettingError: it is no whole number, or below 1.
     """
-    if sliding_window is not None and sliding_window < 1:
-        raise SettingError(f"sliding_window must be at least 1, got {sliding_window}")
+    if sliding_window is None:
+        return
+    try:
+        positions = operator.index(sliding_window)
+    except TypeError:
+        positions = 0
+    if positions < 1:
+        raise SettingError(f"sliding_window must be a whole number of at least 1, got {sliding_window!r}")

@@ -241,8 +241,8 @@ class PackedBatch:
             SettingError: no such row.
         """
         rows, width = (int(size) for size in self.input_ids.shape)
-        if not -rows <= index < rows:
-            raise SettingError(f"row {index} is out of range: this batch has {rows} rows")
+        if not isinstance(index, int | np.integer) or not -rows <= index < rows:
+            raise SettingError(f"row {index!r} is out of range: this batch has {rows} rows")
         if rows == 1:
             return self
         index %= rows

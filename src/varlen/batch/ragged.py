@@ -283,4 +283,8 @@ def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
         raise DocumentsError(
             f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
         )
-    return array.astype(np.int64)
+    return (
+        np.minimum(array, np.uint64(2**63 - 1)).astype(np.int64)
+        if array.dtype == np.uint64
+        else array.astype(np.int64)
+    )

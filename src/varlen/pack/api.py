@@ -89,6 +89,7 @@ def pack(
     check_multiple(capacity, multiple, "document_multiple_of")
     as_choice(overlong, "overlong", get_args(Overlong))
     seed = None if seed is None else as_seed(seed)
+    work = as_work(work)
     group_ids = None if groups is None else as_groups(groups, checked.size)
     counts = {
         "tokens_in": int(checked.sum(dtype=np.int64)),
@@ -109,7 +110,7 @@ def pack(
             pieces.losses.update(whole.losses)
         else:
             pieces, items = _items(checked, capacity, most_documents, multiple, overlong, group_ids)
-            work_of_items = item_work(pieces.lengths, items, as_work(work)) if method == "balanced" else None
+            work_of_items = item_work(pieces.lengths, items, work) if method == "balanced" else None
             pack_of, num_packs = assign(method, items, work_of_items, capacity, most_documents)
             if items.item_of is not None:
                 pack_of = np.where(pieces.lengths > 0, pack_of[items.item_of], np.int32(-1)).astype(np.int32)
@@ -210,7 +211,7 @@ def as_seed(seed: object) -> int:
         number = operator.index(seed)  # type: ignore[arg-type]
     except TypeError:
         raise SettingError(f"seed must be a whole number or None, got {seed!r}") from None
-    if not 0 <= number < 2**64:
+    if isinstance(seed, bool) or not 0 <= number < 2**64:
         raise SettingError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
     return number
 
@@ -223,6 +224,8 @@ def as_work(work: object) -> tuple[float, float]:
     """
     try:
         linear, quadratic = (float(part) for part in work)  # type: ignore[attr-defined]
+        if isinstance(work, (str, bytes)):
+            raise TypeError
     except (TypeError, ValueError):
         raise SettingError(f"work must be two numbers (a, b) for a·s + b·s², got {work!r}") from None
     if not (0 <= linear < np.inf and 0 <= quadratic < np.inf and linear + quadratic > 0):
