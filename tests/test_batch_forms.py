@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch import kernels, ragged
+from varlen.batch import kernels
 from varlen.batch.ragged import as_ragged
 from varlen.errors import DocumentsError
 
@@ -348,37 +348,3 @@ def test_a_batch_that_needs_nothing_special_takes_one_kernel_call(
         vl.collate(documents, packing, **more)
     vl.collate(documents, packing, out=vl.collate(documents, packing, labels=documents))
     assert calls == ["plain"] * is_plain
-
-
-VALUES = st.one_of(
-    st.integers(-(2**31), 2**31 - 1),
-    st.sampled_from(
-        [0, -1, 2**31 - 1, -(2**31), np.int32(7), np.uint8(9), enum.IntEnum("Id", "SEVEN").SEVEN]
-    ),
-)
-OTHERS = st.sampled_from([None, 1.5, "i", b"iiiii", 2**31, -(2**31) - 1, 2**70, (1,), [1], np.float32(2)])
-
-
-@given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5))
-def test_lists_of_whole_numbers_are_read_as_they_are(lists: list[list[Any]]) -> None:
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    read = ragged._read_int_lists(lists, offsets)
-
-    assert read is not None
-    assert read.dtype == np.int32
-    assert read.tolist() == [int(value) for part in lists for value in part]
-    assert offsets.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
-
-
-@given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5), OTHERS, st.data())
-def test_lists_with_anything_else_in_them_are_left_to_numpy(
-    lists: list[list[Any]], other: Any, data: st.DataObject
-) -> None:
-    part = data.draw(st.sampled_from(lists))
-    part.insert(data.draw(st.integers(0, len(part))), other)
-
-    assert ragged._read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
-
-
-def test_lists_of_booleans_stay_booleans() -> None:
-    assert ragged._read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None

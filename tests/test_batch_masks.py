@@ -146,5 +146,7 @@ def test_flex_attention_gives_what_dense_attention_gives() -> None:
 def test_a_window_below_one_is_refused_by_every_mask(window: int) -> None:
     batch = vl.collate([[1, 2, 3]], vl.pack([3], 4))
     for make in (batch.dense_mask, batch.mask_function, batch.block_mask):
-        with pytest.raises(SettingError, match=f"sliding_window must be a whole number of at least 1, got {window!r}"):
+        with pytest.raises(
+            SettingError, match=f"sliding_window must be a whole number of at least 1, got {window!r}"
+        ):
             make(window)

@@ -7,6 +7,7 @@ arrays are used where they lie; of a list, only the documents that a batch needs
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,6 +33,11 @@ class Ragged:
     """`[num_values]`, one-dimensional and contiguous."""
     offsets: IntArray
     """int64 or int32 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
+
+
+_FLAT: dict[int, tuple[weakref.ref[Any], Ragged]] = {}
+"""Arrow arrays by identity as flat values, until they are let go. They never change, and looking one up is much of
+what a small batch takes; of a fixed-size list, all offsets are made only once."""
 
 
 def count_documents(documents: Documents, name: str) -> int:
@@ -85,11 +91,15 @@ def as_flat(documents: Documents, name: str) -> Ragged | None:
     """
     if isinstance(documents, tuple):
         return _flat(documents[0], documents[1], name=name) if len(documents) == 2 else None
-    if not _is_arrow(documents):
+    seen = _FLAT.get(id(documents))
+    if seen is not None and seen[0]() is documents:
+        return seen[1]
+    if not _is_arrow(documents) or getattr(documents, "num_chunks", 1) != 1:
         return None
-    if hasattr(documents, "chunks"):
-        return _from_arrow(documents.chunk(0), name) if documents.num_chunks == 1 else None
-    return _from_arrow(documents, name)
+    key = id(documents)
+    flat = _from_arrow(documents.chunk(0) if hasattr(documents, "chunks") else documents, name)
+    _FLAT[key] = weakref.ref(documents, lambda _: _FLAT.pop(key, None)), flat
+    return flat
 
 
 def as_ragged(
