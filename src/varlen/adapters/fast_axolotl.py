@@ -1,0 +1,232 @@
+"""The packing functions of fast-axolotl, with its names, arguments and outputs, over varlen's packer.
+
+Two spellings are served: the one of its documentation (tensors in, one tensor out) and that of its release
+0.2.0, which takes `eos_token_id` and returns a dictionary of lists. Where the original panics or loses tokens
+in silence, these raise, or do what `overlong` says.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.batch.collate import collate
+from varlen.errors import OverlongDocumentError, SettingError
+from varlen.pack.api import as_choice, pack
+from varlen.pack.lengths import as_count
+from varlen.types import Packing
+
+Sequences = Sequence[Any]
+"""Token ids of each sequence: lists, numpy arrays or torch tensors."""
+Policy = Literal["error", "truncate", "drop"]
+_POLICIES = ("error", "truncate", "drop")
+
+
+class LeakWarning(UserWarning):
+    """Rows of these functions carry no boundaries, so what is trained on them is not what it seems."""
+
+
+class PackedColumns(NamedTuple):
+    """Three columns of rows: unpacks like a tuple, and is read by name like a dictionary."""
+
+    input_ids: Any
+    """`[rows, max_length]`, in the form of the sequences given: lists of lists, an array or a tensor."""
+    labels: Any
+    attention_mask: Any
+
+    def __getitem__(self, key: Any) -> Any:  # a name, or a number as of any tuple
+        """Return a column."""
+        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names, so that `dict(columns)` works."""
+        return self._fields
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Iterate over names and columns."""
+        return zip(self._fields, tuple(self))
+
+
+Boundaries = list[list[tuple[int, int]]]
+"""For each row, where each of its sequences begins and ends."""
+
+
+def pack_sequences(
+    sequences: Sequences,
+    max_length: int,
+    pad_token_id: int,
+    eos_token_id: int | None = None,
+    label_pad_id: int = -100,
+    *,
+    return_boundaries: bool = False,
+    overlong: Policy = "error",
+) -> Any:
+    """Fill rows with sequences in order, opening the next row where one doesn't fit (next-fit).
+
+    Args:
+        sequences: lists, arrays or tensors of token ids.
+        max_length: width of a row.
+        pad_token_id: id at padding.
+        eos_token_id: as in release 0.2.0: each sequence, the empty one too, is followed by this id and by one
+            padding token.
+        label_pad_id: label at padding.
+        return_boundaries: also return where each sequence begins and ends.
+        overlong: what becomes of sequences that fit in no row: "error", "truncate" or "drop".
+
+    Returns:
+        Without `eos_token_id` the rows, `[rows, max_length]`: a tensor, an array or lists, as the sequences
+        were. With it a dictionary of `input_ids`, `labels` and `attention_mask` (0 at padding), each a list of
+        rows. With `return_boundaries` a pair of that and, for each row, (begin, end) of its sequences.
+
+    Raises:
+        OverlongDocumentError: a sequence fits in no row, and `overlong` is "error".
+        DocumentsError: sequences that hold no whole numbers.
+        SettingError: a setting out of range.
+
+    Warns:
+        LeakWarning: without boundaries nothing keeps the sequences of a row apart.
+
+    >>> pack_sequences([[1, 2, 3], [4, 5], [6, 7, 8, 9]], 8, 0, return_boundaries=True)
+    ([[1, 2, 3, 4, 5, 0, 0, 0], [6, 7, 8, 9, 0, 0, 0, 0]], [[(0, 3), (3, 5)], [(0, 4)]])
+    """
+    as_choice(overlong, "overlong", _POLICIES)
+    width = as_count(max_length, "max_length")
+    if eos_token_id is None:
+        kept = _fit(list(sequences), width, overlong)
+        rows, packing = _rows(kept, width, pad_token_id, {}, {})
+        packed: Any = _like(rows["input_ids"], sequences)
+    else:
+        if width < 3:
+            raise SettingError(f"max_length must hold a token, its eos and a padding token; got {width}")
+        fitting = _fit([np.asarray(sequence).tolist() for sequence in sequences], width - 2, overlong)
+        ended = [[*sequence, eos_token_id, pad_token_id] for sequence in fitting]
+        labels = [[*sequence, eos_token_id, label_pad_id] for sequence in fitting]
+        masks = [[1] * (len(sequence) + 1) + [0] for sequence in fitting]
+        columns = {"given_labels": labels, "mask": masks}
+        rows, packing = _rows(ended, width, pad_token_id, columns, {"given_labels": label_pad_id})
+        packed = {
+            "input_ids": rows["input_ids"].tolist(),
+            "labels": rows["given_labels"].tolist(),
+            "attention_mask": rows["mask"].tolist(),
+        }
+    if not return_boundaries:
+        _warn()
+        return packed
+    return packed, _boundaries(packing, 0 if eos_token_id is None else 1)
+
+
+def concatenate_and_pack(
+    input_ids: Sequences,
+    labels: Sequences,
+    attention_masks: Sequences,
+    max_length: int,
+    pad_token_id: int,
+    label_pad_id: int = -100,
+    *,
+    overlong: Policy = "error",
+) -> PackedColumns:
+    """Fill rows with sequences in order, their labels and masks beside them (next-fit).
+
+    Args:
+        input_ids: lists, arrays or tensors of token ids.
+        labels: as long as the sequences.
+        attention_masks: as long as the sequences.
+        max_length: width of a row.
+        pad_token_id: id at padding, where the mask is 0.
+        label_pad_id: label at padding.
+        overlong: what becomes of sequences longer than a row: "error", "truncate" or "drop".
+
+    Returns:
+        Three columns of rows `[rows, max_length]`, in the form of the sequences given.
+
+    Raises:
+        OverlongDocumentError: a sequence is longer than a row, and `overlong` is "error".
+        DocumentsError: labels or masks that don't match the sequences.
+        SettingError: a setting out of range.
+
+    Warns:
+        LeakWarning: nothing keeps the sequences of a row apart.
+    """
+    as_choice(overlong, "overlong", _POLICIES)
+    width = as_count(max_length, "max_length")
+    columns = {"given_labels": list(labels), "mask": list(attention_masks)}
+    ids = list(input_ids)
+    if overlong != "error":
+        longest = [len(sequence) for sequence in ids]
+        columns = {
+            name: _fit(column, width, overlong) if [len(part) for part in column] == longest else column
+            for name, column in columns.items()
+        }
+    kept = _fit(ids, width, overlong)
+    rows, _ = _rows(kept, width, pad_token_id, columns, {"given_labels": label_pad_id})
+    _warn()
+    return PackedColumns(*(_like(rows[name], input_ids) for name in ("input_ids", "given_labels", "mask")))
+
+
+def _fit(sequences: list[Any], longest: int, overlong: Policy) -> list[Any]:
+    """Apply a policy to sequences that are too long.
+
+    Raises:
+        OverlongDocumentError: there are some, and the policy is "error".
+    """
+    too_long = [number for number, sequence in enumerate(sequences) if len(sequence) > longest]
+    if not too_long:
+        return sequences
+    if overlong == "error":
+        first = too_long[0]
+        raise OverlongDocumentError(
+            f"sequence {first:,} has {len(sequences[first]):,} tokens but a row holds {longest:,} "
+            f"({len(too_long):,} of {len(sequences):,} sequences are too long); pass "
+            'overlong="truncate" or "drop", or raise max_length'
+        )
+    if overlong == "drop":
+        return [sequence for sequence in sequences if len(sequence) <= longest]
+    return [sequence[:longest] for sequence in sequences]
+
+
+def _rows(
+    sequences: list[Any], width: int, pad_id: int, columns: Mapping[str, Sequences], pads: Mapping[str, int]
+) -> tuple[dict[str, npt.NDArray[Any]], Packing]:
+    """Pack sequences next-fit; returns ids and columns as rows, and the packing."""
+    packing = pack([len(sequence) for sequence in sequences], width, method="next_fit")
+    batch = collate(sequences, packing, columns=columns, pad_id=pad_id, column_pads=pads)
+    return {"input_ids": batch.input_ids, **batch.columns}, packing
+
+
+def _boundaries(packing: Packing, padding: int) -> Boundaries:
+    """Where each sequence begins and ends in its row, the padding that follows it left out."""
+    ends = np.cumsum(packing.lengths)
+    rows = []
+    for first, stop in zip(packing.offsets[:-1].tolist(), packing.offsets[1:].tolist()):
+        before = ends[first] - packing.lengths[first]
+        spans = zip(
+            ends[first:stop] - packing.lengths[first:stop] - before, ends[first:stop] - before - padding
+        )
+        rows.append([(int(begin), int(end)) for begin, end in spans])
+    return rows
+
+
+def _like(rows: npt.NDArray[Any], given: Sequences) -> Any:
+    """Rows in the form of the sequences given: a tensor or an array of their dtype, else lists."""
+    first = given[0] if len(given) else None
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(first, torch.Tensor):
+        return torch.from_numpy(rows).to(first.device, first.dtype)
+    return rows.astype(first.dtype) if isinstance(first, np.ndarray) else rows.tolist()
+
+
+def _warn() -> None:
+    """Say what the rows leak, and the way out."""
+    warnings.warn(
+        "rows of packed sequences carry no boundaries: the model lets each sequence see those before it in its "
+        "row, and labels=batch trains on the padding. Two lines keep them apart: "
+        "batch = vl.collate(sequences, vl.pack([len(s) for s in sequences], max_length)).to_torch(); "
+        "loss = model(**varlen.adapters.hf.model_inputs(batch, model)).loss",
+        LeakWarning,
+        stacklevel=3,
+    )
