@@ -18,7 +18,7 @@ SECTION = "demo"
 TARGET = 4.7
 LIMIT_S = 180.0
 LIMIT_NATS = 1e-5
-"""Rounding of a mean over some thousand targets in float32; a wrong boundary costs a thousand times as much."""
+"""Rounding of a mean over some thousand targets in float32."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

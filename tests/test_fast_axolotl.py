@@ -45,6 +45,8 @@ def test_the_second_example_of_the_documentation_unpacks_into_three_columns() ->
     assert mask == [[1, 1, 1, 1, 1, 1, 1, 0]]
     assert dict(packed) == {"input_ids": ids, "labels": labels, "attention_mask": mask}
     assert (packed["labels"], packed[0]) == (labels, ids)
+    with pytest.raises(KeyError):
+        packed["count"]
 
 
 # What release 0.2.0 returned for these on 2026-11-22.
@@ -177,6 +179,13 @@ def test_labels_of_another_length_than_their_sequence_are_refused(overlong: Any)
 def test_settings_that_can_not_be_are_refused(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         call()
+
+
+def test_tokens_that_are_no_sequences_are_refused() -> None:
+    with pytest.raises(DocumentsError, match=r"sequence 0 is a int \(3 of 3 are no sequences\); pass a list"):
+        pack_sequences([1, 2, 3], 8, 0)
+    with pytest.raises(DocumentsError, match="sequence 0 is a Tensor"):
+        pack_sequences(torch.tensor([1, 2]), 8, 0)
 
 
 def test_rows_come_in_the_form_of_the_sequences() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.collate import collate
-from varlen.errors import OverlongDocumentError, SettingError
+from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
 from varlen.pack.api import as_choice, pack
 from varlen.pack.lengths import as_count
 from varlen.types import Packing
@@ -41,7 +41,9 @@ class PackedColumns(NamedTuple):
 
     def __getitem__(self, key: Any) -> Any:  # a name, or a number as of any tuple
         """Return a column."""
-        return getattr(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+        if isinstance(key, str):
+            return dict(self.items())[key]
+        return tuple.__getitem__(self, key)
 
     def keys(self) -> tuple[str, ...]:
         """Return the names, so that `dict(columns)` works."""
@@ -97,18 +99,20 @@ def pack_sequences(
     as_choice(overlong, "overlong", _POLICIES)
     width = as_count(max_length, "max_length")
     if eos_token_id is None:
-        kept = _fit(list(sequences), width, overlong)
-        rows, packing = _rows(kept, width, pad_token_id, {}, {})
+        _check_lengths(sequences, width, overlong)
+        rows, packing = _rows(list(sequences), width, overlong, pad_token_id, {}, {})
         packed: Any = _like(rows["input_ids"], sequences)
     else:
         if width < 3:
             raise SettingError(f"max_length must hold a token, its eos and a padding token; got {width}")
-        fitting = _fit([np.asarray(sequence).tolist() for sequence in sequences], width - 2, overlong)
-        ended = [[*sequence, eos_token_id, pad_token_id] for sequence in fitting]
-        labels = [[*sequence, eos_token_id, label_pad_id] for sequence in fitting]
-        masks = [[1] * (len(sequence) + 1) + [0] for sequence in fitting]
+        _check_lengths(sequences, width - 2, overlong)
+        most = width - 2 if overlong == "truncate" else None  # the eos stays
+        cut = [np.asarray(sequence)[:most].tolist() for sequence in sequences]
+        ended = [[*sequence, eos_token_id, pad_token_id] for sequence in cut]
+        labels = [[*sequence, eos_token_id, label_pad_id] for sequence in cut]
+        masks = [[1] * (len(sequence) + 1) + [0] for sequence in cut]
         columns = {"given_labels": labels, "mask": masks}
-        rows, packing = _rows(ended, width, pad_token_id, columns, {"given_labels": label_pad_id})
+        rows, packing = _rows(ended, width, overlong, pad_token_id, columns, {"given_labels": label_pad_id})
         packed = {
             "input_ids": rows["input_ids"].tolist(),
             "labels": rows["given_labels"].tolist(),
@@ -154,46 +158,50 @@ def concatenate_and_pack(
     """
     as_choice(overlong, "overlong", _POLICIES)
     width = as_count(max_length, "max_length")
+    _check_lengths(input_ids, width, overlong)
     columns = {"given_labels": list(labels), "mask": list(attention_masks)}
-    ids = list(input_ids)
-    if overlong != "error":
-        longest = [len(sequence) for sequence in ids]
-        columns = {
-            name: _fit(column, width, overlong) if [len(part) for part in column] == longest else column
-            for name, column in columns.items()
-        }
-    kept = _fit(ids, width, overlong)
-    rows, _ = _rows(kept, width, pad_token_id, columns, {"given_labels": label_pad_id})
+    rows, _ = _rows(list(input_ids), width, overlong, pad_token_id, columns, {"given_labels": label_pad_id})
     _warn()
     return PackedColumns(*(_like(rows[name], input_ids) for name in ("input_ids", "given_labels", "mask")))
 
 
-def _fit(sequences: list[Any], longest: int, overlong: Policy) -> list[Any]:
-    """Apply a policy to sequences that are too long.
+def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None:
+    """Refuse what is no sequence, and sequences that are too long unless a policy is named.
 
     Raises:
-        OverlongDocumentError: there are some, and the policy is "error".
+        DocumentsError: an entry without a length.
+        OverlongDocumentError: a sequence is too long, and the policy is "error".
     """
+    odd = [
+        number
+        for number, sequence in enumerate(sequences)
+        if not hasattr(sequence, "__len__") or getattr(sequence, "ndim", 1) == 0
+    ]
+    if odd:
+        raise DocumentsError(
+            f"sequence {odd[0]:,} is a {type(sequences[odd[0]]).__name__} "
+            f"({len(odd):,} of {len(sequences):,} are no sequences); pass a list of token ids for each document"
+        )
     too_long = [number for number, sequence in enumerate(sequences) if len(sequence) > longest]
-    if not too_long:
-        return sequences
-    if overlong == "error":
+    if too_long and overlong == "error":
         first = too_long[0]
         raise OverlongDocumentError(
             f"sequence {first:,} has {len(sequences[first]):,} tokens but a row holds {longest:,} "
             f"({len(too_long):,} of {len(sequences):,} sequences are too long); pass "
             'overlong="truncate" or "drop", or raise max_length'
         )
-    if overlong == "drop":
-        return [sequence for sequence in sequences if len(sequence) <= longest]
-    return [sequence[:longest] for sequence in sequences]
 
 
 def _rows(
-    sequences: list[Any], width: int, pad_id: int, columns: Mapping[str, Sequences], pads: Mapping[str, int]
+    sequences: list[Any],
+    width: int,
+    overlong: Policy,
+    pad_id: int,
+    columns: Mapping[str, Sequences],
+    pads: Mapping[str, int],
 ) -> tuple[dict[str, npt.NDArray[Any]], Packing]:
     """Pack sequences next-fit; returns ids and columns as rows, and the packing."""
-    packing = pack([len(sequence) for sequence in sequences], width, method="next_fit")
+    packing = pack([len(sequence) for sequence in sequences], width, "next_fit", overlong)
     batch = collate(sequences, packing, columns=columns, pad_id=pad_id, column_pads=pads)
     return {"input_ids": batch.input_ids, **batch.columns}, packing
 

@@ -29,6 +29,8 @@ def plain_fields(
     """
     multiple = packing.document_multiple_of
     width = packing.capacity if layout == "rows" else 0
+    if width % pad_to_multiple_of:
+        return None
     try:
         ragged = as_flat(documents, "documents")
     except DocumentsError:
@@ -37,8 +39,6 @@ def plain_fields(
         return None
     dtype = ragged.values.dtype
     if dtype.kind not in "iu" or dtype == np.uint64:
-        return None
-    if width % pad_to_multiple_of:
         return None
     fits, wide, narrow, boundaries, block, targets, longest, shortest, largest = _kernel()(
         packing.document_ids,

@@ -93,9 +93,8 @@ class Source:
         array, starts = self._read(values, f"column {name!r}")
         if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _SIZES:
             raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
-        if (
-            not array.size and np.asarray(pad).dtype.kind in "biuf"
-        ):  # nothing but padding: the pad says what it is
+        is_number = np.asarray(pad).dtype.kind in "biuf"
+        if not array.size and is_number:  # nothing but padding: the pad says what it is
             array = array.astype(np.result_type(array.dtype, np.min_scalar_type(pad)))
         return Column(array, starts, _as_pad(pad, array.dtype, name))
 

@@ -11,10 +11,9 @@ from varlen.pack.pieces import Items
 from varlen.types import FloatArray, Int32Array, Method
 
 _search = functools.partial(jit.kernel, "varlen.pack", "kernels")
+_tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
 _TABLE = 2**24
 """Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each; references keep none."""
-
-_tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
 
 
 def assign(
