@@ -1,0 +1,267 @@
+"""Run the chat templates of Hugging Face's tokenizers, which are programs of strangers, in a sandbox.
+
+A template comes with a model, so it is held to text: it sees the messages as plain data, reaches no attribute
+that begins with an underscore, no file and no other template, and can't ask for a text of gigabytes by a short
+expression. What it does wrong becomes a sentence. It can loop for long, which nothing here stops.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import wraps
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.filters import do_format
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from varlen.errors import SettingError, SourceError
+
+_LONGEST = 2**20
+"""Characters or items that one expression of a template may ask for; more is a mistake or an attack."""
+
+_LONGEST_TEXT = 2**28
+"""Characters that a template may write in all: beyond any context, below what breaks a machine."""
+
+_MARKS = "varlen_generation_marks"
+_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
+_WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A compiled template: messages in, text out."""
+
+    template: Template
+    variables: Mapping[str, str]
+    has_generation: bool
+
+    def run(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        *,
+        prompts: bool = False,
+        marks: str = "",
+    ) -> str:
+        """Render messages.
+
+        Args:
+            messages: as `as_messages` gives them.
+            tools: JSON schemas of the tools that the assistant may call.
+            prompts: end with what asks the assistant to speak (`add_generation_prompt`).
+            marks: two characters, written before and after each {% generation %} block; none by default.
+
+        Raises:
+            SourceError: the template fails on these messages, or refuses them.
+        """
+        variables = {
+            **self.variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompts,
+            _MARKS: marks,
+        }
+        pieces, length = [], 0
+        try:
+            for piece in self.template.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > _LONGEST_TEXT:
+                    raise OverflowError(f"it writes more than {_LONGEST_TEXT:,} characters")
+            return "".join(pieces)
+        except _RefusalError as error:
+            raise SourceError(f"the chat template refuses this chat: {_line(error)}") from error
+        except SecurityError as error:
+            raise SourceError(
+                f"the chat template was stopped, since a template may not do this: {_line(error)}"
+            ) from error
+        except Exception as error:  # a template's own mistakes come as any error there is
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise SourceError(f"the chat template fails on this chat: {kind}{_line(error)}") from error
+
+
+def compile_template(source: str, variables: Mapping[str, str]) -> Program:
+    """Compile a template, to be run often.
+
+    Args:
+        source: the text of the template, in jinja's language.
+        variables: what it sees beside the messages, such as `bos_token`.
+
+    Raises:
+        SettingError: it does not compile; the line is named.
+    """
+    environment = _Sandbox()
+    try:
+        template = environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise SettingError(
+            f"the chat template does not compile: line {error.lineno}: {_line(error)}; "
+            "take it as it stands in the tokenizer's chat_template"
+        ) from error
+    except Exception as error:  # nested too deep, a loop that is left from within a block, and the like
+        raise SettingError(
+            f"the chat template does not compile: {type(error).__name__}: {_line(error)}"
+        ) from error
+    return Program(template=template, variables=dict(variables), has_generation=environment.has_generation)
+
+
+def _line(error: BaseException) -> str:
+    """Return an error's words as one line of bounded length."""
+    words = " ".join(str(error.args[0] if error.args else "").split()) or type(error).__name__
+    return words if len(words) <= 300 else words[:300] + "…"
+
+
+class _RefusalError(TemplateError):
+    """A template called `raise_exception`."""
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, which says what of the text the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012, it is jinja's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Turn a block into a call of `_marked` with the block as its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.has_generation = True  # type: ignore[attr-defined]
+        call = self.call_method("_marked", [nodes.ContextReference()])
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, context: Context, caller: Macro) -> str:
+        marks = context.get(_MARKS) or ""
+        return f"{marks[:1]}{caller()}{marks[1:]}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The environment that templates of tokenizers expect, within narrower limits than jinja's sandbox."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
+        self.has_generation = False
+        self.filters["tojson"] = _to_json
+        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _make_dict,
+            "namespace": _Notes,
+        }
+        del self.globals["lipsum"]
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Refuse at once, where jinja would print nothing."""
+        raise SecurityError(f"reach for {attribute!r} of a {type(obj).__name__}")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Work out a product, power or filled-in text unless it would be very long."""
+        if operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, (str, bytes, list, tuple)) and isinstance(times, int):
+                    _check_length(len(text) * times)
+            _check_length(_bits(left) + _bits(right))
+        elif operator == "**":
+            _check_length(_bits(left) * (right if isinstance(right, int) else 1))
+        elif isinstance(left, str) and _WIDE_PERCENT.search(left):
+            raise OverflowError(f"{left[:40]!r} asks for a text of more than {_LONGEST:,} characters")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call a function or method with numbers that aren't very large."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int):
+                _check_length(value)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Take `str.format` with widths that aren't very large."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_BRACES.search(value.__self__):
+            raise OverflowError(
+                f"{value.__self__[:40]!r} asks for a text of more than {_LONGEST:,} characters"
+            )
+        return wrapped
+
+
+class _Notes(Namespace):
+    """jinja's namespace, whose names may not begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be a name in it
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"keep something under the name {name!r} in a namespace")
+
+
+def _bits(value: object) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
+
+
+def _check_length(length: int) -> None:
+    if length > _LONGEST:
+        raise OverflowError(
+            f"one expression asks for {length:.3g} characters, items or bits; {_LONGEST:,} at most"
+        )
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a filter take no very large number as an option, such as a width."""
+
+    @wraps(function)  # jinja's notes on what to pass it are attributes of the function
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        skip = 2 if hasattr(function, "jinja_pass_arg") else 1
+        for value in (*args[skip:], *kwargs.values()):
+            if isinstance(value, int):
+                _check_length(value)
+        if function is do_format and _WIDE_PERCENT.search(str(args[0])):
+            raise OverflowError(f"{str(args[0])[:40]!r} asks for a text of more than {_LONGEST:,} characters")
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _RefusalError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    """Stand for `dict` without being the class, whose methods a template could reach."""
+    return dict(*args, **kwargs)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
