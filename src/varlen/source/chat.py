@@ -17,7 +17,8 @@ from typing import Any
 from varlen.errors import SettingError, SourceError
 from varlen.source.chat_messages import as_messages, well_formed
 from varlen.source.chat_sandbox import Program, compile_template
-from varlen.source.chat_spans import EndMarks, Said, Skeleton, by_prefixes, fill, shape_of, skeleton_of
+from varlen.source.chat_skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
+from varlen.source.chat_spans import Said, by_frames, by_prefixes, fill
 
 CHATML = """\
 {% for message in messages %}
@@ -126,16 +127,24 @@ class ChatTemplate:
             if said is not None:
                 return said
         bare = self._skeleton(tuple((message["role"], "") for message in messages), tools)
-        return by_prefixes(render, messages, text, bare, self._marks)
+        said = by_prefixes(render, messages, text, bare, self._marks)
+        return said or by_frames(render, messages, text, bare, self._foreign(tools))
+
+    def _foreign(self, tools: list[Any] | None) -> str:
+        """Return all text that the template may write beside the messages."""
+        try:
+            tools_text = json.dumps(tools, ensure_ascii=False) if tools else ""
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SourceError(f"the tools of a chat must be JSON schemas; these are not: {error}") from error
+        return "".join((self.source, *self.special_tokens.values(), tools_text))
 
     def _skeleton(self, shape: tuple[tuple[str, str], ...], tools: list[Any] | None) -> Skeleton | None:
         """Return the skeleton of a shape, made when it is first seen."""
-        tools_text = json.dumps(tools, ensure_ascii=False, default=repr) if tools else ""
-        key = (shape, tools_text)
+        foreign = self._foreign(tools)
+        key = (shape, foreign if tools else "")
         if key not in self._skeletons:
             if len(self._skeletons) >= _MOST_SKELETONS:
                 self._skeletons.clear()
-            foreign = "".join((self.source, *self.special_tokens.values(), tools_text))
             self._skeletons[key] = skeleton_of(
                 lambda some, prompts: self._program.run(some, tools, prompts=prompts),
                 shape,
@@ -148,7 +157,8 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str, first: int
     ) -> Rendered:
         """Read the spans off the template's own marks."""
-        start, stop = _absent(text)
+        start = free_character(text)
+        stop = free_character(text + start)
         marked = self._program.run(messages, tools, marks=start + stop)
         if marked.replace(start, "").replace(stop, "") != text:
             raise SourceError(
@@ -292,16 +302,6 @@ def _rendered(text: str, said: list[Said], *, ends: bool) -> Rendered:
     if not spans:
         raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
     return Rendered(text=text, spans=spans, needs_eos=ends and not said[-1].has_mark)
-
-
-def _absent(text: str) -> tuple[str, str]:
-    """Return two private-use characters that don't stand in a text."""
-    used = set(text) if not text.isascii() else set()
-    free = (character for character in map(chr, range(0xF0000, 0xFFFFD)) if character not in used)
-    try:
-        return next(free), next(free)
-    except StopIteration:
-        raise SourceError("the chat uses 65,532 private-use characters, which is no text") from None
 
 
 def _between(marked: str, start: str, stop: str) -> list[tuple[int, int]]:

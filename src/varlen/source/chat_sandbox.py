@@ -78,7 +78,7 @@ class Program:
                 pieces.append(piece)
                 length += len(piece)
                 if length > _LONGEST_TEXT:
-                    raise OverflowError(f"it writes more than {_LONGEST_TEXT:,} characters")
+                    raise _TooLongError(f"it writes more than {_LONGEST_TEXT:,} characters")
             return "".join(pieces)
         except _RefusalError as error:
             raise SourceError(f"the chat template refuses this chat: {_line(error)}") from error
@@ -124,6 +124,10 @@ def _line(error: BaseException) -> str:
 
 class _RefusalError(TemplateError):
     """A template called `raise_exception`."""
+
+
+class _TooLongError(TemplateError):
+    """A template asked for more text than a chat can have."""
 
 
 class _Generation(Extension):
@@ -176,7 +180,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_length(_bits(left) * (right if isinstance(right, int) else 1))
         elif isinstance(left, str) and _WIDE_PERCENT.search(left):
-            raise OverflowError(f"{left[:40]!r} asks for a text of more than {_LONGEST:,} characters")
+            raise _TooLongError(f"{left[:40]!r} asks for a text of more than {_LONGEST:,} characters")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -190,7 +194,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """Take `str.format` with widths that aren't very large."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and _WIDE_BRACES.search(value.__self__):
-            raise OverflowError(
+            raise _TooLongError(
                 f"{value.__self__[:40]!r} asks for a text of more than {_LONGEST:,} characters"
             )
         return wrapped
@@ -220,7 +224,7 @@ def _bits(value: object) -> int:
 
 def _check_length(length: int) -> None:
     if length > _LONGEST:
-        raise OverflowError(
+        raise _TooLongError(
             f"one expression asks for {length:.3g} characters, items or bits; {_LONGEST:,} at most"
         )
 
@@ -235,7 +239,7 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(value, int):
                 _check_length(value)
         if function is do_format and _WIDE_PERCENT.search(str(args[0])):
-            raise OverflowError(f"{str(args[0])[:40]!r} asks for a text of more than {_LONGEST:,} characters")
+            raise _TooLongError(f"{str(args[0])[:40]!r} asks for a text of more than {_LONGEST:,} characters")
         return function(*args, **kwargs)
 
     return bounded

@@ -6,55 +6,18 @@ content. The real text must be the skeleton with the real contents put in, chara
 searched for in it, so what a user writes can't pass for a template's words.
 
 A chat that is no skeleton filled in, because it calls tools or because the template looks into its contents, is
-measured by prefixes instead: a turn is what the chat with it has more than the chat before it.
+measured by prefixes instead: a turn is what the chat with it has more than the chat before it. Where that fails
+too, because the template rewrites what was said before, a turn is what stands between the messages around it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varlen.errors import SourceError
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-
-Shape = tuple[tuple[str, str], ...]
-"""Of each message its role, and the key that holds its thoughts, if it has any."""
-
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""From messages, and whether to end with a generation prompt, to text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """What a template writes around an assistant's message."""
-
-    message: int
-    first: int
-    """The slot, a place for a content, where the turn begins: its thoughts or its content."""
-    last: int
-    """The slot of its content."""
-    opening: str
-    """Between what came before the message and the turn, where the template knows no generation prompt."""
-    lead: int
-    """Characters before the first slot that the assistant generates."""
-    closing: str
-    """What of the text after the content belongs to this message."""
-    mark: int
-    """Characters of it up to where its end-of-turn mark stops; 0 where there is none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skeleton:
-    """What a template writes for a row of roles, with slots where contents stand."""
-
-    pieces: tuple[str, ...]
-    """The template's own text before, between and after the slots."""
-    slots: tuple[tuple[int, str], ...]
-    """Of each slot the message and the key of it that it holds."""
-    turns: tuple[Turn, ...]
+from varlen.source.chat_skeleton import EndMarks, Render, Skeleton, Turn, free_character, try_render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,137 +30,10 @@ class Said:
     has_mark: bool
 
 
-class EndMarks:
-    """The texts that end a turn: a tokenizer's special tokens."""
-
-    def __init__(self, marks: Sequence[str], eos: str) -> None:
-        known = sorted({m for m in (*marks, eos) if m.strip()}, key=lambda m: (-len(m), m))
-        self.known = tuple(known)
-        self.eos = eos
-        self._any = re.compile("|".join(map(re.escape, known))) if known else None
-
-    def stop(self, closing: str) -> int:
-        """Return where the end-of-turn mark stops in the text after a content, 0 where there is none."""
-        found = self._any.search(closing) if self._any else None
-        if found is None:  # a mark that the tokenizer knows not as one token
-            found = re.match(r"\S+", closing)
-        return found.end() if found else 0
-
-    def end(self, turn: str) -> bool:
-        """Return whether a turn stops with a special token."""
-        return turn.endswith(self.known)
-
-
-def shape_of(messages: list[dict[str, Any]]) -> Shape | None:
-    """Return the shape of a chat that a skeleton can have: text alone, but for an assistant's thoughts."""
-    shape = []
-    for message in messages:
-        thoughts = ""
-        for key, value in message.items():
-            if key == "role":
-                continue
-            if type(value) is not str:
-                return None
-            if key in THOUGHTS and message["role"] == "assistant" and not thoughts:
-                thoughts = key
-            elif key != "content":
-                return None
-        if "content" not in message:
-            return None
-        shape.append((message["role"], thoughts))
-    return tuple(shape)
-
-
-def skeleton_of(render: Render, shape: Shape, marks: EndMarks, foreign: str) -> Skeleton | None:
-    """Render a shape's skeleton.
-
-    Args:
-        render: the template.
-        shape: who speaks.
-        marks: what ends a turn.
-        foreign: text that the template may write itself; the slots' marks are chosen not to stand in it.
-
-    Returns:
-        The skeleton, or None where the template doesn't write every content once and in order.
-    """
-    slot = next(c for c in map(chr, range(0xF0000, 0xFFFFD)) if c not in foreign)
-    messages: list[dict[str, Any]] = []
-    slots: list[tuple[int, str]] = []
-    for number, (role, thoughts) in enumerate(shape):
-        message = {"role": role}
-        for key in filter(None, (thoughts, "content")):
-            message[key] = f"{slot}{len(slots)}{slot}"
-            slots.append((number, key))
-        messages.append(message)
-    text = _try(render, messages, False)
-    if text is None:
-        return None
-    parts = re.split(f"{slot}(\\d+){slot}", text)
-    order = [int(part) for part in parts[1::2]]
-    pieces = parts[::2]
-    spoken = [slots[s][0] for s in order if shape[slots[s][0]][0] == "assistant"]
-    own = [n for n, (role, _) in enumerate(shape) if role == "assistant"]
-    if sorted(set(spoken)) != own or spoken != sorted(spoken):
-        return None
-
-    turns = []
-    for number in own:
-        at = [k for k, s in enumerate(order) if slots[s][0] == number]
-        first, last = at[0], at[-1]
-        keys = [slots[order[k]][1] for k in at]
-        if last - first != len(at) - 1 or keys.count("content") != 1 or keys[-1] != "content" or len(at) > 2:
-            return None
-        before = "".join(f"{pieces[k]}{slot}{order[k]}{slot}" for k in range(first)) + pieces[first]
-        opening, lead = _opening(render, messages[:number], before, pieces[first])
-        closing = _closing(render, messages[: number + 1], pieces[last + 1], f"{slot}{order[last]}{slot}")
-        mark = marks.stop(closing)
-        if not mark and marks.eos.strip() and pieces[last + 1].startswith(marks.eos):
-            closing, mark = marks.eos, len(marks.eos)  # written only where another message follows
-        turns.append(
-            Turn(
-                message=number, first=first, last=last, opening=opening, lead=lead, closing=closing, mark=mark
-            )
-        )
-    return Skeleton(pieces=tuple(pieces), slots=tuple(slots[s] for s in order), turns=tuple(turns))
-
-
-def _try(render: Render, messages: list[dict[str, Any]], prompts: bool) -> str | None:
-    """Render what a template may refuse, such as a chat that ends early."""
-    try:
-        return render(messages, prompts)
-    except SourceError:
-        return None
-
-
-def _opening(render: Render, earlier: list[dict[str, Any]], before: str, piece: str) -> tuple[str, int]:
-    """Return a header that is nobody's, and how many characters before the first slot are generated."""
-    plain, prompted = _try(render, earlier, False), _try(render, earlier, True)
-    if plain is None:
-        return "", 0
-    if prompted is not None and prompted != plain:
-        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
-        at = piece.rfind(prompt) if prompt else -1
-        return "", len(piece) - at - len(prompt) if at >= 0 else 0
-    if not before.startswith(plain):
-        return "", 0
-    opening = before[len(plain) :]
-    # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
-    return (opening, 0) if opening.strip() else ("", len(opening))
-
-
-def _closing(render: Render, messages: list[dict[str, Any]], piece: str, slot: str) -> str:
-    """Return what of the text after a content is there without the messages that follow."""
-    alone = _try(render, messages, False)
-    if alone is None or slot not in alone:
-        return ""
-    own = alone.rpartition(slot)[2]
-    same = next((k for k, (a, b) in enumerate(zip(own, piece)) if a != b), min(len(own), len(piece)))
-    return own[:same]
-
-
 def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
     """Return where assistants speak in a text that is the skeleton with these contents, else None."""
-    places = _places(skeleton, messages, text)
+    values = (messages[number][key] for number, key in skeleton.slots)
+    places = _places(skeleton.pieces, values, text)
     if places is None:
         return None
     return [
@@ -211,16 +47,15 @@ def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[
     ]
 
 
-def _places(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[tuple[int, int]] | None:
+def _places(pieces: Sequence[str], values: Iterable[str], text: str) -> list[tuple[int, int]] | None:
     """Walk through the text, content by content, each as it is or trimmed."""
-    pieces = skeleton.pieces
     if not text.startswith(pieces[0]):
         return None
     reached: dict[int, Any] = {len(pieces[0]): None}  # a position, and the places on the way to it
-    for (number, key), piece in zip(skeleton.slots, pieces[1:]):
+    for value, piece in zip(values, pieces[1:]):
         following: dict[int, Any] = {}
         for position, way in reached.items():
-            for form in _forms(messages[number][key]):
+            for form in _forms(value):
                 stop = position + len(form)
                 if text.startswith(form, position) and text.startswith(piece, stop):
                     following.setdefault(stop + len(piece), (way, position, stop))
@@ -267,7 +102,10 @@ def by_prefixes(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, until = _try(render, messages[:number], True), _try(render, messages[: number + 1], False)
+        before, until = (
+            try_render(render, messages[:number], True),
+            try_render(render, messages[: number + 1], False),
+        )
         if before is None or until is None:
             return None
         if not text.startswith(until):
@@ -277,6 +115,8 @@ def by_prefixes(
         if not (text.startswith(until) and until.startswith(before)):
             return None
         turn = known.get(number)
+        if turn is None and try_render(render, messages[:number], False) == before:
+            return None  # no generation prompt, and nothing that tells a header from what the assistant says
         start = len(before)
         if turn and turn.opening and until.startswith(turn.opening, start):
             start += len(turn.opening)
@@ -296,3 +136,53 @@ def _turn_length(turn: str, known: Turn | None, marks: EndMarks) -> tuple[int, b
     if known and not known.mark and turn.endswith(closing) and not marks.end(trimmed):
         return len(turn) - len(closing), False
     return len(trimmed), marks.end(trimmed)
+
+
+def by_frames(
+    render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, foreign: str
+) -> list[Said] | None:
+    """Take as the assistant's what stands between the messages of others, less what the template frames it by.
+
+    Args:
+        render: the template.
+        messages: the chat.
+        text: the chat as text.
+        skeleton: of the same roles, which knows the frames; None where there is none.
+        foreign: as of `skeleton_of`.
+
+    Returns:
+        Where assistants speak, or None where another's content isn't written once, whole and in order, or two
+        assistants' messages follow each other.
+    """
+    others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
+    if skeleton is None or not all(isinstance(messages[n]["content"], str) for n in others):
+        return None
+    slot = free_character(foreign + text)
+    masked = [
+        {**message, "content": f"{slot}{n}{slot}"} if message["role"] != "assistant" else message
+        for n, message in enumerate(messages)
+    ]
+    framed = try_render(render, masked, False)
+    parts = re.split(f"{slot}(\\d+){slot}", framed or "")
+    pieces = parts[::2]
+    if [int(part) for part in parts[1::2]] != others:
+        return None
+    places = _places(pieces, (messages[n]["content"] for n in others), text)
+    if places is None:
+        return None
+    starts = [0, *(stop for _, stop in places)]
+    said = []
+    for turn in skeleton.turns:
+        after = skeleton.pieces[turn.last + 1]
+        alone = turn.message + 1 == len(messages) or messages[turn.message + 1]["role"] != "assistant"
+        number = sum(n < turn.message for n in others)
+        opening = skeleton.pieces[turn.first]
+        opening = opening[: len(opening) - turn.lead]
+        piece = pieces[number]
+        fits = len(opening) + len(after) <= len(piece) and piece.startswith(opening) and piece.endswith(after)
+        if not (alone and fits) or (turn.message and messages[turn.message - 1]["role"] == "assistant"):
+            return None
+        start = starts[number]
+        stop = start + len(piece) - len(after) + turn.mark
+        said.append(Said(message=turn.message, start=start + len(opening), stop=stop, has_mark=turn.mark > 0))
+    return said
