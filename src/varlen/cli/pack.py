@@ -1,0 +1,178 @@
+"""`varlen pack`: write a packed data set that a trainer reads as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from varlen.errors import SettingError
+
+
+def pack(
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...",
+            help="Files, folders, quoted globs or URLs; or one token store. JSONL, JSON, CSV, text, Parquet, Arrow, "
+            "npz, saved Hugging Face data sets; plain, .gz or .zst.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the packed set goes.")
+    ],
+    capacity: Annotated[int, typer.Option(help="Tokens a row can hold.")] = 4096,
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one."),
+    ] = "bytes",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE=NAME", help="Where a column isn't called as usual: text=body.  Repeatable."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]"),
+    ] = None,
+    supervise: Annotated[
+        str, typer.Option(help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].")
+    ] = "assistant",
+    eos: Annotated[
+        str | None,
+        typer.Option(help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]"),
+    ] = None,
+    no_eos: Annotated[bool, typer.Option("--no-eos", help="Leave documents without an end token.")] = False,
+    text_cut: Annotated[
+        str,
+        typer.Option(
+            help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/]."
+        ),
+    ] = "auto",
+    method: Annotated[
+        str, typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.")
+    ] = "best_fit",
+    overlong: Annotated[
+        str,
+        typer.Option(help="Documents longer than a row: [bold]error[/], split, truncate or drop."),
+    ] = "error",
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="Pack documents as they come instead of shuffled.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+    max_documents: Annotated[
+        int | None, typer.Option(help="Most documents of a row.  [dim]\\[default: no limit][/]")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="[bold]parquet[/] or [bold]arrow[/].")] = "parquet",
+    position_ids: Annotated[bool, typer.Option("--position-ids", help="Write position ids too.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write which document of the data each piece is, too.")
+    ] = False,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Keep the tokens here, or take them from here: pack again without tokenizing.",
+        ),
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.")
+    ] = "raise",
+    processes: Annotated[
+        int | None, typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]")
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Over the Ray cluster of RAY_ADDRESS, or this machine's.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a set made from something else.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest.")] = False,
+) -> None:
+    """Write a packed data set that a trainer reads as it is, without losing a token.
+
+    Rows have the columns [bold]input_ids[/], [bold]labels[/] and [bold]seq_lengths[/], which TRL's SFTTrainer takes
+    with padding_free=True. A manifest beside them accounts for every token. An interrupted run leaves nothing that
+    looks finished; the same command again goes on where it stopped.
+
+    [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
+    """
+    from varlen.cli.progress import progress
+    from varlen.cli.reading import as_source
+    from varlen.offline.crew import Crew
+    from varlen.offline.pack import pack_source
+    from varlen.offline.settings import PackSettings
+
+    chosen: dict[str, Any] = {"method": method, "overlong": overlong, "format": format_}
+    settings = PackSettings(
+        capacity=capacity,
+        max_documents=max_documents,
+        shuffle=not in_order,
+        seed=seed,
+        position_ids=position_ids,
+        trace=trace,
+        **chosen,
+    )
+    source = as_source(
+        data,
+        tokenizer=tokenizer,
+        column=column or [],
+        chat_template=chat_template,
+        supervise=supervise,
+        eos=eos,
+        append_eos=not no_eos,
+        text_cut=text_cut,
+        on_error=on_error,
+    )
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if processes is not None and processes < 1:
+        raise SettingError(f"--processes must be at least 1, got {processes}")
+    crew = Crew(processes=processes or count, ray=ray)
+    with progress() as on_progress:
+        done = pack_source(
+            source, output, settings, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress
+        )
+    if as_json:
+        json.dump(done.manifest, sys.stdout, indent=1)
+        print()
+        return
+    _print_summary(done.manifest, done.folder, was_there=done.was_there)
+
+
+def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
+    """Say what was packed, what became of every token, and how to read it."""
+    ledger, settings = manifest["ledger"], manifest["settings"]
+    documents = ledger["documents_in"]
+    if was_there:
+        print(f"{folder} was finished already, from the same data and settings:")
+    print(
+        f"{documents:,} documents, {ledger['tokens_in']:,} tokens -> {manifest['num_packs']:,} rows of "
+        f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
+        f"{manifest['num_targets']:,} tokens to train on"
+    )
+    notes = {
+        "empty_documents": "empty documents left out",
+        "split_documents": "documents cut into pieces",
+        "truncated_documents": f"documents cut short ({ledger['truncated']:,} tokens lost)",
+        "dropped_documents": f"documents dropped ({ledger['dropped']:,} tokens lost)",
+    }
+    for key, words in notes.items():
+        if ledger[key]:
+            print(f"  {ledger[key]:,} {words}")
+    if manifest["packs_without_target"]:
+        print(f"  {manifest['packs_without_target']:,} rows hold nothing to train on")
+    if manifest["num_skipped"]:
+        print(f"  {manifest['num_skipped']:,} records skipped:")
+        with (folder / "skipped.log").open(encoding="utf-8") as listed:
+            for _, line in zip(range(10), listed):
+                print(f"    {line.rstrip()}")
+        if manifest["num_skipped"] > 10:
+            print(f"    all of them in {folder / 'skipped.log'}")
+    name = settings["format"]
+    print(f"{folder}: {len(manifest['parts']):,} {name} files and manifest.json. To read them:")
+    print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')

@@ -1,0 +1,171 @@
+"""Tokenize a source into a token store: part by part, in parallel, resumable, atomic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from varlen import __version__
+from varlen.errors import SourceError
+from varlen.offline.crew import Crew
+from varlen.offline.places import check_output, disk_faults, finish, working_folder, write_json
+from varlen.source.opening import fingerprint
+from varlen.source.source import Part, Source
+from varlen.source.store import STORE_FORMAT, ShardWriter, TokenStore, open_store, read_manifest
+from varlen.source.tokenizer import digest
+
+OnProgress = Callable[[int, int, str], None]
+SHARD_TOKENS = 1 << 24
+PART_BYTES = 64 << 20
+
+
+def source_marks(source: Source) -> dict[str, Any]:
+    """Return what identifies a source: its files by name, size and content, and how they become tokens.
+
+    Raises:
+        SourceError: a file can't be read.
+    """
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        marks = list(pool.map(fingerprint, source.files))
+    files = [
+        {"name": file.name, "size": file.size, "fingerprint": mark} for file, mark in zip(source.files, marks)
+    ]
+    encoding = source.encoding
+    return {
+        "files": files,
+        "reading": source.fingerprint,
+        "on_error": source.on_error,
+        "tokenizer": {
+            "name": Path(encoding.tokenizer.name).name,
+            "fingerprint": encoding.tokenizer.fingerprint,
+            "vocab_size": encoding.tokenizer.vocab_size,
+            "eos_id": encoding.tokenizer.specials.eos_id,
+        },
+        "chat_template": encoding.template.fingerprint,
+        "append_eos": encoding.append_eos,
+        "supervise": encoding.supervise,
+    }
+
+
+def build_store(
+    source: Source,
+    folder: Path,
+    marks: dict[str, Any],
+    *,
+    crew: Crew,
+    on_progress: OnProgress,
+    overwrite: bool = False,
+) -> TokenStore:
+    """Tokenize a source into a store, or return the finished store that is there already.
+
+    Args:
+        source: what to read.
+        folder: of the store.
+        marks: of `source_marks`.
+        crew: who does it.
+        on_progress: called with bytes read, bytes of all files, and words.
+        overwrite: replace a store made from something else.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+        SettingError: the folder can't be written, or holds something else.
+    """
+    print_ = digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.get("fingerprint") == print_:
+        return open_store(folder)
+    check_output(folder, overwrite=overwrite)
+    with working_folder(folder, print_) as partial:
+        parts = source.parts(PART_BYTES)
+        sizes = [sum(_span_bytes(source, span.file, len(part)) for span in part) for part in parts]
+        shards: dict[int, list[dict[str, Any]]] = {}
+        done, total = 0, max(sum(sizes), 1)
+        on_progress(0, total, "tokenizing")
+        for number, found in crew.run(index_part, (source, partial), enumerate(parts)):
+            shards[number] = found
+            done += sizes[number]
+            on_progress(done, total, "tokenizing")
+        listed = [shard for number in sorted(shards) for shard in shards[number]]
+        if sum(shard["num_tokens"] for shard in listed) == 0:
+            raise SourceError(_nothing(source, listed))
+        for number in shards:
+            (partial / f"{number:05d}.json").unlink()
+        finish(
+            partial,
+            folder,
+            {
+                "varlen": __version__,
+                "kind": "tokens",
+                "format": STORE_FORMAT,
+                "fingerprint": print_,
+                "source": marks,
+                "num_documents": sum(shard["num_documents"] for shard in listed),
+                "num_tokens": sum(shard["num_tokens"] for shard in listed),
+                "num_targets": sum(shard["num_targets"] for shard in listed),
+                "num_skipped": sum(shard["num_skipped"] for shard in listed),
+                "shards": listed,
+            },
+        )
+    return open_store(folder)
+
+
+def _span_bytes(source: Source, file: int, spans: int) -> int:
+    """Estimate the bytes of a span: a whole file among several, else about a part's worth."""
+    size = max(source.files[file].size, 1)
+    return size if spans > 1 else min(size, PART_BYTES)
+
+
+def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:
+    """Say that there is nothing to train on, and why."""
+    first = source.files[0].path
+    more = f" and {len(source.files) - 1:,} more files" if len(source.files) > 1 else ""
+    documents = sum(shard["num_documents"] for shard in shards)
+    skipped = sum(shard["num_skipped"] for shard in shards)
+    why = f"{documents:,} documents, all of them empty" if documents else "no document"
+    return f"{first}{more} hold{'' if more else 's'} {why}" + (
+        f"; {skipped:,} records were skipped" if skipped else ""
+    )
+
+
+def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int, list[dict[str, Any]]]:
+    """Tokenize one part into shards of its own; returns its number, and what the shards hold.
+
+    Raises:
+        SourceError: a record can't be read.
+        SettingError: the disk is full.
+    """
+    (source, folder), (number, part) = shared, task
+    note = folder / f"{number:05d}.json"
+    if note.is_file():  # an earlier run finished this part
+        return number, list(json.loads(note.read_bytes()))
+    shards: list[dict[str, Any]] = []
+    with disk_faults(folder):
+        writer: ShardWriter | None = None
+        try:
+            for documents in source.read(part):
+                if writer is not None and writer.num_tokens + len(documents.tokens) > SHARD_TOKENS:
+                    shards.append(_closed(writer, number, len(shards)))
+                    writer = None
+                if writer is None:
+                    writer = ShardWriter(folder / _name(number, len(shards)))
+                writer.append(documents)
+            if writer is not None:
+                shards.append(_closed(writer, number, len(shards)))
+                writer = None
+        finally:
+            if writer is not None:
+                writer.abandon()
+        write_json(note, shards)
+    return number, shards
+
+
+def _name(part: int, shard: int) -> str:
+    return f"{part:05d}-{shard:04d}"
+
+
+def _closed(writer: ShardWriter, part: int, shard: int) -> dict[str, Any]:
+    return {"name": _name(part, shard), **asdict(writer.close())}

@@ -1,0 +1,72 @@
+"""The order in which documents of a store are packed: as they lie, or shuffled in bounded memory.
+
+A shuffle permutes runs of neighbours over the whole store, then the documents of every stretch of 65,536 among
+themselves. Neighbours stay near each other on disk for a while, but not in packs; a set of up to 65,536 documents is
+permuted freely. Keys are hashes, so the order depends on the seed and the counts of documents alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.types import IntArray
+
+_RUN = 64
+STRETCH = 1 << 16
+
+
+class DocumentOrder:
+    """Says which document stands at which place."""
+
+    def __init__(self, documents: IntArray, seed: int | None) -> None:
+        """Take the number of documents in each shard, and the seed of a shuffle or None."""
+        self._seed = seed
+        self._first = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
+        if seed is None or self.num_documents <= STRETCH:
+            self._runs = self._run_ends = np.zeros(0, dtype=np.int64)
+            return
+        counts = -(-documents // _RUN)
+        shards = np.repeat(np.arange(len(documents)), counts)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = self._first[shards] + within * _RUN
+        order = np.argsort(hashed(begins, seed), kind="stable")
+        sizes = np.minimum(begins + _RUN, self._first[shards + 1]) - begins
+        self._runs, self._run_ends = begins[order], np.cumsum(sizes[order])
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return int(self._first[-1])
+
+    def stretch(self, number: int) -> tuple[IntArray, IntArray]:
+        """Return the shards, and the numbers within them, of the documents at 65,536 consecutive places.
+
+        Args:
+            number: from 0; the last stretch may be shorter.
+        """
+        start = number * STRETCH
+        places = np.arange(start, min(start + STRETCH, self.num_documents))
+        documents = self._permuted(places)
+        if self._seed is not None:
+            documents = documents[np.argsort(hashed(documents, self._seed + 1), kind="stable")]
+        shards = np.searchsorted(self._first, documents, side="right") - 1
+        return shards.astype(np.int64), documents - self._first[shards]
+
+    def _permuted(self, places: IntArray) -> IntArray:
+        """Return the documents at places, once runs are permuted."""
+        if len(self._runs) == 0:
+            return places
+        runs = np.searchsorted(self._run_ends, places, side="right")
+        before = np.concatenate([[0], self._run_ends])[runs]
+        return self._runs[runs] + (places - before)
+
+
+def hashed(values: IntArray, seed: int) -> npt.NDArray[np.uint64]:
+    """Hash numbers with a seed (the finalizer of splitmix64, Steele et al. 2014), the same on every machine."""
+    state = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        seed * 0xD1342543DE82EF95 % 2**64
+    )
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

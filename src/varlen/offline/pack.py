@@ -1,0 +1,167 @@
+"""Pack a data set into files that a trainer reads: tokenize, plan, write; resumable, and finished or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from varlen import __version__
+from varlen.errors import SettingError, SourceError
+from varlen.offline.crew import Crew
+from varlen.offline.index import OnProgress, build_store, source_marks
+from varlen.offline.places import check_output, finish, working_folder
+from varlen.offline.plan import Plan, check_lengths
+from varlen.offline.settings import PackSettings
+from varlen.offline.write import PartCounts, write_part
+from varlen.source.source import Source
+from varlen.source.store import TokenStore, open_store, read_manifest
+from varlen.source.tokenizer import digest
+
+SKIPPED = "skipped.log"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedSet:
+    """A finished packed data set."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    """As written beside the rows: settings, source, ledger, parts."""
+    was_there: bool
+    """An earlier run had finished it."""
+
+
+def pack_source(
+    source: Source | Path,
+    output: Path,
+    settings: PackSettings,
+    *,
+    tokens: Path | None = None,
+    crew: Crew | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = lambda done, total, text: None,
+) -> PackedSet:
+    """Pack a source, or a token store, into a folder of Parquet or Arrow files with a manifest.
+
+    The rows have the columns of TRL's packed data sets: `input_ids`, `labels` (-100 where nothing is trained, at the
+    first token of every document too) and `seq_lengths`. The bytes depend on the data, the settings and varlen's
+    version, not on who does the work or how often it was interrupted.
+
+    Args:
+        source: documents, or the folder of a finished token store.
+        output: folder to write; it appears when it is whole.
+        settings: how to pack.
+        tokens: keep the tokenized documents in this folder, or take them from it, to pack them again without
+            tokenizing; None keeps nothing.
+        crew: who does the work; None: this process.
+        overwrite: replace packed sets and stores made from something else.
+        on_progress: called with work done, all work, and words.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+        OverlongDocumentError: a document is longer than a row, and `overlong` is "error".
+        SettingError: a folder can't be written, or holds something else.
+
+    Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
+    a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
+    """
+    crew = crew or Crew()
+    if isinstance(source, Path):
+        store = open_store(source)
+        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
+    else:
+        _refuse_cut_rows(source)
+        on_progress(0, 1, "looking at the files")
+        marks = source_marks(source)
+    wanted = digest(json.dumps([__version__, marks, settings.to_json()], sort_keys=True))
+    manifest = read_manifest(output)
+    if manifest is not None and manifest.get("fingerprint") == wanted:
+        return PackedSet(folder=output, manifest=manifest, was_there=True)
+    check_output(output, overwrite=overwrite)
+    if tokens is not None and tokens.absolute() == output.absolute():
+        raise SettingError(f"tokens and output are the same folder, {output}; name two")
+    with working_folder(output, wanted) as partial:
+        if not isinstance(source, Path):
+            kept = partial / "tokens" if tokens is None else tokens
+            store = build_store(source, kept, marks, crew=crew, on_progress=on_progress, overwrite=overwrite)
+        manifest = _write(store, partial, settings, crew, on_progress)
+        manifest["fingerprint"], manifest["source"] = wanted, marks
+        _gather_skipped(store, partial / SKIPPED)
+        shutil.rmtree(partial / "tokens", ignore_errors=True)
+        finish(partial, output, manifest)
+    return PackedSet(folder=output, manifest=manifest, was_there=False)
+
+
+def _write(
+    store: TokenStore, partial: Path, settings: PackSettings, crew: Crew, on_progress: OnProgress
+) -> dict[str, Any]:
+    """Write all parts; returns the manifest."""
+    if settings.overlong == "error" and settings.method != "wrapped":
+        check_lengths(store, settings.capacity)
+    plan = Plan(store, settings)
+    total = max(int(store.manifest["num_tokens"]), 1)
+    parts: list[PartCounts] = []
+    done = 0
+    on_progress(0, total, "packing")
+    for counts in crew.run(write_part, (store.folder, partial, settings), plan):
+        parts.append(counts)
+        done += counts.num_tokens
+        on_progress(done, total, "packing")
+    parts.sort(key=lambda counts: counts.name)
+    if not parts:
+        raise SourceError(
+            f"no document is left to pack: all {int(store.manifest['num_documents']):,} are longer than "
+            f"{settings.capacity:,} tokens and dropped; pass --overlong split or a larger --capacity"
+        )
+    ledger = plan.ledger.check()
+    packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
+    if packed != ledger.packed:
+        raise AssertionError(f"{packed:,} tokens were written, {ledger.packed:,} were planned")
+    return {
+        "varlen": __version__,
+        "kind": "packed",
+        "fingerprint": "",
+        "settings": settings.to_json(),
+        "source": {},
+        "num_packs": packs,
+        "num_tokens": packed,
+        "num_targets": sum(p.num_targets for p in parts),
+        "fill_ratio": packed / (packs * settings.capacity),
+        "packs_without_target": sum(p.packs_without_target for p in parts),
+        "num_skipped": int(store.manifest["num_skipped"]),
+        "ledger": asdict(ledger),
+        "parts": [asdict(p) for p in parts],
+    }
+
+
+def _gather_skipped(store: TokenStore, path: Path) -> None:
+    """Put the lists of what was skipped together."""
+    if not store.manifest["num_skipped"]:
+        return
+    with path.open("wb") as gathered:
+        for shard in store.shards:
+            listed = store.folder / shard / SKIPPED
+            if listed.is_file():
+                gathered.write(listed.read_bytes())
+
+
+def _refuse_cut_rows(source: Source) -> None:
+    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents.
+
+    Raises:
+        SourceError: it did.
+    """
+    folders: Sequence[Path] = sorted({Path(file.path).parent for file in source.files if not file.is_remote})
+    for folder in folders:
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.get("kind") == "packed":
+            cut = manifest["ledger"]["split_documents"]
+            if cut:
+                raise SourceError(
+                    f"{folder} was packed with {cut:,} documents cut into pieces, which can't be told from "
+                    "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
+                )

@@ -1,0 +1,64 @@
+"""What a packed data set is to be like; all of it decides the bytes that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from varlen.errors import SettingError
+from varlen.types import Method, Overlong
+
+OutputFormat = Literal["parquet", "arrow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSettings:
+    """How documents are packed and written."""
+
+    capacity: int
+    """Tokens a row can hold."""
+    method: Method = "best_fit"
+    """Of `vl.pack`. Best fit keeps rows nearly random samples of the documents."""
+    overlong: Overlong = "error"
+    """What becomes of documents longer than `capacity`."""
+    max_documents: int | None = None
+    """Most documents of a row; None for no limit."""
+    shuffle: bool = True
+    """Permute documents before packing; else they are packed as they come."""
+    seed: int = 0
+    """Of the shuffle."""
+    window: int = 1 << 16
+    """Documents packed at a time; memory grows with it."""
+    format: OutputFormat = "parquet"
+    position_ids: bool = False
+    """Write `position_ids` too: 0, 1, ... in each document."""
+    trace: bool = False
+    """Write `document_ids` and `document_starts` too: which document of the data each piece is, and from where."""
+    part_tokens: int = 1 << 23
+    """Tokens of one written file, about; memory grows with it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be.
+
+        Raises:
+            SettingError: a setting out of its range.
+        """
+        choices: dict[str, Sequence[Any]] = {
+            "method": get_args(Method),
+            "overlong": get_args(Overlong),
+            "format": get_args(OutputFormat),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise SettingError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        for name, least in {"capacity": 1, "window": 1, "part_tokens": 1, "seed": 0}.items():
+            if getattr(self, name) < least:
+                raise SettingError(f"{name} must be at least {least}, got {getattr(self, name):,}")
+        for name in ("capacity", "part_tokens"):
+            if getattr(self, name) >= 2**31 - 1:
+                raise SettingError(f"{name} must be below 2^31 - 1, got {getattr(self, name):,}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return asdict(self)

@@ -1,0 +1,111 @@
+"""Write the rows of one part to a Parquet or Arrow file, whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.source.writing import list_column, write_table
+from varlen.offline.places import disk_faults, write_json
+from varlen.offline.plan import PartPlan
+from varlen.offline.settings import PackSettings
+from varlen.source.store import TokenStore, open_store
+
+_IGNORED = -100
+_ROW_GROUP_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartCounts:
+    """What a written file holds."""
+
+    name: str
+    num_packs: int
+    num_pieces: int
+    num_tokens: int
+    num_targets: int
+    packs_without_target: int
+    sha256: str
+
+
+def write_part(shared: tuple[Path, Path, PackSettings], part: PartPlan) -> PartCounts:
+    """Write one part, unless an earlier run did.
+
+    Raises:
+        SettingError: the disk is full, or the folder can't be written.
+        SourceError: the token store is damaged.
+    """
+    store_folder, folder, settings = shared
+    note = folder / f".part-{part.number:05d}.json"
+    name = f"part-{part.number:05d}.{settings.format}"
+    if note.is_file() and (folder / name).is_file():
+        return PartCounts(**json.loads(note.read_bytes()))
+    columns, labels = _columns(_store(store_folder), part, settings)
+    with disk_faults(folder):
+        partial = folder / f".{name}.{os.getpid()}.part"
+        try:
+            write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
+            with partial.open("rb") as written:
+                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+            partial.replace(folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        targets = np.add.reduceat(labels != _IGNORED, _row_bounds(part)[:-1], dtype=np.int64)
+        counts = PartCounts(
+            name=name,
+            num_packs=len(part.offsets) - 1,
+            num_pieces=len(part.documents),
+            num_tokens=len(labels),
+            num_targets=int(targets.sum()),
+            packs_without_target=int((targets == 0).sum()),
+            sha256=sha256,
+        )
+        write_json(note, asdict(counts))
+    return counts
+
+
+@lru_cache(maxsize=4)
+def _store(folder: Path) -> TokenStore:
+    """Open a store once a process."""
+    return open_store(folder)
+
+
+def _row_bounds(part: PartPlan) -> npt.NDArray[np.int64]:
+    """Return where each row's tokens begin and end."""
+    ends = np.concatenate([[0], np.cumsum(part.stops - part.starts)]).astype(np.int64)
+    return ends[part.offsets]
+
+
+def _columns(
+    store: TokenStore, part: PartPlan, settings: PackSettings
+) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
+    """Make the columns of a part: those of TRL's packed data sets first; returns the flat labels too."""
+    lengths = part.stops - part.starts
+    begins = np.cumsum(lengths) - lengths
+    tokens, mask = store.gather(part.shards, part.documents, part.starts, lengths)
+    labels = tokens.copy()
+    if mask is not None:
+        labels[mask == 0] = _IGNORED
+    labels[begins] = _IGNORED  # what stands before it in the row is another document
+    bounds = _row_bounds(part)
+    columns = {
+        "input_ids": list_column(tokens, bounds),
+        "labels": list_column(labels, bounds),
+        "seq_lengths": list_column(lengths.astype(np.int32), part.offsets),
+    }
+    if settings.position_ids:
+        positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(begins, lengths)
+        columns["position_ids"] = list_column(positions.astype(np.int32), bounds)
+    if settings.trace:
+        before = np.concatenate([[0], np.cumsum(store.documents)])
+        columns["document_ids"] = list_column(before[part.shards] + part.documents, part.offsets)
+        columns["document_starts"] = list_column(part.starts.astype(np.int32), part.offsets)
+    return columns, labels

@@ -1,0 +1,87 @@
+"""Which columns of a file hold its documents: found by their usual names, or named by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from varlen.errors import SettingError, SourceError
+from varlen.source.rows import listed
+
+Kind = Literal["tokens", "messages", "prompt", "text"]
+
+_NEEDED: dict[Kind, tuple[str, ...]] = {
+    "tokens": ("input_ids",),
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
+_OPTIONAL: dict[Kind, tuple[str, ...]] = {
+    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths"),
+    "messages": ("tools",),
+    "prompt": (),
+    "text": (),
+}
+_ALSO_CALLED = {"messages": "conversations"}
+"""A second usual name, taken where the first is absent."""
+ROLES = tuple(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """What a file's rows hold, and in which columns."""
+
+    kind: Kind
+    names: Mapping[str, str]
+    """Name of the column for each role, such as {"text": "body"}."""
+
+    def of(self, role: str) -> str | None:
+        """Return the column of a role, or None."""
+        return self.names.get(role)
+
+
+def check_named(named: Mapping[str, str]) -> None:
+    """Refuse names for roles that don't exist.
+
+    Raises:
+        SettingError: an unknown role.
+    """
+    unknown = [role for role in named if role not in ROLES]
+    if unknown:
+        raise SettingError(f"columns can be named for {', '.join(ROLES)}; got {unknown[0]!r}")
+
+
+def find_columns(present: Sequence[str], named: Mapping[str, str], where: str) -> Columns:
+    """Choose the columns that hold documents.
+
+    Args:
+        present: names of the file's columns.
+        named: the caller's choice, by role; it goes before what would be found, and decides the kind.
+        where: the file, for messages.
+
+    Raises:
+        SourceError: nothing suitable; lists the columns that exist.
+    """
+    absent = [(role, name) for role, name in named.items() if name not in present]
+    if absent:
+        role, name = absent[0]
+        raise SourceError(f"{where} has no column `{name}` (named for {role}); it has {listed(present)}")
+    kinds = [kind for kind in _NEEDED if any(role in named for role in (*_NEEDED[kind], *_OPTIONAL[kind]))]
+    for kind in kinds or _NEEDED:
+        names = {role: _name(role, named, present) for role in (*_NEEDED[kind], *_OPTIONAL[kind])}
+        if all(names[role] for role in _NEEDED[kind]):
+            return Columns(kind=kind, names={role: name for role, name in names.items() if name})
+    raise SourceError(
+        f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, or `input_ids`, "
+        f"found {listed(present)}; name yours: --column text=NAME (columns={{'text': NAME}})"
+    )
+
+
+def _name(role: str, named: Mapping[str, str], present: Sequence[str]) -> str | None:
+    """Return the column that a role stands in, or None."""
+    for name in (named.get(role), role, _ALSO_CALLED.get(role)):
+        if name in present:
+            return name
+    return None

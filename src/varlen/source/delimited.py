@@ -1,0 +1,117 @@
+"""CSV and TSV files: a line of names, then rows of text; quotes may hold line ends."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, cast
+
+from varlen.errors import SourceError
+from varlen.source.files import File
+from varlen.source.opening import open_plain
+from varlen.source.rows import Fault, Rows, listed, place
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_ROWS = 4096
+_MOST_FIELD_CHARACTERS = 256 << 20
+
+
+def column_names(file: File) -> list[str]:
+    """Return the names in the first line; none where the file is empty.
+
+    Raises:
+        SourceError: the file can't be read, or two columns have the same name.
+    """
+    with open_plain(file) as stream:
+        return _names(_Reader(stream, file))
+
+
+def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
+    """Yield the rows of a file, about a megabyte at a time.
+
+    Args:
+        file: to be read.
+        wanted: columns, of those that `column_names` gives.
+
+    Raises:
+        SourceError: the file can't be read any further.
+    """
+    with open_plain(file) as stream:
+        reader = _Reader(stream, file)
+        names = _names(reader)
+        places = [names.index(name) for name in wanted]
+        values: list[list[str]] = [[] for _ in wanted]
+        numbers: list[int] = []
+        faults: list[Fault] = []
+        characters = 0
+
+        def rows() -> Rows:
+            columns = dict(zip(wanted, values))
+            return Rows(columns=columns, numbers=numbers, path=file.path, unit="line", faults=tuple(faults))
+
+        try:
+            for line, row in reader:
+                if len(row) != len(names):
+                    why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
+                    faults.append(Fault(where=place(file.path, "line", line), why=why))
+                    continue
+                numbers.append(line)
+                for column, index in zip(values, places):
+                    column.append(row[index])
+                    characters += len(row[index])
+                if characters >= _BATCH_CHARACTERS or len(numbers) >= _BATCH_ROWS:
+                    yield rows()
+                    values, numbers, faults, characters = [[] for _ in wanted], [], [], 0
+        except SourceError:
+            if numbers or faults:
+                yield rows()
+            raise
+        if numbers or faults:
+            yield rows()
+
+
+class _Reader:
+    """Iterates over (line, fields), blank lines left out; `line` is the one that the row begins on."""
+
+    def __init__(self, stream: BinaryIO, file: File) -> None:
+        csv.field_size_limit(_MOST_FIELD_CHARACTERS)
+        # Text is decoded strictly; quotes may hold line ends, which csv must see as they are.
+        text = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig", newline="")
+        self._text = text  # kept: an unreferenced wrapper would close the stream
+        self._rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
+        self._path = file.path
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        while True:
+            begins = self._rows.line_num + 1
+            try:
+                row = next(self._rows, None)
+            except UnicodeDecodeError as error:
+                bad = error.object[error.start]
+                where = place(self._path, "line", begins)
+                raise SourceError(
+                    f"{where} or one soon after is not valid UTF-8 (byte 0x{bad:02x})"
+                ) from error
+            except csv.Error as error:
+                where = place(self._path, "line", begins)
+                raise SourceError(
+                    f"{where} is not valid CSV: {error}; nothing after it can be read"
+                ) from error
+            if row is None:
+                self._text.detach()
+                return
+            if row:
+                yield begins, row
+
+
+def _names(reader: _Reader) -> list[str]:
+    """Take the first row as names."""
+    for _, names in reader:
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise SourceError(
+                f"{reader._path} has {names.count(twice[0]):,} columns called `{twice[0]}`; rename all but one"
+            )
+        return names
+    return []

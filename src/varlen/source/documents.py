@@ -1,0 +1,291 @@
+"""Rows to documents: texts and chats are encoded, ready tokens are checked, and all become flat arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SettingError, SourceError
+from varlen.source.chat import ChatTemplate, Rendered, as_messages, prompt_and_completion
+from varlen.source.columns import Columns
+from varlen.source.ready import ready_documents
+from varlen.source.rows import Fault, Rows, json_kind
+from varlen.source.tokenizer import FastTokenizer, Tokenizer
+from varlen.types import Int32Array, IntArray
+
+Mask = npt.NDArray[np.uint8]
+Supervise = Literal["assistant", "all"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Documents:
+    """Documents end to end: document d is `tokens[offsets[d]:offsets[d + 1]]`."""
+
+    tokens: Int32Array
+    """int32 `[num_tokens]`."""
+    offsets: IntArray
+    """int64 `[num_documents + 1]`."""
+    loss_mask: Mask | None = None
+    """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are."""
+    faults: tuple[Fault, ...] = ()
+    """Records that were skipped."""
+
+    def __len__(self) -> int:
+        """Count the documents, empty ones too."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 `[num_documents]`: tokens of each document."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """How rows become tokens."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    """Of chats."""
+    append_eos: bool = True
+    """End every text, and every completion given as text, with the tokenizer's EOS."""
+    supervise: Supervise = "assistant"
+    """Which tokens of chats and completions are trained on."""
+    vocab_size: int | None = None
+    """Ready tokens at or above are refused; None to take any."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Names of columns by role, where they aren't the usual ones."""
+
+
+def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
+    """Turn rows into documents.
+
+    An empty text is a document of no tokens, without EOS: there is nothing to train on, and it is counted.
+
+    Args:
+        rows: with the columns named.
+        columns: what the rows hold.
+        encoding: how.
+
+    Returns:
+        A document for each row that is in order (for rows of packed documents, for each of those), and the
+        faults of the others.
+
+    Raises:
+        SettingError: the tokenizer can't do it: no EOS, or it fails.
+    """
+    if columns.kind == "tokens":
+        taken = {role: rows.columns[name] for role, name in columns.names.items()}
+        tokens, offsets, mask, wrong = ready_documents(taken, len(rows), encoding.vocab_size)
+        found = [Fault(where=rows.where(index), why=why) for index, why in sorted(wrong.items())]
+        return Documents(tokens=tokens, offsets=offsets, loss_mask=mask, faults=_in_order(rows.faults, found))
+    values = {role: as_list(rows.columns[name]) for role, name in columns.names.items()}
+    if columns.kind == "text":
+        return _texts(rows, values["text"], encoding)
+    tools = values.get("tools", [None] * len(rows))
+    if columns.kind == "messages":
+        steps: list[Callable[[], Rendered]] = [
+            lambda m=m, t=t: encoding.template.render(as_messages(m), _tools(t))  # type: ignore[misc]
+            for m, t in zip(values["messages"], tools)
+        ]
+    else:
+        steps = [
+            lambda p=p, c=c: prompt_and_completion(p, c, encoding.template)  # type: ignore[misc]
+            for p, c in zip(values["prompt"], values["completion"])
+        ]
+    return _chats(rows, steps, encoding, is_text=columns.kind == "prompt")
+
+
+def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
+    """Encode a column of texts."""
+    wrong: dict[int, str] = {}
+    texts: list[str] = []
+    for index, value in enumerate(values):
+        if type(value) is str and (value.isascii() or not _half_character(value)):
+            texts.append(value)
+        else:
+            wrong[index] = _not_text("text", value)
+    tokens, offsets = encoding.tokenizer.encode(texts)
+    specials = encoding.tokenizer.specials
+    tokens, offsets, _ = _enclose(
+        tokens, offsets, None, np.diff(offsets) > 0, specials.prefix_ids, _eos(encoding)
+    )
+    return Documents(tokens=tokens, offsets=offsets, faults=_found(rows, wrong))
+
+
+def _chats(
+    rows: Rows, steps: Sequence[Callable[[], Rendered]], encoding: Encoding, *, is_text: bool
+) -> Documents:
+    """Render rows, encode them, and mark what is supervised."""
+    wrong: dict[int, str] = {}
+    rendered: list[Rendered] = []
+    for index, step in enumerate(steps):
+        try:
+            one = step()
+            if not one.text.isascii() and _half_character(one.text):
+                wrong[index] = "holds half a character (a lone surrogate)"
+            else:
+                rendered.append(one)
+        except SourceError as error:
+            wrong[index] = f"can't be used: {error}"
+    tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
+    needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
+    if is_text:
+        prefixed = needs_eos  # a chat's template writes its own beginning
+        prefix = encoding.tokenizer.specials.prefix_ids if needs_eos.all() else ()
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, prefixed, prefix, None)
+    if needs_eos.any():
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, needs_eos, (), _eos(encoding))
+    whole = encoding.supervise == "all" or mask is None or bool(mask.all())
+    return Documents(
+        tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=_found(rows, wrong)
+    )
+
+
+def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[Int32Array, IntArray, Mask]:
+    """Encode texts with the spans of their characters that are supervised.
+
+    A text is cut at the ends of spans, so that no token straddles one: at inference the model continues from
+    the tokens of the prompt as well. Where cutting would change all tokens, whole texts are encoded, and a
+    token is supervised if any of its characters is.
+    """
+    if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
+        tokens, offsets, marks = tokenizer.encode_spans(
+            [one.text for one in rendered], [one.spans for one in rendered]
+        )
+        return tokens, offsets, marks.astype(np.uint8)
+    pieces: list[str] = []
+    supervised: list[int] = []
+    counts: list[int] = []
+    for one in rendered:
+        at, before = 0, len(pieces)
+        for start, stop in one.spans:
+            if start > at:
+                pieces.append(one.text[at:start])
+                supervised.append(0)
+            pieces.append(one.text[start:stop])
+            supervised.append(1)
+            at = stop
+        if at < len(one.text):
+            pieces.append(one.text[at:])
+            supervised.append(0)
+        counts.append(len(pieces) - before)
+    tokens, bounds = tokenizer.encode(pieces, is_chat=True)
+    mask = np.repeat(np.array(supervised, dtype=np.uint8), np.diff(bounds))
+    return tokens, bounds[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)], mask
+
+
+def _enclose(
+    tokens: Int32Array,
+    offsets: IntArray,
+    mask: Mask | None,
+    which: npt.NDArray[np.bool_],
+    prefix: Sequence[int],
+    eos: int | None,
+) -> tuple[Int32Array, IntArray, Mask | None]:
+    """Put ids before some documents and the EOS after those of them that don't end in it.
+
+    What is put before is never supervised in chats, the EOS always is.
+    """
+    before = np.where(which, len(prefix), 0)
+    after = np.zeros(len(which), dtype=np.int64)
+    if eos is not None and len(which):
+        ends = np.zeros(len(which), dtype=bool)
+        ends[np.diff(offsets) > 0] = tokens[offsets[1:][np.diff(offsets) > 0] - 1] == eos
+        after[which & ~ends] = 1
+    added = before + after
+    if not added.any():
+        return tokens, offsets, mask
+    longer = offsets.copy()
+    longer[1:] += np.cumsum(added)
+    result = np.empty(longer[-1], dtype=np.int32)
+    is_old = np.ones(longer[-1], dtype=bool)
+    for place, id_ in enumerate(prefix):
+        at = longer[:-1][which] + place
+        result[at], is_old[at] = id_, False
+    ended = longer[1:][after == 1] - 1
+    result[ended], is_old[ended] = eos if eos is not None else 0, False
+    result[is_old] = tokens
+    if mask is not None:
+        marked = np.zeros(longer[-1], dtype=np.uint8)
+        marked[is_old], marked[ended] = mask, 1
+        mask = marked
+    return result, longer, mask
+
+
+def _eos(encoding: Encoding) -> int | None:
+    """Return what ends a document, if anything is to.
+
+    Raises:
+        SettingError: the tokenizer has no such token.
+    """
+    if not encoding.append_eos:
+        return None
+    if encoding.tokenizer.specials.eos_id is None:
+        raise SettingError(
+            f"the tokenizer {encoding.tokenizer.name} names no token that ends a document, so a model would never "
+            "learn to stop; name one (--eos TEXT or ID), or leave documents without (--no-eos)"
+        )
+    return encoding.tokenizer.specials.eos_id
+
+
+def as_list(column: Any) -> list[Any]:
+    """Return a column as Python values; text that isn't UTF-8 becomes bytes, to be refused by row."""
+    if isinstance(column, list):
+        return column
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_one(value) for value in column]
+
+
+def _one(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Return the tools of a chat: a list, or a JSON string of one."""
+    if isinstance(value, str):
+        import json
+
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise SourceError("`tools` is text, but not valid JSON") from error
+    if value is not None and not isinstance(value, list):
+        raise SourceError(f"`tools` must be a list, found {json_kind(value)}")
+    return value or None
+
+
+def _half_character(text: str) -> bool:
+    """Whether a text can't be encoded: JSON can spell a lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _not_text(name: str, value: Any) -> str:
+    """Say why a value is no text."""
+    if isinstance(value, str):
+        return f"holds half a character in `{name}` (a lone surrogate)"
+    if isinstance(value, bytes):
+        return f"holds bytes in `{name}` that aren't valid UTF-8"
+    return f"holds {json_kind(value)} in `{name}`, which must be a string"
+
+
+def _found(rows: Rows, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
+    """Name the rows of faults, those that reading found among them."""
+    return _in_order(rows.faults, [Fault(where=rows.where(i), why=why) for i, why in wrong.items()])
+
+
+def _in_order(read: Sequence[Fault], found: Sequence[Fault]) -> tuple[Fault, ...]:
+    return (*read, *found)

@@ -1,0 +1,224 @@
+"""From what the user names - paths, folders, globs, URLs - to the files that are read, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from varlen.errors import SourceError
+from varlen.source.remote import list_remote
+
+Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
+Compression = Literal["gzip", "zstd"]
+Data = str | Path | Sequence[str | Path]
+"""A file, folder, glob or URL, or several of them."""
+
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+    ".npz": "npz",
+}
+"""Formats of rows by the end of a file's name; any other file is text."""
+TEXT_SUFFIXES = {".txt", ".md", ".rst"}
+"""Text files that a folder gives."""
+COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
+"""Beginnings of the names of text files that speak of the data beside them."""
+_OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+    """One file of documents."""
+
+    path: str
+    """As it is opened: a local path, or a URL."""
+    name: str
+    """Relative to what the user named, with slashes: the same wherever the data lies."""
+    size: int
+    """Bytes as stored, or -1 where a server doesn't say."""
+    format: Format
+    suffix_compression: Compression | None = None
+    """What the end of its name says; what the file's first bytes say goes before it."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether fsspec opens it."""
+        return is_url(self.path)
+
+
+def is_url(data: str | Path) -> bool:
+    """Whether this names something that isn't a local path."""
+    return "://" in str(data)
+
+
+def kind_of(name: str) -> tuple[Format, Compression | None]:
+    """Return format and compression by the end of a name."""
+    path = Path(name.lower())
+    compression = COMPRESSIONS.get(path.suffix)
+    suffix = Path(path.stem).suffix if compression else path.suffix
+    return FORMATS.get(suffix, "text"), compression
+
+
+def find_files(data: Data) -> list[File]:
+    """List the files that paths, folders, globs or URLs stand for.
+
+    Each of them gives its files sorted by name, one after the other in the order they were named.
+
+    Raises:
+        SourceError: nothing is there, or a file was named twice.
+    """
+    entries = [data] if isinstance(data, str | Path) else list(data)
+    if not entries:
+        raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
+    files = [file for entry in entries for file in _find(entry)]
+    seen: set[str] = set()
+    for file in files:
+        if file.path in seen:
+            raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
+        seen.add(file.path)
+    return files
+
+
+def _find(data: str | Path) -> list[File]:
+    """List the files of one entry."""
+    if not str(data):
+        raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
+    if is_url(data):
+        return [_file(path, name, size) for path, name, size in _of_folder(list_remote(str(data)), str(data))]
+    path = Path(data).expanduser()
+    if path.is_file():
+        return [_local(path, path.parent)]
+    if path.is_dir():
+        return _in_folder(path)
+    if glob.has_magic(str(path)):
+        return _matching(path, data)
+    if path.exists():
+        raise SourceError(
+            f"{data} is neither a file nor a folder (a pipe or a device); save it to a file first"
+        )
+    raise SourceError(
+        f"{data} does not exist; pass a JSONL, JSON, CSV, Parquet, Arrow or text file, a folder of them, or a glob"
+    )
+
+
+def _matching(path: Path, data: str | Path) -> list[File]:
+    """List what a local glob matches."""
+    root, pattern = Path(path.anchor), path.relative_to(path.anchor)
+    if pattern.name == "**":  # to older Pythons, folders alone
+        pattern /= "*"
+    fixed = Path(*_before_magic(path.parts))
+    files = [_local(p, fixed) for p in sorted(p for p in root.glob(str(pattern)) if p.is_file())]
+    if not files:
+        raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
+    return files
+
+
+def _before_magic(parts: Iterable[str]) -> list[str]:
+    """Return the parts of a pattern before the first that is one."""
+    fixed: list[str] = []
+    for part in parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return fixed or ["."]
+
+
+def _local(path: Path, root: Path) -> File:
+    return _file(str(path), path.relative_to(root).as_posix(), path.stat().st_size)
+
+
+def _file(path: str, name: str, size: int) -> File:
+    format_, compression = kind_of(name)
+    return File(path=path, name=name, size=size, format=format_, suffix_compression=compression)
+
+
+def _in_folder(path: Path) -> list[File]:
+    """List a folder's files: those of a saved data set in their order, else all whose names are known."""
+    saved = _saved_data_set(path)
+    if saved is not None:
+        return saved
+    every = (p for p in sorted(path.rglob("*")) if p.is_file())
+    listing = [(str(p), p.relative_to(path).as_posix(), p.stat().st_size) for p in every]
+    return [_file(*entry) for entry in _of_folder(listing, str(path))]
+
+
+def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[str, str, int]]:
+    """Choose the files of a folder that hold documents.
+
+    Text that speaks of the data (README.md, LICENSE.txt) isn't data where rows lie beside it; names that begin
+    with a dot are left out.
+
+    Raises:
+        SourceError: none does.
+    """
+    shown = [e for e in listing if not any(part.startswith(".") for part in e[1].split("/"))]
+    if len(shown) == 1 and shown[0][0] == folder:
+        return shown
+    rows = [e for e in shown if kind_of(e[1])[0] != "text" and Path(e[1]).name not in _OF_DATA_SETS]
+    names = {entry[0] for entry in rows}
+    for entry in shown:
+        name = Path(entry[1])
+        plain = name.with_suffix("") if name.suffix.lower() in COMPRESSIONS else name
+        is_about = bool(rows) and name.name.lower().startswith(_ABOUT_DATA)
+        if kind_of(entry[1])[0] == "text" and plain.suffix.lower() in TEXT_SUFFIXES and not is_about:
+            names.add(entry[0])
+    if not names:
+        known = ", ".join(sorted(FORMATS.keys() | TEXT_SUFFIXES))
+        raise SourceError(
+            f"{folder} is a folder without any {known} file, plain or as .gz or .zst; "
+            f"name other text files by a glob, such as '{folder.rstrip('/')}/**/*.tex'"
+        )
+    return [entry for entry in shown if entry[0] in names]
+
+
+def _saved_data_set(path: Path) -> list[File] | None:
+    """List the files of a data set saved by Hugging Face's `save_to_disk`; None for any other folder.
+
+    Raises:
+        SourceError: its description can't be read, or it holds several splits and none is called "train".
+    """
+    if (path / "dataset_dict.json").is_file():
+        splits = _described(path / "dataset_dict.json", "splits")
+        chosen = splits[0] if len(splits) == 1 else "train"
+        if chosen not in splits:
+            named = ", ".join(map(str, splits)) or "none"
+            raise SourceError(f"{path} holds several splits ({named}); name one, such as {path}/SPLIT")
+        return _in_folder(path / str(chosen))
+    if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
+        return None
+    files = [entry.get("filename") for entry in _described(path / "state.json", "_data_files")]
+    missing = [name for name in files if not isinstance(name, str) or not (path / name).is_file()]
+    if missing:
+        raise SourceError(
+            f"{path / 'state.json'} names {missing[0]}, which isn't there ({len(missing):,} of {len(files):,} "
+            "files are missing); copy the whole folder"
+        )
+    return [_local(path / name, path) for name in files]
+
+
+def _described(path: Path, key: str) -> list[Any]:
+    """Return a list that a data set's description holds.
+
+    Raises:
+        SourceError: it doesn't.
+    """
+    try:
+        value = json.loads(path.read_bytes())[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SourceError(f"{path} doesn't describe a saved data set: no list `{key}`") from error
+    if not isinstance(value, list) or (key == "_data_files" and not all(isinstance(v, dict) for v in value)):
+        raise SourceError(f"{path} doesn't describe a saved data set: `{key}` is not a list of files")
+    return value

@@ -1,0 +1,95 @@
+"""Text files: one document a file, or one a paragraph, or one a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO, Literal
+
+from varlen.errors import SourceError
+from varlen.source.files import File
+from varlen.source.opening import open_plain
+from varlen.source.rows import Fault, Rows, place
+
+Cut = Literal["file", "paragraph", "line"]
+_BATCH_BYTES = 1 << 20
+_MOST_DOCUMENT_BYTES = 256 << 20
+
+
+def read(file: File, cut: Cut) -> Iterator[Rows]:
+    """Yield the documents of a text file in a column `text`.
+
+    Args:
+        file: to be read.
+        cut: "file": all of it is one document; "paragraph": blank lines part documents; "line": each line that
+            isn't blank is one.
+
+    Raises:
+        SourceError: the file can't be read, or a document is so long that it would fill the memory.
+    """
+    with open_plain(file) as stream:
+        texts: list[str] = []
+        numbers: list[int] = []
+        faults: list[Fault] = []
+        batch_bytes = 0
+
+        def rows() -> Rows:
+            unit = "" if cut == "file" else "line"
+            return Rows(
+                columns={"text": texts}, numbers=numbers, path=file.path, unit=unit, faults=tuple(faults)
+            )
+
+        documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
+        for line, content in documents:
+            batch_bytes += len(content)
+            try:
+                texts.append(content.decode("utf-8-sig" if line == 1 else "utf-8"))
+                numbers.append(line)
+            except UnicodeDecodeError as error:
+                where = place(file.path, "" if cut == "file" else "line", line)
+                bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
+                why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
+                faults.append(Fault(where=where, why=why))
+            if batch_bytes >= _BATCH_BYTES:
+                yield rows()
+                texts, numbers, faults, batch_bytes = [], [], [], 0
+        if numbers or faults:
+            yield rows()
+
+
+def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield all of a file, unless it is empty."""
+    content = stream.read(_MOST_DOCUMENT_BYTES + 1)
+    if len(content) > _MOST_DOCUMENT_BYTES:
+        raise SourceError(
+            f"{path} is one document of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
+            'cut it: --text-cut paragraph or line (text_cut="paragraph")'
+        )
+    if content:
+        yield 1, content
+
+
+def _parts(stream: BinaryIO, path: str, cut: Cut) -> Iterator[tuple[int, bytes]]:
+    """Yield paragraphs or lines with the number of the line that each begins on, blanks around them cut off."""
+    gathered: list[bytes] = []
+    begins, num_bytes, number = 1, 0, 0
+    while line := stream.readline(_MOST_DOCUMENT_BYTES):
+        number += 1
+        is_blank = not line.strip(b"\xef\xbb\xbf \t\r\n" if number == 1 else None)
+        if not is_blank:
+            begins = begins if gathered else number
+            gathered.append(line)
+            num_bytes += len(line)
+        if num_bytes >= _MOST_DOCUMENT_BYTES:
+            raise SourceError(
+                f"{place(path, 'line', begins)} begins a {cut} of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
+                "put blank lines or line ends between documents"
+            )
+        if gathered and (is_blank or cut == "line"):
+            yield begins, _joined(gathered)
+            gathered, num_bytes = [], 0
+    if gathered:
+        yield begins, _joined(gathered)
+
+
+def _joined(lines: list[bytes]) -> bytes:
+    return b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n")

@@ -1,0 +1,226 @@
+"""Ready tokens: rows of ids, with labels, masks or boundaries beside them, checked and made flat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.source.rows import json_kind
+from varlen.types import Int32Array, IntArray
+
+_Whole = npt.NDArray[np.integer[Any]]
+_Flat = dict[str, tuple[_Whole, IntArray]]
+"""Values and offsets of each role."""
+_MOST_ID = 2**31 - 1
+_NUMBERS = "which must be a list of whole numbers"
+
+
+def ready_documents(
+    columns: Mapping[str, Any], num_rows: int, vocab_size: int | None
+) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8] | None, dict[int, str]]:
+    """Turn rows of ids into documents.
+
+    Tokens at which `attention_mask` is 0 are padding and are left out; `seq_lengths` cuts a packed row into the
+    documents in it; a token is supervised unless its label is -100 or its `loss_mask` is 0.
+
+    Args:
+        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `attention_mask`, `seq_lengths`.
+        num_rows: rows of each column.
+        vocab_size: ids at or above are refused; None to take any.
+
+    Returns:
+        Tokens and offsets of documents, the mask (None where every token is supervised), and for each row that
+        can't be used, by index, why.
+    """
+    wrong: dict[int, str] = {}
+    flat: _Flat = {role: _flat(column, role, num_rows, wrong) for role, column in columns.items()}
+    rows = np.arange(num_rows)
+    if wrong:
+        flat, rows = _without(flat, rows, wrong)
+    checks: tuple[Callable[[_Flat], dict[int, str]], ...] = (
+        _lengths_differ,
+        lambda flat: _ids_out_of_range(flat, vocab_size),
+        _labels_differ,
+        _masks_out_of_range,
+        _boundaries_differ,
+    )
+    for check in checks:  # each may rely on those before it, since the rows they blame are gone
+        found = check(flat)
+        if found:
+            wrong.update({int(rows[index]): why for index, why in found.items()})
+            flat, rows = _without(flat, rows, found)
+    return *_assembled(flat), wrong
+
+
+def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
+    """Return a column's values end to end and its offsets; rows that hold no numbers are empty and blamed."""
+    if not isinstance(column, list):
+        import pyarrow as pa
+
+        kind = column.type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+            return _from_arrow(column, role, wrong)
+        column = column.to_pylist()
+    values = [_numbers(value, role, index, wrong) for index, value in enumerate(column)]
+    offsets = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    return np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(offsets[-1])), offsets
+
+
+def _from_arrow(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
+    """Return an Arrow list array's values where they lie."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values, lengths = column.flatten(), pc.list_value_length(column)
+    if column.null_count:
+        for index in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
+            wrong.setdefault(index, f"holds null in `{role}`, {_NUMBERS}")
+        lengths = pc.fill_null(lengths, 0)
+    offsets = np.zeros(len(column) + 1, dtype=np.int64)
+    np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
+    if values.null_count:
+        nulls = np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))
+        for index in _owners(nulls, offsets):
+            wrong.setdefault(index, f"holds a null among its `{role}`")
+        values = pc.fill_null(values, 0)
+    if pa.types.is_boolean(values.type):
+        values = values.cast(pa.uint8())
+    return values.to_numpy(zero_copy_only=False), offsets
+
+
+def _owners(positions: IntArray, offsets: IntArray) -> dict[int, int]:
+    """Return the rows that positions stand in, and the first position in each."""
+    owners = np.searchsorted(offsets, positions, side="right") - 1
+    rows, first = np.unique(owners, return_index=True)
+    return dict(zip(rows.tolist(), positions[first].tolist()))
+
+
+def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> list[int]:
+    """Return one row's numbers; what isn't a list of them is blamed and empty."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            wrong.setdefault(index, f"holds text in `{role}`, {_NUMBERS}")
+            return []
+    if not isinstance(value, list):
+        wrong.setdefault(index, f"holds {json_kind(value)} in `{role}`, {_NUMBERS}")
+        return []
+    allowed = {int, bool} if role in ("loss_mask", "attention_mask") else {int}
+    if not set(map(type, value)) <= allowed:
+        odd = next(position for position, number in enumerate(value) if type(number) not in allowed)
+        kind = json_kind(value[odd])
+        wrong.setdefault(index, f"holds {kind} at place {odd:,} of `{role}`, which must be whole numbers")
+        return []
+    if value and not -(2**62) < min(value) <= max(value) < 2**62:
+        wrong.setdefault(index, f"holds a number in `{role}` of more than 62 bits")
+        return []
+    return value
+
+
+def _without(flat: _Flat, rows: IntArray, wrong: Mapping[int, str]) -> tuple[_Flat, IntArray]:
+    """Leave out the blamed rows."""
+    kept = np.ones(len(rows), dtype=bool)
+    kept[list(wrong)] = False
+    left: _Flat = {}
+    for role, (values, offsets) in flat.items():
+        lengths = np.diff(offsets)
+        bounds = np.concatenate([[0], np.cumsum(lengths[kept])]).astype(np.int64)
+        left[role] = values[np.repeat(kept, lengths)], bounds
+    return left, rows[kept]
+
+
+def _lengths_differ(flat: _Flat) -> dict[int, str]:
+    """Blame rows whose columns are of different lengths."""
+    found: dict[int, str] = {}
+    ids = np.diff(flat["input_ids"][1])
+    for role, (_, offsets) in flat.items():
+        others = np.diff(offsets)
+        if role != "seq_lengths":
+            for index in np.flatnonzero(ids != others).tolist():
+                found.setdefault(index, f"has {ids[index]:,} `input_ids` but {others[index]:,} `{role}`")
+    return found
+
+
+def _ids_out_of_range(flat: _Flat, vocab_size: int | None) -> dict[int, str]:
+    """Blame rows with ids that no vocabulary, or not this one, has."""
+    ids, offsets = flat["input_ids"]
+    most = _MOST_ID if vocab_size is None else vocab_size - 1
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() <= most):
+        return {}
+    limit = "ids are from 0 to 2^31 - 1" if vocab_size is None else f"the vocabulary has {vocab_size:,} ids"
+    wrong = _owners(np.flatnonzero((ids < 0) | (ids > most)), offsets)
+    return {
+        row: f"holds the id {int(ids[at])} at token {at - int(offsets[row]):,} ({limit})"
+        for row, at in wrong.items()
+    }
+
+
+def _labels_differ(flat: _Flat) -> dict[int, str]:
+    """Blame rows with a label that is neither -100 nor its token's id."""
+    if "labels" not in flat:
+        return {}
+    (ids, offsets), (labels, _) = flat["input_ids"], flat["labels"]
+    wrong = _owners(np.flatnonzero((labels != -100) & (labels != ids)), offsets)
+    return {
+        row: f"has the label {int(labels[at])} for the id {int(ids[at])} at token {at - int(offsets[row]):,} "
+        "(a label is its own token's id, not the next one's, or -100)"
+        for row, at in wrong.items()
+    }
+
+
+def _masks_out_of_range(flat: _Flat) -> dict[int, str]:
+    """Blame rows with masks that aren't 0 or 1."""
+    found: dict[int, str] = {}
+    for role in ("loss_mask", "attention_mask"):
+        if role in flat:
+            mask, offsets = flat[role]
+            hint = (
+                "; boundaries of packed documents go into `seq_lengths`" if role == "attention_mask" else ""
+            )
+            for row, at in _owners(np.flatnonzero((mask < 0) | (mask > 1)), offsets).items():
+                why = f"holds {int(mask[at])} at token {at - int(offsets[row]):,} of `{role}` (0 or 1{hint})"
+                found.setdefault(row, why)
+    return found
+
+
+def _boundaries_differ(flat: _Flat) -> dict[int, str]:
+    """Blame packed rows whose documents don't add up to them."""
+    found: dict[int, str] = {}
+    if "seq_lengths" not in flat:
+        return found
+    (_, offsets), (lengths, owners) = flat["input_ids"], flat["seq_lengths"]
+    running = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    sums, widths = np.diff(running[owners]), np.diff(offsets)
+    for row, _ in _owners(np.flatnonzero(lengths < 0), owners).items():
+        found[row] = "holds a negative number in `seq_lengths`"
+    for row in np.flatnonzero(sums != widths).tolist():
+        why = f"has `seq_lengths` that add up to {sums[row]:,}, but {widths[row]:,} `input_ids`"
+        found.setdefault(row, why)
+    return found
+
+
+def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8] | None]:
+    """Cut packed rows, leave out padding, and join masks; everything is in order by now."""
+    ids, bounds = flat["input_ids"]
+    if "seq_lengths" in flat:
+        bounds = np.concatenate([[0], np.cumsum(flat["seq_lengths"][0], dtype=np.int64)]).astype(np.int64)
+    supervised: npt.NDArray[np.bool_] | None = None
+    if "labels" in flat:
+        supervised = flat["labels"][0] != -100
+    if "loss_mask" in flat:
+        masked = flat["loss_mask"][0] == 1
+        supervised = masked if supervised is None else supervised & masked
+    if "attention_mask" in flat and not (real := flat["attention_mask"][0] == 1).all():
+        before = np.concatenate([[0], np.cumsum(real)])
+        ids, bounds = ids[real], before[bounds].astype(np.int64)
+        supervised = None if supervised is None else supervised[real]
+    mask = None if supervised is None or bool(supervised.all()) else supervised.astype(np.uint8)
+    return ids.astype(np.int32, copy=False), bounds, mask

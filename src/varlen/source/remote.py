@@ -1,0 +1,95 @@
+"""Files behind URLs, by fsspec: s3://, gs://, https://, memory:// and whatever else is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import has_magic
+from typing import Any, BinaryIO, cast
+
+from varlen.errors import MissingExtraError, SourceError, VarlenError
+
+
+@contextmanager
+def remote_faults(url: str) -> Iterator[None]:
+    """Turn whatever a file system raises into a sentence that names the URL; clouds have errors of their own.
+
+    Raises:
+        SourceError: the file system failed.
+        MissingExtraError: its package isn't installed.
+    """
+    try:
+        yield
+    except VarlenError:
+        raise
+    except ImportError as error:
+        raise MissingExtraError(f"{url} can't be opened: {error}") from error
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(f"{url} can't be read: {said}") from error
+
+
+def list_remote(url: str) -> list[tuple[str, str, int]]:
+    """List the files that a URL stands for, sorted: path, name relative to the URL, and size (-1: unknown).
+
+    Raises:
+        SourceError: nothing is there, or the file system failed.
+        MissingExtraError: the file system's package isn't installed.
+    """
+    import fsspec
+
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url)
+        if has_magic(path) and not (url.startswith("http") and fs.exists(path)):
+            found = sorted(p for p, info in fs.glob(path, detail=True).items() if info["type"] == "file")
+            fixed = "/".join(_before_magic(path))
+            if not found:
+                raise SourceError(f"no file matches {url}")
+            return [(fs.unstrip_protocol(p), p[len(fixed) :].lstrip("/"), _size(fs, p)) for p in found]
+        if not url.startswith("http") and fs.isdir(path):
+            found = sorted(fs.find(path))
+            return [(fs.unstrip_protocol(p), p[len(path) :].lstrip("/"), _size(fs, p)) for p in found]
+        if not fs.exists(path):
+            raise SourceError(f"{url} does not exist")
+        return [(url, path.rstrip("/").rsplit("/", 1)[-1].split("?")[0], _size(fs, path))]
+
+
+def _before_magic(path: str) -> list[str]:
+    parts = path.split("/")
+    return parts[: next(i for i, part in enumerate(parts) if has_magic(part))]
+
+
+def _size(fs: Any, path: str) -> int:
+    size = fs.info(path).get("size")
+    return -1 if size is None else int(size)
+
+
+def open_remote(url: str) -> BinaryIO:
+    """Open a file behind a URL for reading, seekable where the server allows it.
+
+    Raises:
+        SourceError: it can't be opened.
+        MissingExtraError: the file system's package isn't installed.
+    """
+    import fsspec
+
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url)
+        return cast(BinaryIO, fs.open(path, "rb"))
+
+
+def remote_mark(url: str) -> str | None:
+    """Return what changes whenever the file behind a URL does (its ETag or checksum), or None.
+
+    Raises:
+        SourceError: the file system failed.
+    """
+    import fsspec
+
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url)
+        info = fs.info(path)
+        for key in ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c"):
+            if info.get(key):
+                return f"{key.lower()}:{info[key]}"
+        return None

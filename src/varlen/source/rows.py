@@ -1,0 +1,88 @@
+"""Rows of a file, some at a time and column by column; and what is wrong with a row, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Column = Any
+"""Values of one column, one a row: a list of Python values or an Arrow array."""
+
+MOST_LISTED = 12
+"""Names of columns that a sentence lists before it stops."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A record, or the rest of a file, that can't be read."""
+
+    where: str
+    """File and row."""
+    why: str
+    """Goes on from there: "is not valid JSON: ..."."""
+
+    def __str__(self) -> str:
+        """Join both to a sentence."""
+        return f"{self.where} {self.why}"
+
+
+def _zero() -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Consecutive rows of one file.
+
+    Invariant: every column has one entry for each of `numbers`.
+    """
+
+    columns: Mapping[str, Column]
+    numbers: Sequence[int]
+    """Number of each row, from 1, counted from `base`; blank lines count, so that an editor finds the row."""
+    path: str
+    unit: str = "row"
+    """What is counted: "line", "row", "value", "paragraph"; "" where the file is one row."""
+    base: Callable[[], int] = _zero
+    """Rows of the file before those that `numbers` count from; called for messages alone, since it may read."""
+    faults: tuple[Fault, ...] = field(default=())
+    """Rows between these that can't be read; they have no entry in the columns."""
+
+    def __len__(self) -> int:
+        """Count the rows that could be read."""
+        return len(self.numbers)
+
+    def where(self, index: int) -> str:
+        """Name the file and a row's place in it.
+
+        Args:
+            index: of the row among these.
+        """
+        return place(self.path, self.unit, self.base() + self.numbers[index])
+
+
+def place(path: str, unit: str, number: int) -> str:
+    """Name a file and a place in it."""
+    return f"{path} {unit} {number:,}" if unit else path
+
+
+def listed(names: Sequence[str]) -> str:
+    """List names of columns for a sentence, the first twelve of them."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(f"`{name}`" for name in names[:MOST_LISTED]) + more
+
+
+def json_kind(value: object) -> str:
+    """Name a value's kind in JSON's words."""
+    kinds: dict[type, str] = {
+        dict: "object",
+        list: "array",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+    }
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,0 +1,255 @@
+"""A source: files, what to take from them and how to encode it; cut into parts that can be read side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from varlen.errors import SettingError, SourceError
+from varlen.source import delimited, json_values, jsonl, plain_text, tables
+from varlen.source.arrays import column_names as array_names
+from varlen.source.arrays import read as read_arrays
+from varlen.source.chat import chat_template as make_template
+from varlen.source.columns import Columns, check_named, find_columns
+from varlen.source.documents import Documents, Encoding, Supervise, encode_rows
+from varlen.source.files import Data, File, find_files
+from varlen.source.plain_text import Cut
+from varlen.source.rows import Fault, Rows
+from varlen.source.tokenize import load_tokenizer
+from varlen.source.tokenizer import digest
+
+OnError = Literal["raise", "skip"]
+TextCut = Literal["auto", "file", "paragraph", "line"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A stretch of one file."""
+
+    file: int
+    """Index among the source's files."""
+    start: int = 0
+    """In bytes, row groups or record batches, as the format is cut."""
+    stop: int | None = None
+    """None: to the end."""
+
+
+Part = tuple[Span, ...]
+"""What is read in one go: a stretch of a large file, or several small files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Documents in files, and how they become tokens. Cheap to hand to another process."""
+
+    files: tuple[File, ...]
+    encoding: Encoding
+    on_error: OnError = "raise"
+    text_cut: Cut = "file"
+    """What a document is in text files."""
+    fingerprint: str = field(default="", compare=False)
+    """Changes with whatever decides the tokens, but for the files' contents."""
+
+    def parts(self, target_bytes: int = 64 << 20) -> list[Part]:
+        """Cut the files into parts of about as many bytes; the same files give the same parts anywhere.
+
+        Files that can't be cut (compressed, CSV, JSON arrays) are one span, however large.
+
+        Raises:
+            SourceError: a file can't be opened.
+        """
+        parts: list[Part] = []
+        small: list[Span] = []
+        filled = 0
+        for index, file in enumerate(self.files):
+            cuts = cut_points(file, target_bytes)
+            if cuts is None and 0 <= file.size <= target_bytes:
+                if filled + file.size > target_bytes and small:
+                    parts.append(tuple(small))
+                    small, filled = [], 0
+                small.append(Span(file=index))
+                filled += file.size
+                continue
+            if small:
+                parts.append(tuple(small))
+                small, filled = [], 0
+            bounds = [0, None] if cuts is None else [*cuts[:-1], None]
+            parts += [(Span(file=index, start=a or 0, stop=b),) for a, b in zip(bounds, bounds[1:])]
+        return [*parts, tuple(small)] if small else parts
+
+    def read(self, part: Part) -> Iterator[Documents]:
+        """Yield the documents of a part, in the order of the files, a few megabytes at a time.
+
+        Raises:
+            SourceError: a record or a file can't be read, and `on_error` is "raise".
+            SettingError: the tokenizer fails.
+        """
+        for span in part:
+            yield from self._read_span(span)
+
+    def _read_span(self, span: Span) -> Iterator[Documents]:
+        file = self.files[span.file]
+        try:
+            for rows, columns in rows_of(file, self.encoding.columns, self.text_cut, span.start, span.stop):
+                documents = encode_rows(rows, columns, self.encoding)
+                if documents.faults and self.on_error == "raise":
+                    raise SourceError(str(documents.faults[0]))
+                yield documents
+        except SourceError as error:
+            if self.on_error == "raise":
+                raise
+            text = str(error).removeprefix(f"{file.path} ")
+            yield _nothing(Fault(where=file.path, why=f"(what is left of it): {text}"))
+
+
+def open_source(
+    data: Data,
+    tokenizer: Any = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chat_template: str | Path | None = None,
+    eos: int | str | None = None,
+    append_eos: bool = True,
+    supervise: Supervise = "assistant",
+    text_cut: TextCut = "auto",
+    vocab_size: int | None = None,
+    on_error: OnError = "raise",
+) -> Source:
+    """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
+
+    Args:
+        data: a file, a folder, a glob or a URL, or several of them.
+        tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function.
+        columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
+        chat_template: a jinja template, or a file that holds one; None for the tokenizer's own, else ChatML.
+        eos: the token that ends a document, by id or text; None for the tokenizer's own.
+        append_eos: end every text with it.
+        supervise: "assistant": of chats and completions only what the model is to say; "all": everything.
+        text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
+            single file, else files.
+        vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
+        on_error: "raise" at the first bad record, or "skip" it and tell.
+
+    Raises:
+        SourceError: no such files.
+        SettingError: a setting out of range.
+        MissingExtraError: a package that isn't installed.
+    """
+    if on_error not in ("raise", "skip"):
+        raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
+    if supervise not in ("assistant", "all"):
+        raise SettingError(f'supervise must be "assistant" or "all", got {supervise!r}')
+    if text_cut not in ("auto", "file", "paragraph", "line"):
+        raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
+    named = dict(columns or {})
+    check_named(named)
+    files = tuple(find_files(data))
+    made = load_tokenizer(tokenizer, eos=eos)
+    specials = made.specials
+    template = make_template(
+        _template_text(chat_template) if chat_template is not None else specials.chat_template,
+        special_tokens=specials.texts,
+        end_marks=specials.end_marks,
+    )
+    known = made.vocab_size if tokenizer is not None and tokenizer != "bytes" else None
+    encoding = Encoding(
+        tokenizer=made,
+        template=template,
+        append_eos=append_eos,
+        supervise=supervise,
+        vocab_size=known if vocab_size is None else vocab_size,
+        columns=named,
+    )
+    cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
+    settings = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), cut)
+    return Source(
+        files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
+    )
+
+
+def rows_of(
+    file: File, named: Mapping[str, str], text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[Rows, Columns]]:
+    """Yield the rows of a file, or a stretch of it, and what they hold.
+
+    Raises:
+        SourceError: the file can't be read, or has no column of documents.
+    """
+    if file.format == "text":
+        columns = find_columns(["text"], named, file.path)
+        yield from ((rows, columns) for rows in plain_text.read(file, text_cut))
+        return
+    names = column_names(file)
+    if not names and file.format in ("jsonl", "json", "csv", "tsv"):
+        return  # without a row there is no name of a column
+    columns = find_columns(names, named, file.path)
+    wanted = list(columns.names.values())
+    if file.format == "jsonl":
+        rows = jsonl.read(file, wanted, start, stop)
+    elif file.format in ("parquet", "arrow"):
+        rows = tables.read(file, wanted, start, stop)
+    else:
+        read = {"json": json_values.read, "npz": read_arrays}.get(file.format, delimited.read)
+        rows = read(file, wanted)
+    for some in rows:
+        yield some, columns
+
+
+def column_names(file: File) -> list[str]:
+    """Return the names of a file's columns.
+
+    Raises:
+        SourceError: the file can't be read.
+    """
+    readers = {
+        "jsonl": jsonl.column_names,
+        "json": json_values.column_names,
+        "parquet": tables.column_names,
+        "arrow": tables.column_names,
+        "npz": array_names,
+        "csv": delimited.column_names,
+        "tsv": delimited.column_names,
+    }
+    return readers[file.format](file) if file.format in readers else ["text"]
+
+
+def cut_points(file: File, target_bytes: int) -> list[int] | None:
+    """Return where a large file can be cut, in units of its format, or None.
+
+    Raises:
+        SourceError: the file can't be opened.
+    """
+    if 0 <= file.size <= target_bytes:
+        return None
+    if file.format == "jsonl":
+        return jsonl.cut_points(file, target_bytes)
+    return tables.cut_points(file, target_bytes) if file.format in ("parquet", "arrow") else None
+
+
+def _nothing(fault: Fault) -> Documents:
+    from numpy import int32, int64, zeros
+
+    return Documents(tokens=zeros(0, dtype=int32), offsets=zeros(1, dtype=int64), faults=(fault,))
+
+
+def _template_text(template: str | Path) -> str:
+    """Return a chat template's text: what is given, or what stands in the file that it names.
+
+    Raises:
+        SettingError: a file is named that isn't there.
+    """
+    if isinstance(template, str) and ("{" in template or "\n" in template):
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"the chat template {template} can't be read: {error}") from error
+
+
+def describe(faults: Sequence[Fault], limit: int = 10) -> str:
+    """List what was skipped, for people."""
+    shown = "\n".join(f"  {fault}" for fault in faults[:limit])
+    more = len(faults) - limit
+    return shown + (f"\n  and {more:,} more" if more > 0 else "")

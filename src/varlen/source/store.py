@@ -1,0 +1,266 @@
+"""Token stores: documents as token ids on disk, shard by shard, to be packed any number of times.
+
+::
+
+    STORE/
+      manifest.json          written last: without it the store isn't finished
+      00000-000/             a shard
+        tokens.bin           uint16 or int32, little-endian, end to end
+        loss_mask.bin        uint8, one a token; absent where every token is supervised
+        offsets.npy          int64 [documents + 1]
+        targets.npy          int32 [documents]: labels that the whole document gives, its first token's not counted
+        shard.json           counts and dtype, written last
+        skipped.log          records that couldn't be read, one a line; absent where there are none
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SourceError
+from varlen.source.documents import Documents, Mask
+from varlen.types import Int32Array, IntArray
+
+STORE_FORMAT = 1
+_OPEN_SHARDS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardCounts:
+    """What a shard holds."""
+
+    num_documents: int
+    num_tokens: int
+    num_targets: int
+    num_skipped: int
+    dtype: str
+    has_mask: bool
+
+
+class ShardWriter:
+    """Writes one shard under another name, and gives it its own when it is whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(f".{folder.name}.part")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._tokens = (self._partial / "tokens.bin").open("wb")
+        self._mask: Any = None
+        self._dtype: type = np.uint16
+        self._lengths: list[IntArray] = []
+        self._targets: list[IntArray] = []
+        self._skipped: list[str] = []
+        self.num_tokens = 0
+
+    def append(self, documents: Documents) -> None:
+        """Add documents."""
+        tokens = documents.tokens
+        if self._dtype is np.uint16 and len(tokens) and int(tokens.max()) > 0xFFFF:
+            self._widen()
+        self._tokens.write(tokens.astype(self._dtype).data)
+        mask = documents.loss_mask
+        if mask is not None and self._mask is None:
+            self._mask = (self._partial / "loss_mask.bin").open("wb")
+            self._mask.write(b"\x01" * self.num_tokens)
+        if self._mask is not None:
+            self._mask.write(b"\x01" * len(tokens) if mask is None else mask.data)
+        lengths = documents.lengths
+        self._lengths.append(lengths)
+        self._targets.append(_targets(documents, lengths))
+        self._skipped += map(str, documents.faults)
+        self.num_tokens += len(tokens)
+
+    def _widen(self) -> None:
+        """Write again, with wider ids, what has been written so far."""
+        self._tokens.close()
+        path = self._partial / "tokens.bin"
+        wide = np.fromfile(path, dtype=np.uint16).astype(np.int32)
+        self._dtype = np.int32
+        self._tokens = path.open("wb")
+        self._tokens.write(wide.data)
+
+    def close(self) -> ShardCounts:
+        """Finish the shard."""
+        self._tokens.close()
+        if self._mask is not None:
+            self._mask.close()
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        targets = np.concatenate([np.zeros(0, dtype=np.int64), *self._targets])
+        np.save(self._partial / "offsets.npy", np.cumsum(lengths))
+        np.save(self._partial / "targets.npy", targets.astype(np.int32))
+        if self._skipped:
+            text = "".join(f"{line}\n" for line in self._skipped)
+            (self._partial / "skipped.log").write_text(text, encoding="utf-8", errors="replace")
+        counts = ShardCounts(
+            num_documents=len(targets),
+            num_tokens=self.num_tokens,
+            num_targets=int(targets.sum()),
+            num_skipped=len(self._skipped),
+            dtype=np.dtype(self._dtype).name,
+            has_mask=self._mask is not None,
+        )
+        (self._partial / "shard.json").write_text(json.dumps(asdict(counts)))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._partial.replace(self._folder)
+        return counts
+
+    def abandon(self) -> None:
+        """Remove what has been written."""
+        self._tokens.close()
+        if self._mask is not None:
+            self._mask.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _targets(documents: Documents, lengths: IntArray) -> IntArray:
+    """Count the labels of each document: of all supervised tokens but a first one, which nothing predicts."""
+    if documents.loss_mask is None:
+        return np.maximum(lengths - 1, 0)
+    before = np.concatenate([[0], np.cumsum(documents.loss_mask, dtype=np.int64)])
+    starts, stops = documents.offsets[:-1], documents.offsets[1:]
+    return before[stops] - before[np.minimum(starts + 1, stops)]
+
+
+def shard_counts(folder: Path) -> ShardCounts | None:
+    """Return what a finished shard holds, or None where there is none."""
+    try:
+        return ShardCounts(**json.loads((folder / "shard.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+class Shard:
+    """A finished shard, open for reading; reads go to the file, not through a mapping, so memory stays bounded."""
+
+    def __init__(self, folder: Path) -> None:
+        counts = shard_counts(folder)
+        if counts is None:
+            raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
+        self.counts = counts
+        self._dtype = np.dtype(counts.dtype)
+        try:
+            self.offsets: IntArray = np.load(folder / "offsets.npy", allow_pickle=False)
+            self._tokens = os.open(folder / "tokens.bin", os.O_RDONLY)
+            self._mask = os.open(folder / "loss_mask.bin", os.O_RDONLY) if counts.has_mask else None
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
+        self._path = folder
+
+    def __del__(self) -> None:
+        """Close the files."""
+        for file in (getattr(self, "_tokens", None), getattr(self, "_mask", None)):
+            if file is not None:
+                os.close(file)
+
+    def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return tokens [start, stop) of the shard, as they are stored."""
+        size = self._dtype.itemsize
+        return np.frombuffer(self._read(self._tokens, start * size, stop * size), dtype=self._dtype)
+
+    def read_mask(self, start: int, stop: int) -> Mask | None:
+        """Return which of the tokens [start, stop) are supervised; None: all."""
+        if self._mask is None:
+            return None
+        return np.frombuffer(self._read(self._mask, start, stop), dtype=np.uint8)
+
+    def _read(self, file: int, start: int, stop: int) -> bytes:
+        content = os.pread(file, stop - start, start)
+        if len(content) != stop - start:
+            raise SourceError(f"{self._path} is damaged: {stop:,} bytes were written, but it ends before")
+        return content
+
+
+class TokenStore:
+    """A finished token store."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
+        self.documents: IntArray = np.array([s["num_documents"] for s in manifest["shards"]], dtype=np.int64)
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / self.shards[index]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the tokens, whatever they were made from."""
+        return str(self.manifest["fingerprint"])
+
+    def shard(self, index: int) -> Shard:
+        """Return a shard, the last few dozen of which stay open."""
+        return self._open(index)
+
+    def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
+        """Return the lengths of documents, each given by its shard and its number there."""
+        lengths = np.empty(len(shards), dtype=np.int64)
+        for index in np.unique(shards).tolist():
+            at = shards == index
+            offsets = self.shard(index).offsets
+            lengths[at] = offsets[documents[at] + 1] - offsets[documents[at]]
+        return lengths
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end, in the order asked for.
+
+        Args:
+            shards: int64 `[pieces]`.
+            documents: int64 `[pieces]`, numbers within the shards.
+            starts: int `[pieces]`, the first token of each piece within its document.
+            lengths: int64 `[pieces]`, tokens of each piece.
+
+        Returns:
+            Tokens, and the mask; None where all are supervised. Cost: a system call a piece, in the order of the
+            files.
+        """
+        ends = np.cumsum(lengths)
+        tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
+        mask: Mask | None = None
+        for index in np.unique(shards).tolist():
+            shard = self.shard(index)
+            pieces = np.flatnonzero(shards == index)
+            first = shard.offsets[documents[pieces]] + np.asarray(starts)[pieces]
+            order = np.argsort(first, kind="stable")
+            if shard.counts.has_mask and mask is None:
+                mask = np.ones(len(tokens), dtype=np.uint8)
+            targets = (ends - lengths)[pieces][order].tolist()
+            sizes = lengths[pieces][order].tolist()
+            for at, size, to in zip(first[order].tolist(), sizes, targets):
+                tokens[to : to + size] = shard.read_tokens(at, at + size)
+                if shard.counts.has_mask and mask is not None:
+                    mask[to : to + size] = shard.read_mask(at, at + size)
+        return tokens, mask
+
+
+def open_store(folder: str | Path) -> TokenStore:
+    """Open a finished token store.
+
+    Raises:
+        SourceError: there is none, or another version of varlen wrote it.
+    """
+    manifest = read_manifest(Path(folder))
+    if manifest is None or manifest.get("kind") != "tokens":
+        raise SourceError(f"{folder} is not a finished token store: it has no manifest of one")
+    if manifest.get("format") != STORE_FORMAT:
+        raise SourceError(f"{folder} was written in format {manifest.get('format')}; index the data again")
+    return TokenStore(Path(folder), manifest)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder that varlen wrote, or None where it is something else."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and "varlen" in manifest else None

@@ -1,0 +1,274 @@
+"""Tokenizers as the readers see them: texts in, one flat array of ids out, whatever makes the ids.
+
+Ids never hold what a tokenizer adds by itself; `prefix_ids` says what it puts before a document (often BOS) and
+`eos_id` what ends one, and the reader adds them where they belong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from varlen.errors import SettingError, SourceError
+from varlen.types import Int32Array, IntArray
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_ENCODE_CHARACTERS = 4 << 20
+"""Text given to a tokenizer at a time: enough for its threads, and little enough for the memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Specials:
+    """What a tokenizer knows beside text."""
+
+    eos_id: int | None = None
+    pad_id: int | None = None
+    prefix_ids: tuple[int, ...] = ()
+    """Put before every document that isn't a chat, as the tokenizer itself would: often BOS."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """For chat templates: {"bos_token": "<s>", "eos_token": "</s>", ...}."""
+    end_marks: frozenset[str] = frozenset()
+    """Texts of all special tokens: where a chat's turn may end."""
+    chat_template: str | None = None
+    """The tokenizer's own, or None."""
+
+
+class Tokenizer(Protocol):
+    """What reads text; frozen, and cheap to hand to another process."""
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages and manifests."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the ids of any text would."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """All ids are below; None where it isn't known."""
+
+    @property
+    def specials(self) -> Specials:
+        """What it knows beside text."""
+
+    @property
+    def is_cuttable(self) -> bool:
+        """Whether a text's ids don't depend on what stands before it, but for merges across the cut."""
+
+    def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:
+        """Return ids end to end, int32, and int64 `[texts + 1]` offsets; nothing is added to the texts.
+
+        Args:
+            texts: well-formed.
+            is_chat: pieces of a chat, in which marks such as <|im_end|> are special tokens.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return about the text that ids stand for, for pictures."""
+
+
+BYTE_EOS, BYTE_PAD, BYTE_TURN, BYTE_TURN_END = 256, 257, 258, 259
+_BYTE_MARKS = {
+    b"<|endoftext|>": BYTE_EOS,
+    b"<|pad|>": BYTE_PAD,
+    b"<|im_start|>": BYTE_TURN,
+    b"<|im_end|>": BYTE_TURN_END,
+}
+_BYTE_MARK = re.compile(b"(" + b"|".join(map(re.escape, _BYTE_MARKS)) + b")")
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """The built-in tokenizer: one id a byte of UTF-8 text, then four marks: end, padding, turn, end of turn.
+
+    The marks are read in chats alone; in documents their spelling is text like any other.
+    """
+
+    name: str = "bytes"
+    fingerprint: str = "bytes:1"
+    vocab_size: int = 256 + len(_BYTE_MARKS)
+    is_cuttable: bool = True
+    eos_id: int = BYTE_EOS
+
+    @property
+    def specials(self) -> Specials:
+        """The four marks."""
+        texts = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>", "bos_token": ""}
+        marks = frozenset(mark.decode() for mark in _BYTE_MARKS)
+        return Specials(eos_id=self.eos_id, pad_id=BYTE_PAD, texts=texts, end_marks=marks)
+
+    def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:
+        """Return the bytes of each text, and in chats the ids of marks."""
+        pieces = [text.encode() for text in texts]
+        if is_chat and any(b"<|" in piece for piece in pieces):
+            return _joined([_marked(piece) for piece in pieces])
+        tokens = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.int32)
+        return tokens, _offsets(map(len, pieces), len(pieces))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids that are bytes."""
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
+
+
+def _marked(piece: bytes) -> Int32Array:
+    """Return the ids of a text whose marks count."""
+    parts = [
+        np.array([_BYTE_MARKS[part]], dtype=np.int32)
+        if part in _BYTE_MARKS
+        else np.frombuffer(part, dtype=np.uint8).astype(np.int32)
+        for part in _BYTE_MARK.split(piece)
+    ]
+    return np.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library, run on as many threads as that library takes."""
+
+    backend: tokenizers.Tokenizer
+    """Without truncation and padding."""
+    name: str
+    specials: Specials
+    fingerprint: str
+    vocab_size: int
+    is_cuttable: bool
+
+    def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
+        """Return the ids of texts, special tokens in them included, as this library does.
+
+        Raises:
+            SourceError: the library failed.
+        """
+        parts: list[bytes] = []
+        lengths: list[int] = []
+        for batch in _batches(texts):
+            for encoding in self._encode(batch):
+                ids = encoding.ids
+                lengths.append(len(ids))
+                parts.append(struct.pack(f"{len(ids)}i", *ids))
+        return np.frombuffer(b"".join(parts), dtype=np.int32), _offsets(lengths, len(lengths))
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[Int32Array, IntArray, Int32Array]:
+        """Encode whole texts, and mark the tokens that hold a character of the given spans.
+
+        For tokenizers whose texts can't be cut at the spans; about twice as slow as `encode`.
+        """
+        parts, lengths, marks = [], [], []
+        for encoding, ranges in zip(self.backend.encode_batch(list(texts), add_special_tokens=False), spans):
+            bounds = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            mark = np.zeros(len(bounds), dtype=np.int32)
+            for start, stop in ranges:
+                mark |= ((bounds[:, 1] > start) & (bounds[:, 0] < stop)).astype(np.int32)
+            parts.append(np.array(encoding.ids, dtype=np.int32))
+            lengths.append(len(bounds))
+            marks.append(mark)
+        return _concatenated(parts), _offsets(lengths, len(lengths)), _concatenated(marks)
+
+    def _encode(self, batch: list[str]) -> list[tokenizers.Encoding]:
+        """Encode a batch; what the library panics about becomes an error like any other."""
+        try:
+            return self.backend.encode_batch_fast(batch, add_special_tokens=False)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # its panics are no Exceptions
+            raise SourceError(f"the tokenizer {self.name} failed: {str(error)[:200]}") from error
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTokenizer:
+    """Any function from texts to ids."""
+
+    function: Callable[[list[str]], Sequence[Sequence[int]]]
+    """Takes texts, and returns the ids of each."""
+    name: str
+    specials: Specials
+    fingerprint: str
+    vocab_size: int | None = None
+    is_cuttable: bool = True
+
+    def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
+        """Return the ids of texts.
+
+        Raises:
+            SettingError: the function raises, or returns no ids.
+        """
+        parts: list[Int32Array] = []
+        for batch in _batches(texts):
+            try:
+                found = [np.asarray(row) for row in self.function(batch)]
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                raise SettingError(f"the tokenizer {self.name} failed: {said}") from error
+            odd = [r for r in found if r.ndim != 1 or (r.size and (r.dtype.kind not in "iu" or r.min() < 0))]
+            if odd or len(found) != len(batch):
+                got = (
+                    f"an array of {odd[0].dtype}"
+                    if odd
+                    else f"{len(found):,} results of {len(batch):,} texts"
+                )
+                raise SettingError(
+                    f"the tokenizer {self.name} must return a list of ids for each text, got {got}"
+                )
+            parts += [row.astype(np.int32) for row in found]
+        return _joined(parts)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the ids themselves: a function can't be turned around."""
+        return " ".join(map(str, ids))
+
+
+def is_cuttable(encode: Callable[[str], list[int]]) -> bool:
+    """Try whether a text's ids are those of its parts, where a line end or a space stands before the cut.
+
+    True for byte-level vocabularies; not where a mark is put before every text's first word.
+    """
+    probes = (("user\n", "Hello there"), ("user\n\n", "Hi, you"))
+    return all(encode(a + b) == encode(a) + encode(b) for a, b in probes)
+
+
+def digest(text: str | bytes) -> str:
+    """Return a fingerprint of a text."""
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
+    """Cut texts into batches of a few megabytes."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _ENCODE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _offsets(lengths: Iterable[int], count: int) -> IntArray:
+    offsets = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(lengths, dtype=np.int64, count=count), out=offsets[1:])
+    return offsets
+
+
+def _concatenated(parts: Sequence[Int32Array]) -> Int32Array:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+def _joined(parts: Sequence[Int32Array]) -> tuple[Int32Array, IntArray]:
+    return _concatenated(parts), _offsets(map(len, parts), len(parts))

@@ -1,0 +1,47 @@
+"""Write tables of token lists to Parquet and Arrow files, in row groups that can be read by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.types import IntArray
+
+
+def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
+    """Return an Arrow list array over flat values; nothing is copied but the offsets.
+
+    Args:
+        values: `[num_values]`.
+        offsets: `[rows + 1]`, below 2^31.
+    """
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
+
+
+def write_table(
+    columns: Mapping[str, Any], path: Path, kind: Literal["parquet", "arrow"], group_rows: int
+) -> None:
+    """Write columns to a file.
+
+    Args:
+        columns: Arrow arrays of one length.
+        path: of the file.
+        kind: "parquet", or "arrow": an Arrow stream, as Hugging Face's data sets are saved.
+        group_rows: rows of a row group or record batch.
+    """
+    import pyarrow as pa
+
+    table = pa.table(dict(columns))
+    if kind == "arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=group_rows)
+        return
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path, compression="zstd", compression_level=1, row_group_size=group_rows)
