@@ -5,12 +5,9 @@ from __future__ import annotations
 import pickle  # noqa: F401
 
 import pytest
-from chats import BARE, MARKS, SPECIAL, TEMPLATES, THINKING, chat, said, template
-from hypothesis import given
-from hypothesis import strategies as st
+from chats import chat, said, template
 
-from varlen.errors import SourceError
-from varlen.source.chat import CHATML, chat_template, prompt_and_completion
+from varlen.source.chat import chat_template
 
 TALK = chat("u:Hi", "a:Hello!", "u:Bye", "a:See you.")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from varlen.errors import SettingError
-from varlen.source.tokenize import encode, train_bpe
+from varlen.source.tokenize import load_tokenizer, train_bpe
 
 TEXTS = ["def one():\n    return 1\n", "", "żółć 🦆\x00", "def two():\n    return 2\n"] * 30
 
@@ -12,7 +12,7 @@ TEXTS = ["def one():\n    return 1\n", "", "żółć 🦆\x00", "def two():\n   
 def test_documents_come_back_from_their_tokens_whatever_their_characters():
     tokenizer = train_bpe(TEXTS[::4], 300)
 
-    tokens, offsets = encode(tokenizer, TEXTS)
+    tokens, offsets = load_tokenizer(tokenizer).encode(TEXTS)
 
     assert tokens.dtype == np.int32
     assert offsets.dtype == np.int64
@@ -26,7 +26,7 @@ def test_more_documents_than_a_batch_keep_their_order():
     tokenizer = train_bpe(TEXTS, 260)
     texts = [str(number) for number in range(2500)]
 
-    tokens, offsets = encode(tokenizer, texts)
+    tokens, offsets = load_tokenizer(tokenizer).encode(texts)
 
     assert len(offsets) == 2501
     assert tokenizer.decode(tokens[offsets[1700] : offsets[1701]].tolist()) == "1700"
@@ -47,7 +47,7 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused():
 
 
 def test_no_texts_give_no_tokens():
-    tokens, offsets = encode(train_bpe(TEXTS, 256), [])
+    tokens, offsets = load_tokenizer(train_bpe(TEXTS, 256)).encode([])
 
     assert len(tokens) == 0
     assert offsets.tolist() == [0]

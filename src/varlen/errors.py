@@ -14,6 +14,7 @@
     │   └── ModelError                      a model that can't take this batch
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
+    ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
 
 A message says what was seen, the limit, how many offend, and the way out.
@@ -66,6 +67,10 @@ class MissingExtraError(VarlenError, ImportError):
 
 class PlatformError(VarlenError, ImportError):
     """This operating system is not one that varlen runs on; the message names the way out."""
+
+
+class WorkerDiedError(VarlenError):
+    """A process that worked for varlen is gone; the message says how, and what is kept."""
 
 
 class LedgerError(VarlenError):

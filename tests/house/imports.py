@@ -15,7 +15,7 @@ FLOORS = (
     {"types", "jit"},
     {"source", "pack", "batch", "cost"},
     {"plan"},
-    {"simulate", "feed"},
+    {"simulate", "feed", "offline"},
     {"runtime", "adapters", "report"},
     {"verify"},
     {"train"},

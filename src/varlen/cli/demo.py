@@ -60,7 +60,7 @@ def demo(
     _require_extra("torch", "transformers")
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
-    from varlen.source.read import find_files
+    from varlen.source.files import find_files
     from varlen.train.demo import run_demo
     from varlen.train.settings import DemoSettings
 

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen.errors import SettingError
-
 
 def pack(
     data: Annotated[
@@ -130,9 +128,7 @@ def pack(
         on_error=on_error,
     )
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if processes is not None and processes < 1:
-        raise SettingError(f"--processes must be at least 1, got {processes}")
-    crew = Crew(processes=processes or count, ray=ray)
+    crew = Crew(processes=count if processes is None else processes, ray=ray)
     with progress() as on_progress:
         done = pack_source(
             source, output, settings, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress

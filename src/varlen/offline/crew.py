@@ -17,13 +17,9 @@ from dataclasses import dataclass
 from queue import Queue
 from typing import IO, Any, TypeVar, cast
 
-from varlen.errors import MissingExtraError, SettingError, VarlenError
+from varlen.errors import MissingExtraError, SettingError, VarlenError, WorkerDiedError
 
 Result = TypeVar("Result")
-
-
-class WorkerDiedError(VarlenError):
-    """A process that worked on a task is gone: killed, or out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +30,15 @@ class Crew:
     """Processes on this machine; 1: this one."""
     ray: bool = False
     """Over the Ray cluster that RAY_ADDRESS names, or one on this machine."""
+
+    def __post_init__(self) -> None:
+        """Refuse a crew of nobody.
+
+        Raises:
+            SettingError: fewer than one process.
+        """
+        if self.processes < 1:
+            raise SettingError(f"processes must be at least 1, got {self.processes}")
 
     def run(
         self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]

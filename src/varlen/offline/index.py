@@ -23,6 +23,10 @@ SHARD_TOKENS = 1 << 24
 PART_BYTES = 64 << 20
 
 
+def quiet(done: int, total: int, text: str) -> None:
+    """Take note of no progress."""
+
+
 def source_marks(source: Source) -> dict[str, Any]:
     """Return what identifies a source: its files by name, size and content, and how they become tokens.
 

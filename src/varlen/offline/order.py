@@ -59,7 +59,8 @@ class DocumentOrder:
             return places
         runs = np.searchsorted(self._run_ends, places, side="right")
         before = np.concatenate([[0], self._run_ends])[runs]
-        return self._runs[runs] + (places - before)
+        documents: IntArray = self._runs[runs] + (places - before)
+        return documents
 
 
 def hashed(values: IntArray, seed: int) -> npt.NDArray[np.uint64]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from varlen import __version__
-from varlen.errors import SettingError, SourceError
+from varlen.errors import LedgerError, SettingError, SourceError
 from varlen.offline.crew import Crew
-from varlen.offline.index import OnProgress, build_store, source_marks
+from varlen.offline.index import OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import check_output, finish, working_folder
 from varlen.offline.plan import Plan, check_lengths
 from varlen.offline.settings import PackSettings
@@ -43,7 +43,7 @@ def pack_source(
     tokens: Path | None = None,
     crew: Crew | None = None,
     overwrite: bool = False,
-    on_progress: OnProgress = lambda done, total, text: None,
+    on_progress: OnProgress = quiet,
 ) -> PackedSet:
     """Pack a source, or a token store, into a folder of Parquet or Arrow files with a manifest.
 
@@ -120,7 +120,9 @@ def _write(
     ledger = plan.ledger.check()
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
     if packed != ledger.packed:
-        raise AssertionError(f"{packed:,} tokens were written, {ledger.packed:,} were planned")
+        raise LedgerError(
+            f"{packed:,} tokens were written, but {ledger.packed:,} planned. This is a bug in varlen; please report it"
+        )
     return {
         "varlen": __version__,
         "kind": "packed",

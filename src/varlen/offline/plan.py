@@ -12,7 +12,7 @@ from varlen.offline.order import STRETCH, DocumentOrder
 from varlen.offline.settings import PackSettings
 from varlen.pack.window import WindowPacker
 from varlen.source.store import TokenStore
-from varlen.types import IntArray, Ledger, Packing
+from varlen.types import Int32Array, IntArray, Ledger, Packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -154,12 +154,14 @@ def _tail(packing: Packing, rows: int) -> Packing:
     )
 
 
-def _like(packing: Packing, ids: IntArray, starts: IntArray, stops: IntArray, offsets: IntArray) -> Packing:
+def _like(
+    packing: Packing, ids: IntArray, starts: Int32Array, stops: Int32Array, offsets: IntArray
+) -> Packing:
     tokens = int((stops.astype(np.int64) - starts).sum())
     return Packing(
         document_ids=ids,
-        starts=starts.astype(np.int32),
-        stops=stops.astype(np.int32),
+        starts=starts,
+        stops=stops,
         offsets=offsets,
         capacity=packing.capacity,
         ledger=Ledger(tokens_in=tokens, packed=tokens),

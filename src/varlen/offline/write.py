@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.source.writing import list_column, write_table
 from varlen.offline.places import disk_faults, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.source.store import TokenStore, open_store
+from varlen.source.writing import list_column, write_table
 
 _IGNORED = -100
 _ROW_GROUP_TOKENS = 1 << 20

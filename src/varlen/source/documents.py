@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chat import ChatTemplate, Rendered, as_messages, prompt_and_completion
+from varlen.source.chat import ChatTemplate, Rendered, prompt_and_completion
+from varlen.source.chat_messages import as_messages
 from varlen.source.columns import Columns
 from varlen.source.ready import ready_documents
 from varlen.source.rows import Fault, Rows, json_kind
@@ -132,14 +133,14 @@ def _chats(
                 rendered.append(one)
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
+    mask: Mask | None
     tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
     needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
-    if is_text:
-        prefixed = needs_eos  # a chat's template writes its own beginning
-        prefix = encoding.tokenizer.specials.prefix_ids if needs_eos.all() else ()
-        tokens, offsets, mask = _enclose(tokens, offsets, mask, prefixed, prefix, None)
     if needs_eos.any():
-        tokens, offsets, mask = _enclose(tokens, offsets, mask, needs_eos, (), _eos(encoding))
+        # What a template renders has a beginning of its own; a prompt that is plain text has none.
+        is_plain = is_text and bool(needs_eos.all())
+        prefix = encoding.tokenizer.specials.prefix_ids if is_plain else ()
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, needs_eos, prefix, _eos(encoding))
     whole = encoding.supervise == "all" or mask is None or bool(mask.all())
     return Documents(
         tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=_found(rows, wrong)
@@ -154,9 +155,9 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     token is supervised if any of its characters is.
     """
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
-        tokens, offsets, marks = tokenizer.encode_spans(
-            [one.text for one in rendered], [one.spans for one in rendered]
-        )
+        spans = np.array([span for one in rendered for span in one.spans], dtype=np.int64).reshape(-1, 2)
+        counts_ = np.cumsum([0, *(len(one.spans) for one in rendered)]).astype(np.int64)
+        tokens, offsets, marks = tokenizer.encode_spans([one.text for one in rendered], spans, counts_)
         return tokens, offsets, marks.astype(np.uint8)
     pieces: list[str] = []
     supervised: list[int] = []

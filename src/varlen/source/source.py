@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.errors import SettingError, SourceError
-from varlen.source import delimited, json_values, jsonl, plain_text, tables
-from varlen.source.arrays import column_names as array_names
-from varlen.source.arrays import read as read_arrays
 from varlen.source.chat import chat_template as make_template
-from varlen.source.columns import Columns, check_named, find_columns
+from varlen.source.columns import check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows
 from varlen.source.files import Data, File, find_files
+from varlen.source.formats import cut_points, rows_of
 from varlen.source.plain_text import Cut
-from varlen.source.rows import Fault, Rows
+from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import digest
 
@@ -167,65 +165,6 @@ def open_source(
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
     )
-
-
-def rows_of(
-    file: File, named: Mapping[str, str], text_cut: Cut, start: int = 0, stop: int | None = None
-) -> Iterator[tuple[Rows, Columns]]:
-    """Yield the rows of a file, or a stretch of it, and what they hold.
-
-    Raises:
-        SourceError: the file can't be read, or has no column of documents.
-    """
-    if file.format == "text":
-        columns = find_columns(["text"], named, file.path)
-        yield from ((rows, columns) for rows in plain_text.read(file, text_cut))
-        return
-    names = column_names(file)
-    if not names and file.format in ("jsonl", "json", "csv", "tsv"):
-        return  # without a row there is no name of a column
-    columns = find_columns(names, named, file.path)
-    wanted = list(columns.names.values())
-    if file.format == "jsonl":
-        rows = jsonl.read(file, wanted, start, stop)
-    elif file.format in ("parquet", "arrow"):
-        rows = tables.read(file, wanted, start, stop)
-    else:
-        read = {"json": json_values.read, "npz": read_arrays}.get(file.format, delimited.read)
-        rows = read(file, wanted)
-    for some in rows:
-        yield some, columns
-
-
-def column_names(file: File) -> list[str]:
-    """Return the names of a file's columns.
-
-    Raises:
-        SourceError: the file can't be read.
-    """
-    readers = {
-        "jsonl": jsonl.column_names,
-        "json": json_values.column_names,
-        "parquet": tables.column_names,
-        "arrow": tables.column_names,
-        "npz": array_names,
-        "csv": delimited.column_names,
-        "tsv": delimited.column_names,
-    }
-    return readers[file.format](file) if file.format in readers else ["text"]
-
-
-def cut_points(file: File, target_bytes: int) -> list[int] | None:
-    """Return where a large file can be cut, in units of its format, or None.
-
-    Raises:
-        SourceError: the file can't be opened.
-    """
-    if 0 <= file.size <= target_bytes:
-        return None
-    if file.format == "jsonl":
-        return jsonl.cut_points(file, target_bytes)
-    return tables.cut_points(file, target_bytes) if file.format in ("parquet", "arrow") else None
 
 
 def _nothing(fault: Fault) -> Documents:

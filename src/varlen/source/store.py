@@ -129,7 +129,8 @@ def _targets(documents: Documents, lengths: IntArray) -> IntArray:
         return np.maximum(lengths - 1, 0)
     before = np.concatenate([[0], np.cumsum(documents.loss_mask, dtype=np.int64)])
     starts, stops = documents.offsets[:-1], documents.offsets[1:]
-    return before[stops] - before[np.minimum(starts + 1, stops)]
+    targets: IntArray = before[stops] - before[np.minimum(starts + 1, stops)]
+    return targets
 
 
 def shard_counts(folder: Path) -> ShardCounts | None:
@@ -238,8 +239,9 @@ class TokenStore:
             sizes = lengths[pieces][order].tolist()
             for at, size, to in zip(first[order].tolist(), sizes, targets):
                 tokens[to : to + size] = shard.read_tokens(at, at + size)
-                if shard.counts.has_mask and mask is not None:
-                    mask[to : to + size] = shard.read_mask(at, at + size)
+                marks = shard.read_mask(at, at + size)
+                if marks is not None and mask is not None:
+                    mask[to : to + size] = marks
         return tokens, mask
 
 

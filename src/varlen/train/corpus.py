@@ -11,7 +11,7 @@ import numpy as np
 from varlen.errors import SourceError
 from varlen.source.interpreter import interpreter_texts
 from varlen.source.read import read_texts
-from varlen.source.tokenize import encode, train_bpe
+from varlen.source.tokenize import load_tokenizer, train_bpe
 from varlen.train.settings import DemoSettings
 from varlen.types import Int32Array, IntArray
 
@@ -106,7 +106,7 @@ def read_corpus(data: str | Path | None, settings: DemoSettings) -> Corpus:
     kept = rng.permutation(len(found))[:MAX_DOCUMENTS]
     texts = [found[i] for i in kept.tolist()]
     tokenizer = train_bpe(_first_characters(texts, BPE_CHARACTERS), settings.model.vocab_size)
-    tokens, offsets = encode(tokenizer, texts)
+    tokens, offsets = load_tokenizer(tokenizer).encode(texts)
     documents = Documents(tokens=tokens, offsets=offsets)
     usable = np.flatnonzero(documents.lengths >= 2)
     fitted = settings.fitted(documents.lengths[usable]) if len(usable) else settings
