@@ -121,7 +121,7 @@ def _write(
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
     if packed != ledger.packed:
         raise LedgerError(
-            f"{packed:,} tokens were written, but {ledger.packed:,} planned. This is a bug in varlen; please report it"
+            f"{packed:,} tokens were written, but {ledger.packed:,} planned: a bug in varlen; please report it"
         )
     return {
         "varlen": __version__,
