@@ -58,7 +58,8 @@ def write_part(shared: tuple[Path, Path, PackSettings], part: PartPlan) -> PartC
             partial.replace(folder / name)
         finally:
             partial.unlink(missing_ok=True)
-        targets = np.add.reduceat(labels != _IGNORED, _row_bounds(part)[:-1], dtype=np.int64)
+        running = np.concatenate([[0], np.cumsum(labels != _IGNORED)])
+        targets = np.diff(running[_row_bounds(part)])
         counts = PartCounts(
             name=name,
             num_packs=len(part.offsets) - 1,
