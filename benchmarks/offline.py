@@ -1,0 +1,242 @@
+"""`varlen pack` beside `datasets` and TRL, from files to files, each as a whole process on all cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.checks import WrongResultError, fill_of_rows
+from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, VOCABULARY, lognormal_lengths
+from benchmarks.reading import _texts, _tokenizer
+from benchmarks.rows import Contestant, Race, Row
+from benchmarks.step import Step
+from benchmarks.stopwatch import Samples
+
+SECTION = "offline"
+ROUNDS = 3
+TOKENS_TARGET = 5.0
+TEXT_TARGET = 1.0
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+_PEER = """
+import json, os, sys, time
+form, path, out, tokenizer, capacity, processes = sys.argv[1:7]
+from datasets import disable_progress_bars, load_dataset
+from transformers import PreTrainedTokenizerFast
+from trl import pack_dataset
+disable_progress_bars()
+start, cpu = time.perf_counter(), sum(os.times()[:4])
+many = int(processes)
+if form == "text":
+    encode = PreTrainedTokenizerFast(tokenizer_file=tokenizer, eos_token="<|endoftext|>")
+    data = load_dataset("json", data_files=path, split="train", num_proc=1)
+    end = encode.eos_token
+    def tokenize(rows):
+        ids = encode([text + end for text in rows["text"]], return_attention_mask=False)["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+    data = data.map(tokenize, batched=True, remove_columns=data.column_names, num_proc=many)
+else:
+    data = load_dataset("parquet", data_files=path, split="train")
+    if form == "tokens":
+        data = data.map(lambda rows: {"labels": rows["input_ids"]}, batched=True, num_proc=many)
+    else:
+        data = data.add_column("labels", data.with_format("arrow")[:]["input_ids"])
+packed = pack_dataset(data, int(capacity), "bfd", map_kwargs={"num_proc": many})
+packed.to_parquet(out)
+print(json.dumps({"wall": time.perf_counter() - start, "cpu": sum(os.times()[:4]) - cpu}))
+"""
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """What is packed, and how the peer does it."""
+
+    what: str
+    form: str
+    """Of the peer's program: "tokens", "column" or "text"."""
+    processes: int
+    """Of the peer."""
+    settings: str
+    target: float | None
+    note: str
+
+
+_NOTE = "their imports not counted, our whole process is"
+_TOKENS = f"pack {NUM_DOCUMENTS:,} tokenized documents, Parquet to Parquet"
+_CONTESTS = (
+    _Contest(
+        _TOKENS,
+        "tokens",
+        1,
+        "load_dataset, map that adds labels, pack_dataset, to_parquet; one process, its fastest",
+        TOKENS_TARGET,
+        _NOTE,
+    ),
+    _Contest(
+        _TOKENS,
+        "tokens",
+        CORES,
+        f"the same with num_proc={CORES}, which changes the packs",
+        TOKENS_TARGET,
+        _NOTE,
+    ),
+    _Contest(
+        _TOKENS,
+        "column",
+        1,
+        "load_dataset, labels added as a ready column instead of by map, pack_dataset, to_parquet",
+        None,
+        _NOTE,
+    ),
+    _Contest(
+        "tokenize and pack text, JSON lines to Parquet",
+        "text",
+        1,
+        "load_dataset, map that tokenizes on all cores' threads, pack_dataset, to_parquet",
+        TEXT_TARGET,
+        _NOTE,
+    ),
+    _Contest(
+        "tokenize and pack text, JSON lines to Parquet",
+        "text",
+        CORES,
+        f"the same with num_proc={CORES}",
+        TEXT_TARGET,
+        _NOTE,
+    ),
+)
+
+
+def steps() -> list[Step]:
+    """Return what this section measures."""
+    return [Step(f"{c.form}, {c.processes} of theirs", partial(_race, c)) for c in _CONTESTS]
+
+
+def _race(contest: _Contest) -> list[Row]:
+    """Race one contest in alternating rounds of whole processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        path, tokenizer, tokens, offsets = _input(contest.form, place)
+        ours: list[tuple[float, float]] = []
+        theirs: list[tuple[float, float]] = []
+        fills = (0.0, 0.0)
+        for number in range(ROUNDS):
+            ours.append(_run_ours(path, tokenizer, place / f"ours{number}"))
+            theirs.append(_run_peer(contest, path, tokenizer, place / f"peer{number}.parquet"))
+            if number == 0 and tokens is not None:
+                fills = (
+                    _fill(sorted((place / "ours0").glob("*.parquet")), tokens, offsets),
+                    _fill([place / "peer0.parquet"], tokens, offsets),
+                )
+            elif number == 0:
+                fills = _same_tokens(place)
+    return [
+        Race(
+            section=SECTION,
+            what=contest.what,
+            ours=Contestant(
+                name="varlen", call=f"varlen pack, {CORES} processes", samples=_samples(ours), fill=fills[0]
+            ),
+            peer=Contestant(
+                name="datasets + TRL pack_dataset",
+                call=contest.settings,
+                samples=_samples(theirs),
+                fill=fills[1],
+            ),
+            target=contest.target,
+            note=contest.note,
+        )
+    ]
+
+
+def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | None, np.ndarray]:
+    """Write the input; returns its path, the tokenizer's, and the documents where they are tokens."""
+    if form == "text":
+        path, tokenizer = folder / "data.jsonl", folder / "tokenizer.json"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in _texts()))
+        made = _tokenizer()
+        made.add_special_tokens(["<|endoftext|>"])
+        made.save(str(tokenizer))
+        return path, tokenizer, None, np.zeros(1)
+    path = folder / "data.parquet"
+    offsets = np.concatenate([[0], np.cumsum(lognormal_lengths(NUM_DOCUMENTS), dtype=np.int64)])
+    rng = np.random.default_rng(0)
+    # Frequencies as of words: uniform ids would make files that nothing compresses.
+    ranks = np.minimum(rng.zipf(1.3, offsets[-1]), VOCABULARY - 1)
+    tokens = rng.permutation(VOCABULARY).astype(np.int32)[ranks]
+    column = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(tokens))
+    pq.write_table(pa.table({"input_ids": column}), path, row_group_size=10_000)
+    return path, None, tokens, offsets
+
+
+def _run_ours(path: Path, tokenizer: Path | None, out: Path) -> tuple[float, float]:
+    """Run `varlen pack`; returns wall and processor seconds of the whole process and those it starts."""
+    command = [sys.executable, "-m", "varlen", "pack", str(path), "-o", str(out), "--capacity", str(CAPACITY)]
+    command += ["--overlong", "truncate"]
+    if tokenizer is not None:
+        command += ["--tokenizer", str(tokenizer)]
+    before, start = os.times(), time.perf_counter()
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    wall, after = time.perf_counter() - start, os.times()
+    if done.returncode:
+        raise RuntimeError(f"varlen pack ended with code {done.returncode}:\n{done.stderr}")
+    return wall, sum(after[2:4]) - sum(before[2:4])
+
+
+def _run_peer(contest: _Contest, path: Path, tokenizer: Path | None, out: Path) -> tuple[float, float]:
+    """Run the peer in a fresh interpreter with a fresh cache; returns its seconds, imports left out."""
+    with tempfile.TemporaryDirectory() as cache:
+        arguments = [contest.form, path, out, tokenizer or "", CAPACITY, contest.processes]
+        done = subprocess.run(
+            [sys.executable, "-c", _PEER, *map(str, arguments)],
+            env={**_environment(), "HF_HOME": cache},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"the peer ended with code {done.returncode}:\n{done.stderr}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    return figures["wall"], figures["cpu"]
+
+
+def _environment() -> dict[str, str]:
+    """Return an environment in which both may use all cores."""
+    limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+    return {name: value for name, value in os.environ.items() if name not in limits}
+
+
+def _fill(files: list[Path], tokens: np.ndarray, offsets: np.ndarray) -> float:
+    """Return how full written rows are, after checking that every document stands in one of them, unharmed."""
+    table = pa.concat_tables([pq.read_table(file, columns=["input_ids", "seq_lengths"]) for file in files])
+    columns = [table[name].combine_chunks() for name in ("input_ids", "seq_lengths")]
+    rows = ((ids.values.to_numpy(), lengths.values.to_numpy()) for ids, lengths in zip(*columns))
+    return fill_of_rows(rows, tokens, offsets, CAPACITY)
+
+
+def _same_tokens(place: Path) -> tuple[float, float]:
+    """Return how full both are, after checking that both hold the same documents up to cuts."""
+    sums = []
+    for files in ([place / "peer0.parquet"], sorted((place / "ours0").glob("*.parquet"))):
+        table = pa.concat_tables([pq.read_table(file, columns=["input_ids"]) for file in files])
+        values = table["input_ids"].combine_chunks().values.to_numpy()
+        sums.append((len(values), len(table), np.bincount(values, minlength=70_000)))
+    (peer, peer_rows, peer_counts), (ours, our_rows, our_counts) = sums
+    if ours != peer or not np.array_equal(peer_counts, our_counts):
+        raise WrongResultError(f"{ours:,} tokens were written by varlen, {peer:,} by the peer")
+    return ours / (our_rows * CAPACITY), peer / (peer_rows * CAPACITY)
+
+
+def _samples(times: list[tuple[float, float]]) -> Samples:
+    return Samples(wall_s=[wall for wall, _ in times], cpu_s=[cpu for _, cpu in times])
