@@ -12,6 +12,7 @@ import typer
 
 from varlen import __version__
 from varlen.cli.demo import demo
+from varlen.cli.inspect import inspect_data
 from varlen.errors import InputError, MissingExtraError, VarlenError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -77,3 +78,4 @@ def _flowing(function: Callable[..., None]) -> str:
 
 
 app.command(help=_flowing(demo))(_verb(demo))
+app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
