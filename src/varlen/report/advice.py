@@ -19,7 +19,7 @@ from varlen.types import Method, Overlong
 
 MOST_CUT = 0.01
 """Share of documents that a capacity may cut and still count as large enough."""
-MOST_BEYOND = 0.02
+MOST_BEYOND = 0.05
 """Share of tokens that may lie beyond the capacity."""
 LEAST_FILL = 0.98
 """Fill that a capacity must reach to be chosen for its smallness."""
@@ -57,8 +57,8 @@ def advise(
         overlong=overlong,
         call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{method}"{policy})',
         headline=(
-            f"Packs of {chosen.capacity:,} tokens, {packed.title}: {fill(packed.fill)} full, against "
-            f"{share(1 - random.padding_share)} of random batches of {batch_documents:,}, padded."
+            f"Packed at {chosen.capacity:,} by {packed.title}: {fill(packed.fill)} full. Padded in random batches "
+            f"of {batch_documents:,}: {share(1 - random.padding_share)}."
         ),
         why=" ".join(
             [

@@ -13,10 +13,10 @@ from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, parag
 from varlen.report.words import count, fill, share, times
 
 _DRAWN = {
-    "next_fit_drop": ("next fit, longer dropped", "series0"),
-    "llama_factory_knapsack": ("windows, longer dropped (LLaMA-Factory)", "series1"),
+    "next_fit_drop": ("next fit, dropped", "series0"),
+    "llama_factory_knapsack": ("windows, dropped (LLaMA-Factory)", "series1"),
     "trl_bfd": ("windows, truncated (TRL)", "series2"),
-    "axolotl_multipack": ("first fit, longer dropped (axolotl)", "series3"),
+    "axolotl_multipack": ("first fit, dropped (axolotl)", "series3"),
     "best_fit": ("best fit", "series4"),
     "best_fit_decreasing": ("best fit decreasing", "varlen"),
 }
@@ -37,10 +37,14 @@ def inspect_page(inspection: Inspection) -> str:
             section("Even work", _work(inspection, at)),
             section(
                 "One pack and its mask",
+                paragraph(
+                    "Documents stand one after another in a row. Each attends to itself alone, and its positions "
+                    "begin at 0."
+                ),
                 pack_figure(
                     inspection.picture.pieces,
                     inspection.picture.capacity,
-                    "A pack of the advised packing, chosen for a handful of documents",
+                    "A pack of the advised packing, one of those with the handiest number of documents",
                 ),
             ),
             section("All figures", *(_details(inspection, figures) for figures in inspection.capacities)),
@@ -133,8 +137,10 @@ def _padding(inspection: Inspection) -> str:
 
 
 def _short(name: str, cut_at: int | None) -> str:
-    title = {"random": "random batches", "buckets": "length buckets", "maximum": "to the maximum"}
-    return title[name.removesuffix("_cut")] + (f", cut at {_thousands(cut_at)}" if cut_at is not None else "")
+    if cut_at is None:
+        return {"random": "random batches", "buckets": "length buckets", "maximum": "to the maximum"}[name]
+    word = {"random": "random", "buckets": "buckets", "maximum": "maximum"}[name.removesuffix("_cut")]
+    return f"{word}, cut at {_thousands(cut_at)}"
 
 
 def _thousands(value: int) -> str:
@@ -171,12 +177,16 @@ def _fill(inspection: Inspection) -> str:
     ]
     label = "fill of packs against capacity, a line for each way of packing"
     return figure(
-        lines(rows, places, WIDE, label, share),
-        lines(rows, places, NARROW, label, share),
+        lines(rows, places, WIDE, label, _axis),
+        lines(rows, places, NARROW, label, _axis),
         f"Tokens over slots. Windows are of {inspection.window:,} rows: the larger a pack, the fewer of them a "
         "window makes, and its last ones stay half empty. What truncates or drops may be fuller for it: the "
         "next picture shows what it loses. First fit decreasing, balanced and wrapped are in the table.",
     )
+
+
+def _axis(value: float) -> str:
+    return f"{100 * value:.4g} %"
 
 
 def _known(packing: PackFigures) -> float | None:

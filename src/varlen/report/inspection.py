@@ -212,6 +212,7 @@ def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) ->
     longest = np.maximum.reduceat(packing.lengths, packing.offsets[:-1]) / advice.capacity
     # Padded, the documents of a pack take `documents · longest²` squares of the pack's; more than one is no picture.
     off = np.abs(np.log2(documents_in / DRAWN_DOCUMENTS)) + np.log2(np.maximum(documents_in * longest**2, 1))
+    off += np.where(documents_in == 1, 10.0, 8.0 * (1 - packing.pack_sums(packing.lengths) / advice.capacity))
     if excerpts:
         known = np.isin(sample.ids, np.fromiter(excerpts, np.int64, len(excerpts)))
         off = off + packing.pack_sums(~known[packing.document_ids]) / documents_in

@@ -10,7 +10,7 @@ from varlen.report.charts import NARROW, ticks
 from varlen.report.svg import circle, drawing, line, polyline, text
 
 _HEIGHT, _PITCH = 280.0, 17.0
-_NAMES_WIDTH = 262
+_NAMES_WIDTH = 256
 """Room for names at the right of a wide picture."""
 
 
@@ -38,7 +38,7 @@ def lines(
         axis: writes a value beside the axis, and in the tips of dots.
     """
     is_wide = width >= NARROW
-    left, top = 52.0, 12.0
+    left, top = 58.0, 12.0
     right = width - (_NAMES_WIDTH if is_wide else 14)
     known = [value for row in rows for value in row.values if value is not None]
     rounds = ticks(min(known, default=0.0), max(known, default=1.0), 5)

@@ -42,8 +42,8 @@ def pack_figure(row: Sequence[PieceFigures], capacity: int, which: str) -> str:
         + caption_of(
             f"{which}: {len(row)} in {capacity:,} slots, {free:,} of them free. A position (downwards) "
             "attends to the coloured positions (across) only, and attention per document computes nothing "
-            f"outside the squares around them: {packed_cells / 1e6:.2f} million pairs before causality. "
-            f"Padded to the longest, the same documents take {len(row) * longest**2 / 1e6:.2f} million, the "
+            f"outside the squares around them: {packed_cells / 1e6:,.2f} million pairs before causality. "
+            f"Padded to the longest, the same documents take {len(row) * longest**2 / 1e6:,.2f} million, the "
             f"grey ones thrown away. Both to one scale{part}."
         )
     )
