@@ -185,6 +185,16 @@ def test_the_method_follows_fill_evenness_and_order():
     assert choose_method(with_rows(**slack)) == "best_fit_decreasing"
 
 
+def test_documents_that_stand_in_order_of_length_are_to_be_shuffled():
+    lengths = RNG.lognormal(6, 0.5, 5_000).astype(int) + 1
+
+    mixed, rising = (inspect_lengths(order, capacities=[32_768]) for order in (lengths, np.sort(lengths)))
+
+    assert mixed.advice.method == "best_fit"
+    assert "keep a random sample" in mixed.advice.why
+    assert rising.advice.method != "best_fit" or "shuffle the documents first" in rising.advice.why
+
+
 def test_every_word_of_the_advice_is_in_the_figures():
     found = inspect_lengths(LONG_TAIL, capacities=[2_048])
 
@@ -252,6 +262,40 @@ def test_figures_go_through_json_and_back():
     assert tree["padding"][0]["slots_per_token"] == found.padding[0].slots_per_token
     assert len(tree["capacities"][0]["packings"]) == len(METHODS) + len(POLICIES)
     assert tree["capacities"][0]["packings"][0]["fill"] == found.capacities[0].packings[0].fill
+
+
+KEYS = {
+    "": "format name distribution padding capacities advice picture batch_documents packed_documents "
+    "window_documents window seed",
+    "distribution": "documents empty tokens mean median p90 p99 longest longest_share targets targets_share "
+    "histogram",
+    "padding": "name title cut_at tokens slots padding_share slots_per_token",
+    "capacities": "capacity overlong_documents overlong_share truncation_share dropping_share lower_bound packings",
+    "packings": "name title kind overlong documents packs tokens fill lost_tokens lost_share lost_targets cut_share "
+    "dropped_share attention_imbalance work_imbalance length_correlation",
+    "advice": "capacity method overlong call headline why",
+    "picture": "capacity pieces",
+}
+
+
+def test_the_keys_of_the_json_are_pinned():
+    tree = inspect_lengths(SHORT).to_json()
+
+    parts = {"": tree, "packings": tree["capacities"][0]["packings"][0]}
+    for name in KEYS.keys() - parts.keys():
+        parts[name] = tree[name][0] if isinstance(tree[name], tuple) else tree[name]
+    assert {name: " ".join(part) for name, part in parts.items()} == KEYS
+
+
+def test_texts_are_shortened_to_one_line_that_can_be_written():
+    texts = dict.fromkeys(range(64), "a\n  b\x1b[31m \ud800 " + 1_000 * "c")
+
+    found = inspect_lengths([100] * 64, excerpts=texts, name="bad\udcff\r\nname")
+
+    assert found.name == "bad� name"
+    for piece in found.picture.pieces:
+        assert piece.excerpt.startswith("a b�[31m � cc")
+        assert len(piece.excerpt) == 160
 
 
 def test_the_same_seed_gives_the_same_figures():

@@ -27,6 +27,8 @@ MORE_PACKS = 0.005
 """Share of packs that a method may take more than the fullest, where it is better in another way."""
 EVENER = 0.95
 """Packs are evener if the work of all, each as heavy as the heaviest, falls to this part."""
+ALIKE = 0.1
+"""Likeness of lengths within packs above that of shuffled documents, from which their order counts as sorted."""
 CANDIDATES: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced")
 """The methods that are advised, from the most random packs to the evenest."""
 
@@ -158,10 +160,16 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
     sorted_ = chosen.packing("best_fit_decreasing")
     if method == "best_fit":
         more = packed.packs / fullest.packs - 1
+        shuffled = chosen.packing("axolotl_multipack").length_correlation
+        likeness = f"likeness of lengths within packs {packed.length_correlation:+.2f}"
+        order = (
+            f"so shuffle the documents first: in this order neighbours are alike ({likeness})"
+            if packed.length_correlation > shuffled + ALIKE
+            else f"which keep a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
+        )
         return (
             f"{method} takes {share(more) + ' more' if more > 0 else 'no more'} packs than the fullest method and "
-            "fills them in input order, so that shuffled documents stay a random sample (likeness of lengths "
-            f"within packs {packed.length_correlation:+.2f}, sorted {sorted_.length_correlation:+.2f})."
+            f"fills them in input order, {order}."
         )
     worst = min(others, key=lambda other: other.fill)
     return (

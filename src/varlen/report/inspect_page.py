@@ -9,6 +9,7 @@ from varlen.report.inspect_table import full, reading
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.lines import Line, lines
 from varlen.report.pack_figure import pack_figure
+from varlen.report.packings import GROUP, GROUP_DOCUMENTS
 from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, paragraph, section, table
 from varlen.report.words import count, fill, share, times
 
@@ -45,6 +46,7 @@ def inspect_page(inspection: Inspection) -> str:
                     inspection.picture.pieces,
                     inspection.picture.capacity,
                     "A pack of the advised packing, one of those with the handiest number of documents",
+                    most_named=12,
                 ),
             ),
             section("All figures", *(_details(inspection, figures) for figures in inspection.capacities)),
@@ -314,6 +316,10 @@ def _settings(inspection: Inspection) -> list[tuple[str, str]]:
     return [
         ("documents packed", f"{inspection.packed_documents:,}"),
         ("windows", f"{inspection.window_documents:,} documents in windows of {inspection.window:,}"),
+        (
+            "axolotl's row",
+            f"in shuffled groups of {GROUP:,} documents, at most {GROUP_DOCUMENTS:,} of them a pack",
+        ),
         ("padded batches", f"{inspection.batch_documents:,} documents"),
         ("seed", str(inspection.seed)),
     ]

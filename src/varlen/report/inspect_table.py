@@ -51,9 +51,9 @@ def _titled(title: str, content: RenderableType) -> list[RenderableType]:
     return ["", Text(title, style="bold"), Padding(content, _INDENT)]
 
 
-def _plain(*titles: str) -> Table:
+def _plain(*titles: str, gap: int = 2) -> Table:
     """Return a table without lines, words to the left and numbers to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
     table.add_column("", overflow="fold")
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
@@ -141,7 +141,7 @@ def _losses(inspection: Inspection) -> Table:
 
 def _details(at: CapacityFigures, method: str) -> RenderableType:
     """Everything about the packings of one capacity."""
-    table = _plain("packs", "fill", "lost", "work", "attention", "likeness")
+    table = _plain("packs", "fill", "lost", "work", "attention", "likeness", gap=1)
     for row in at.packings:
         table.add_row(
             row.title,

@@ -30,6 +30,8 @@ LARGEST_CAPACITY = 131_072
 """A capacity over this is only looked at where a user asks for it."""
 FEWEST_PACKS = 8
 """A capacity is looked at if the documents would fill so many packs of it."""
+LONGEST_EXCERPT = 160
+"""Characters of a text that the picture shows."""
 DRAWN_DOCUMENTS = 8
 """The pack whose number of documents is nearest to this is drawn."""
 
@@ -92,7 +94,7 @@ def inspect_lengths(
     advice = advise(tuple(measured), padding, distribution, batch_documents)
     say(len(chosen), len(chosen), "done")
     return Inspection(
-        name=name,
+        name=_printable(name),
         distribution=distribution,
         padding=measure_padding(sample.lengths, batch_documents, advice.capacity, seed),
         capacities=tuple(measured),
@@ -205,6 +207,12 @@ def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
     return tuple(bins)
 
 
+def _printable(text: str) -> str:
+    """Return the beginning of a text on one line, without what a terminal or a file of UTF-8 can't take."""
+    line = " ".join(text[: 4 * LONGEST_EXCERPT].split())[:LONGEST_EXCERPT]
+    return "".join(letter if letter.isprintable() else "�" for letter in line)
+
+
 def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) -> PackPicture:
     """Take the pack whose number of documents is nearest to a handful, with texts where there are some."""
     packing = pack(sample.sampled, advice.capacity, advice.method, "split")
@@ -223,7 +231,9 @@ def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) ->
     return PackPicture(
         capacity=advice.capacity,
         pieces=tuple(
-            PieceFigures(document_id=document, num_tokens=tokens, excerpt=excerpts.get(document, ""))
+            PieceFigures(
+                document_id=document, num_tokens=tokens, excerpt=_printable(excerpts.get(document, ""))
+            )
             for document, tokens in pieces
         ),
     )

@@ -54,7 +54,7 @@ def lines(
 
     marks = [line(left, up(tick), right, up(tick), "grid") for tick in rounds]
     marks += [text(left - 8, up(tick) + 4, axis(tick), "tick", "end") for tick in rounds]
-    marks += [text(across(p), top + _HEIGHT + 20, f"{p:,}", "tick", "middle") for p in places]
+    marks += _places_named(places, across, top + _HEIGHT + 20)
     for row in rows:
         marks += _drawn(row, places, across, up, axis)
     bottom = top + _HEIGHT + 26
@@ -63,6 +63,17 @@ def lines(
         return drawing(width, bottom, marks, label)
     marks += _names_below(rows, bottom)
     return drawing(width, bottom + 8 + _PITCH * len(rows), marks, label)
+
+
+def _places_named(places: Sequence[int], across: Callable[[int], float], y: float) -> list[str]:
+    """Write places under the axis, those that would touch the one before left out."""
+    marks, free = [], -math.inf
+    for place in places:
+        half = 3.6 * len(f"{place:,}")
+        if across(place) - half >= free:
+            marks.append(text(across(place), y, f"{place:,}", "tick", "middle"))
+            free = across(place) + half + 6
+    return marks
 
 
 def _drawn(
