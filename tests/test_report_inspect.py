@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.errors import DocumentsError, LengthsError, SettingError
-from varlen.report.advice import choose_capacity, choose_method
+from varlen.report.advice import advise, choose_capacity, choose_method
 from varlen.report.inspection import inspect_lengths, suitable_capacities
 from varlen.report.packings import METHODS, POLICIES
 
@@ -170,29 +170,56 @@ def test_a_capacity_that_cuts_many_documents_is_not_chosen():
     assert choose_capacity(found.capacities[:2]).capacity == 2_048
 
 
-def test_the_method_follows_fill_evenness_and_order():
+def rows(at, **changes):
+    """The same figures with some packings changed."""
+    return replace(at, packings=tuple(replace(row, **changes.get(row.name, {})) for row in at.packings))
+
+
+LEVEL = {"packs": 100, "fill": 0.99, "work_imbalance": 1.2, "length_correlation": 0.0}
+EQUAL = dict.fromkeys(("best_fit", "best_fit_decreasing", "balanced"), LEVEL)
+
+
+@pytest.mark.parametrize(
+    ("changed", "chosen"),
+    [
+        ({}, "best_fit"),
+        ({"balanced": {"work_imbalance": 1.01}}, "balanced"),
+        ({"balanced": {"work_imbalance": 1.18}}, "best_fit"),
+        ({"best_fit": {"packs": 102, "fill": 0.97}}, "best_fit_decreasing"),
+        ({"best_fit": {"length_correlation": 0.6}, "balanced": {"packs": 101}}, "best_fit_decreasing"),
+    ],
+)
+def test_the_method_follows_fill_evenness_and_likeness(changed, chosen):
     at = inspect_lengths(SHORT, capacities=[8_192]).at(8_192)
 
-    def with_rows(**changes):
-        rows = tuple(replace(row, **changes.get(row.name, {})) for row in at.packings)
-        return replace(at, packings=rows)
+    changes = {name: level | changed.get(name, {}) for name, level in EQUAL.items()}
 
-    level = {"packs": 100, "fill": 0.99, "work_imbalance": 1.2}
-    equal = {name: dict(level) for name in ("best_fit", "best_fit_decreasing", "balanced")}
-    assert choose_method(with_rows(**equal)) == "best_fit"
-    assert choose_method(with_rows(**equal | {"balanced": level | {"work_imbalance": 1.01}})) == "balanced"
-    slack = equal | {"best_fit": level | {"packs": 102, "fill": 0.97}}
-    assert choose_method(with_rows(**slack)) == "best_fit_decreasing"
+    assert choose_method(rows(at, **changes)) == chosen
 
 
-def test_documents_that_stand_in_order_of_length_are_to_be_shuffled():
-    lengths = RNG.lognormal(6, 0.5, 5_000).astype(int) + 1
+def test_documents_whose_neighbours_are_alike_are_to_be_shuffled():
+    found = inspect_lengths(SHORT, capacities=[8_192])
+    order = {name: LEVEL | {"length_correlation": 0.9} for name in EQUAL}
+    order["best_fit"] = LEVEL | {"length_correlation": 0.6}
 
-    mixed, rising = (inspect_lengths(order, capacities=[32_768]) for order in (lengths, np.sort(lengths)))
+    mixed, sorted_ = (
+        advise((rows(found.at(8_192), **changes),), found.padding, found.distribution, 8)
+        for changes in (EQUAL, order)
+    )
 
-    assert mixed.advice.method == "best_fit"
-    assert "keep a random sample" in mixed.advice.why
-    assert rising.advice.method != "best_fit" or "shuffle the documents first" in rising.advice.why
+    assert mixed.method == sorted_.method == "best_fit"
+    assert "so they stay a random sample" in mixed.why
+    assert "so shuffle the documents first: in this order neighbours are alike" in sorted_.why
+
+
+def test_packs_of_equal_lengths_are_not_advised_where_others_are_as_full():
+    lengths = np.sort(RNG.lognormal(6, 0.5, 5_000).astype(int) + 1)
+
+    found = inspect_lengths(lengths, capacities=[32_768])
+
+    assert found.advice.method == "balanced"
+    assert found.advised.length_correlation < 0.1
+    assert found.at(32_768).packing("best_fit_decreasing").length_correlation > 0.9
 
 
 def test_every_word_of_the_advice_is_in_the_figures():

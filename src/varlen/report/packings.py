@@ -97,7 +97,7 @@ POLICIES = (
     ),
     Policy(
         name="next_fit_drop",
-        title="next fit in input order, longer documents dropped (as fast-axolotl packs)",
+        title="next fit in input order (as fast-axolotl), longer documents dropped",
         method="next_fit",
         overlong="drop",
         parts=_at_once,
