@@ -1,7 +1,6 @@
 """The figures of an inspection, compared with counting by hand, and advice that follows from them."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.errors import DocumentsError, LengthsError, SettingError
-from varlen.report.advice import advise, choose_capacity, choose_method
 from varlen.report.inspection import inspect_lengths, suitable_capacities
 from varlen.report.packings import METHODS, POLICIES
 
@@ -71,6 +69,10 @@ def test_losses_of_every_row_are_what_its_words_say(lengths, capacity):
         assert row.lost_tokens == lost[row.overlong]
         assert row.tokens + row.lost_tokens == tokens
         assert row.packs * capacity * row.fill == pytest.approx(row.tokens)
+        longer_share = len(longer) / np.count_nonzero(lengths)
+        assert row.dropped_share == (longer_share if row.overlong == "drop" else 0)
+        if row.name != "wrapped":
+            assert row.cut_share == (0 if row.overlong == "drop" else longer_share)
     cut_no_more = [row for row in found.packings if row.kind == "method" and row.name != "wrapped"]
     assert found.lower_bound <= min(row.packs for row in cut_no_more)
 
@@ -114,6 +116,18 @@ def test_the_largest_that_fits_takes_the_packs_that_first_fit_decreasing_takes()
     assert row.packs == sum(knapsack([n for n in window.tolist() if n <= 700], 700) for window in windows)
 
 
+def test_the_row_of_axolotl_holds_at_most_two_hundred_documents_a_pack():
+    row = inspect_lengths([1] * 1_000, capacities=[500]).at(500).packing("axolotl_multipack")
+
+    assert (row.packs, row.fill) == (5, 0.4)
+
+
+def test_wrapping_cuts_documents_that_would_fit():
+    row = inspect_lengths([60] * 10, capacities=[100]).at(100).packing("wrapped")
+
+    assert (row.packs, row.cut_share) == (6, 0.4)
+
+
 def test_windows_fill_packs_less_than_everything_at_once():
     found = inspect_lengths(SHORT, capacities=[8_192]).at(8_192)
 
@@ -147,87 +161,6 @@ def test_supervised_tokens_are_counted_and_those_of_dropped_documents_too():
     assert rows["axolotl_multipack"].lost_targets == 30
     assert rows["trl_bfd"].lost_targets is None
     assert rows["best_fit"].lost_targets == 0
-
-
-def test_the_advice_changes_with_the_data():
-    short = inspect_lengths(SHORT).advice
-    tail = inspect_lengths(LONG_TAIL, capacities=[2_048, 4_096]).advice
-    documents = inspect_lengths(RNG.lognormal(8, 1, 2_000).astype(int) + 1).advice
-
-    assert short.overlong == "error"
-    assert "no document is cut" in short.why
-    assert tail.overlong == "split"
-    assert "Splitting what is longer loses nothing" in tail.why
-    assert documents.capacity > short.capacity
-
-
-def test_a_capacity_that_cuts_many_documents_is_not_chosen():
-    lengths = np.r_[np.full(900, 500), np.full(100, 3_000)]
-
-    found = inspect_lengths(lengths, capacities=[1_024, 2_048, 4_096, 8_192])
-
-    assert found.advice.capacity == 4_096
-    assert choose_capacity(found.capacities[:2]).capacity == 2_048
-
-
-def rows(at, **changes):
-    """The same figures with some packings changed."""
-    return replace(at, packings=tuple(replace(row, **changes.get(row.name, {})) for row in at.packings))
-
-
-LEVEL = {"packs": 100, "fill": 0.99, "work_imbalance": 1.2, "length_correlation": 0.0}
-EQUAL = dict.fromkeys(("best_fit", "best_fit_decreasing", "balanced"), LEVEL)
-
-
-@pytest.mark.parametrize(
-    ("changed", "chosen"),
-    [
-        ({}, "best_fit"),
-        ({"balanced": {"work_imbalance": 1.01}}, "balanced"),
-        ({"balanced": {"work_imbalance": 1.18}}, "best_fit"),
-        ({"best_fit": {"packs": 102, "fill": 0.97}}, "best_fit_decreasing"),
-        ({"best_fit": {"length_correlation": 0.6}, "balanced": {"packs": 101}}, "best_fit_decreasing"),
-    ],
-)
-def test_the_method_follows_fill_evenness_and_likeness(changed, chosen):
-    at = inspect_lengths(SHORT, capacities=[8_192]).at(8_192)
-
-    changes = {name: level | changed.get(name, {}) for name, level in EQUAL.items()}
-
-    assert choose_method(rows(at, **changes)) == chosen
-
-
-def test_documents_whose_neighbours_are_alike_are_to_be_shuffled():
-    found = inspect_lengths(SHORT, capacities=[8_192])
-    order = {name: LEVEL | {"length_correlation": 0.9} for name in EQUAL}
-    order["best_fit"] = LEVEL | {"length_correlation": 0.6}
-
-    mixed, sorted_ = (
-        advise((rows(found.at(8_192), **changes),), found.padding, found.distribution, 8)
-        for changes in (EQUAL, order)
-    )
-
-    assert mixed.method == sorted_.method == "best_fit"
-    assert "so they stay a random sample" in mixed.why
-    assert "so shuffle the documents first: in this order neighbours are alike" in sorted_.why
-
-
-def test_packs_of_equal_lengths_are_not_advised_where_others_are_as_full():
-    lengths = np.sort(RNG.lognormal(6, 0.5, 5_000).astype(int) + 1)
-
-    found = inspect_lengths(lengths, capacities=[32_768])
-
-    assert found.advice.method == "balanced"
-    assert found.advised.length_correlation < 0.1
-    assert found.at(32_768).packing("best_fit_decreasing").length_correlation > 0.9
-
-
-def test_every_word_of_the_advice_is_in_the_figures():
-    found = inspect_lengths(LONG_TAIL, capacities=[2_048])
-
-    assert found.advice.capacity == 2_048
-    assert f"{100 * found.advised.fill:.1f}"[:4] in found.advice.headline
-    exec(found.advice.call, {"vl": vl, "lengths": LONG_TAIL})
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 0, 9], [2_000_000], [1] * 50, SHORT, LONG_TAIL])

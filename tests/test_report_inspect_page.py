@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from test_report_demo import read
 
+from varlen.report.charts import half_octaves
 from varlen.report.inspect_page import inspect_page
 from varlen.report.inspect_table import inspect_table
 from varlen.report.inspection import inspect_lengths
@@ -117,6 +118,43 @@ def test_a_line_breaks_where_a_value_is_missing():
 
     assert drawn.count("<polyline") == 2
     assert drawn.count("<circle") == 3
+
+
+def test_more_is_higher_and_further_right():
+    drawn = lines([Line(label="a", values=(0.5, 1.0), kind="varlen")], [1_024, 2_048], 900, "x", str)
+
+    (x1, y1), (x2, y2) = re.findall(r'<circle class="[^"]*" cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    assert float(x1) < float(x2)
+    assert float(y1) > float(y2)
+
+
+def test_names_of_places_do_not_touch():
+    places = [1_000, 1_024, 1_100, 4_096]
+
+    drawn = lines([Line(label="a", values=(0.5,) * 4, kind="varlen")], places, 900, "x", str)
+
+    assert [f">{place:,}<" in drawn for place in places] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(("cut", "anchor"), [(4, "start"), (900, "end")])
+def test_the_name_of_a_cut_stays_within_the_picture(cut, anchor):
+    drawn = half_octaves(0, [1.0] * 20, [1.0] * 20, cut, "capacity", 354, "x")
+
+    assert re.search(f'text-anchor="{anchor}">capacity<', drawn)
+
+
+def test_lengths_on_the_axis_do_not_touch():
+    for width in (354, 944):
+        drawn = half_octaves(0, [1.0] * 42, [1.0] * 42, 4, "", width, "x")
+        ends = [
+            (float(x) - share * 7 * len(number), float(x) + (1 - share) * 7 * len(number))
+            for x, anchor, number in re.findall(
+                r'x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)">([\d,]+)<', drawn
+            )
+            for share in [{"start": 0, "middle": 0.5, "end": 1}[anchor]]
+        ]
+        assert len(ends) > 3
+        assert all(a[1] < b[0] for a, b in zip(ends, ends[1:]))
 
 
 def test_names_of_lines_are_a_line_apart():
