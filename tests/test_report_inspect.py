@@ -279,6 +279,11 @@ def test_everything_dropped_leaves_no_packs_and_no_error():
         ({"lengths": [-1]}, LengthsError, "negative"),
         ({"capacities": []}, SettingError, "capacities is empty"),
         ({"capacities": [0]}, SettingError, "capacity must be a whole number"),
+        (
+            {"lengths": [2**30], "capacities": [8]},
+            SettingError,
+            "capacity 8 would cut what is looked at into 134,217,728",
+        ),
         ({"batch_documents": 0}, SettingError, "batch_documents must be"),
         ({"seed": -1}, SettingError, "seed must be from 0"),
         ({"targets": [1]}, DocumentsError, "targets must be one whole number a document"),

@@ -8,6 +8,7 @@ from typing import get_args
 
 import numpy as np
 
+from varlen.errors import SettingError
 from varlen.pack.api import DEFAULT_WORK, pack
 from varlen.pack.bound import lower_bound
 from varlen.pack.score import length_correlation
@@ -22,6 +23,8 @@ MOST_DOCUMENTS = 200_000
 """Documents that methods are measured on; of more, a random sample in input order."""
 MOST_PIECES = 2_000_000
 """Pieces that the sample may be cut into at the smallest capacity."""
+REFUSED_PIECES = 20_000_000
+"""Pieces of so few documents that no sample helps."""
 GROUP, GROUP_DOCUMENTS = 100_000, 200
 """Rows that axolotl packs together, and the most documents that it puts into one pack."""
 
@@ -123,14 +126,22 @@ def draw_sample(lengths: Int32Array, targets: IntArray | None, smallest_capacity
         targets: int64 `[num_documents]`, or None.
         smallest_capacity: at which documents are cut into the most pieces.
         seed: of the sample and of the shuffled order.
+
+    Raises:
+        SettingError: the smallest capacity would cut even a sample into far too many pieces.
     """
     ids = np.flatnonzero(lengths)
     full = lengths[ids]
     rng = np.random.default_rng(seed)
-    pieces = int((-(-full.astype(np.int64) // smallest_capacity)).sum())
-    most = min(MOST_DOCUMENTS, max(WINDOW, full.size * MOST_PIECES // pieces))
+    pieces = -(-full.astype(np.int64) // smallest_capacity)
+    most = min(MOST_DOCUMENTS, max(WINDOW, full.size * MOST_PIECES // int(pieces.sum())))
     chosen = np.sort(rng.choice(full.size, most, replace=False)) if full.size > most else np.arange(full.size)
-    sampled = full[chosen]
+    sampled, cut = full[chosen], int(pieces[chosen].sum())
+    if cut > REFUSED_PIECES:
+        raise SettingError(
+            f"capacity {smallest_capacity:,} would cut what is looked at into {cut:,} pieces, and "
+            f"{REFUSED_PIECES:,} are the most that are looked at; raise capacity"
+        )
     starts = np.arange(0, full.size, WINDOW)
     most_windows = max(1, min(MOST_WINDOWS, most // WINDOW))
     if starts.size > most_windows:
