@@ -30,7 +30,17 @@ from benchmarks.step import Step
 from benchmarks.table import RESULTS, quantity, ratio_text, worst_of_groups
 
 _VERDICTS = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold red]"}
-SECTIONS = ("startup", "scale", "demo", "packing", "collating", "windows", "reading", "offline", "fast_axolotl")
+SECTIONS = (
+    "startup",
+    "scale",
+    "demo",
+    "packing",
+    "collating",
+    "windows",
+    "reading",
+    "offline",
+    "fast_axolotl",
+)
 
 
 def main() -> int:

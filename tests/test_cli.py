@@ -32,7 +32,7 @@ def one_sentence(run, code=2):
     return lines[0]
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("-h",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("inspect", "--help"), ("-h",)])
 def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
     script = (
         "import sys\n"
@@ -46,8 +46,8 @@ def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     assert run.returncode == 0, run.stderr
-    assert "demo" in run.stdout
-    assert ("Example:" in run.stdout) == ("demo" in arguments)
+    assert all(verb in run.stdout for verb in (arguments[:-1] or ("demo", "inspect")))
+    assert ("Example:" in run.stdout) == (arguments[0] in ("demo", "inspect"))
 
 
 def test_the_version_is_printed_alone():
@@ -99,12 +99,13 @@ def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_option_that_a_message_names_is_one_of_the_demo(root):
+def test_every_option_that_a_message_names_is_one_of_a_verb(root):
     sources = [path for room in ("source", "train", "cli") for path in root.glob(f"src/varlen/{room}/*.py")]
     named = {name for path in sources for name in re.findall(r"--[a-z][a-z-]+", path.read_text("utf-8"))}
     options = {
         option
-        for parameter in typer.main.get_command(app_module.app).commands["demo"].params
+        for verb in typer.main.get_command(app_module.app).commands.values()
+        for parameter in verb.params
         for option in parameter.opts
     }
 

@@ -12,7 +12,11 @@ import typer
 
 from varlen import __version__
 from varlen.cli.demo import demo
+<<<<<<< HEAD
 from varlen.cli.pack import pack
+=======
+from varlen.cli.inspect import inspect_data
+>>>>>>> inspect
 from varlen.errors import InputError, MissingExtraError, VarlenError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -78,4 +82,5 @@ def _flowing(function: Callable[..., None]) -> str:
 
 
 app.command(help=_flowing(demo))(_verb(demo))
+app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
 app.command(help=_flowing(pack))(_verb(pack))

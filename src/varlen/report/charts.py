@@ -63,16 +63,16 @@ def dots(rows: Sequence[Dots], width: int, label: str, axis: Callable[[float], s
     note_width = 7.4 * max(len(row.note) for row in rows) + 12
     left, pitch, thickness, top = _row_shape(width)
     values = [value for row in rows for value in row.values]
-    ticks = _ticks(min(values), max(values), 5 if width >= NARROW else 3)
-    low, high = min(ticks[0], min(values)), max(ticks[-1], max(values))
+    round_values = ticks(min(values), max(values), 5 if width >= NARROW else 3)
+    low, high = min(round_values[0], min(values)), max(round_values[-1], max(values))
     reach = width - left - note_width - 12
 
     def place(value: float) -> float:
         return left + 6 + reach * (value - low) / ((high - low) or 1.0)
 
     bottom = pitch * len(rows)
-    marks = [line(place(tick), 0, place(tick), bottom, "grid") for tick in ticks]
-    marks += [text(place(tick), bottom + 16, axis(tick), "tick", "middle") for tick in ticks]
+    marks = [line(place(tick), 0, place(tick), bottom, "grid") for tick in round_values]
+    marks += [text(place(tick), bottom + 16, axis(tick), "tick", "middle") for tick in round_values]
     for index, row in enumerate(rows):
         y = index * pitch
         middle = y + top + thickness / 2
@@ -97,16 +97,45 @@ def histogram(lengths: Sequence[int], cut: int, width: int, label: str) -> str:
         label: what it shows, in words.
     """
     first = math.floor(2 * math.log2(min(lengths)))
-    last = max(math.floor(2 * math.log2(max(max(lengths), cut))) + 1, first + 2)
-    documents, tokens, total = [0.0] * (last - first), [0.0] * (last - first), sum(lengths)
+    documents, tokens = ([0.0] * (half_octave(max(lengths)) - first + 1) for _ in range(2))
     for length in lengths:
-        place = math.floor(2 * math.log2(length)) - first
-        documents[place] += 1 / len(lengths)
-        tokens[place] += length / total
+        documents[half_octave(length) - first] += 1
+        tokens[half_octave(length) - first] += length
+    return half_octaves(first, documents, tokens, cut, f"cut at {cut:,}", width, label)
+
+
+def half_octave(length: int) -> int:
+    """Return the number of the half octave that a length falls in: 0 for 1, 2 for 2, 4 for 4 and 5."""
+    return math.floor(2 * math.log2(length))
+
+
+def half_octaves(
+    first: int,
+    documents: Sequence[float],
+    tokens: Sequence[float],
+    cut: int,
+    cut_note: str,
+    width: int,
+    label: str,
+) -> str:
+    """Draw a histogram that was counted before: documents above, tokens below.
+
+    Args:
+        first: number of the first half octave.
+        documents: how many fall in each half octave.
+        tokens: how many stand in them.
+        cut: a length that is drawn as a line.
+        cut_note: what stands beside that line.
+        width: of the picture.
+        label: what it shows, in words.
+    """
+    bins = max(first + len(documents), half_octave(cut) + 1, first + 2) - first
+    last = first + bins
     band, gap, pitch = 92, 40, width / (last - first)
     panels = ((18.0, documents, "baseline", "documents"), (18.0 + band + gap, tokens, "varlen", "tokens"))
     marks = []
-    for top, shares, kind, title in panels:
+    for top, counts, kind, title in panels:
+        shares = [count / sum(counts) for count in counts]
         tallest = max(shares)
         marks.append(text(0, top - 4, f"share of {title}", f"note {kind}"))
         for index, share in enumerate(shares):
@@ -121,13 +150,20 @@ def histogram(lengths: Sequence[int], cut: int, width: int, label: str) -> str:
     marks += _length_axis(first, last, pitch, bottom, width)
     at = (2 * math.log2(cut) - first) * pitch
     marks.append(line(at, 8, at, bottom, "cut"))
-    marks.append(text(at + 5, 14, f"cut at {cut:,}", "tick"))
+    is_right = at + 5 + 7 * len(cut_note) > width
+    marks.append(text(at + (-5 if is_right else 5), 14, cut_note, "tick", "end" if is_right else "start"))
     return drawing(width, bottom + 24, marks, label)
 
 
 def _length_axis(first: int, last: int, pitch: float, bottom: float, width: int) -> list[str]:
     """Write powers of two under a log axis, as many as there is room for."""
-    step = 2 if width >= NARROW else 4
+    # The last label ends at the edge, so two labels take up to one and a half times their width.
+    needed = 11 * len(f"{2 ** (last // 2):,}") + 6
+    step = (
+        2 * math.ceil(needed / (2 * pitch))
+        if width >= NARROW
+        else max(4, 2 * math.ceil(needed / (2 * pitch)))
+    )
     marks = []
     for place in range(first + first % 2, last + 1, step):
         x = (place - first) * pitch
@@ -148,8 +184,8 @@ def _row_label(label: str, left: float, y: float, thickness: float, kind: str) -
     return text(0, y + 14, label, f"label {kind}")
 
 
-def _ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Return round values that span a range."""
+def ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Return about as many round values as wanted that span a range."""
     rough = max((high - low) / wanted, 1e-9)
     power = 10 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -6,14 +6,23 @@ from html import escape
 from statistics import fmean, median
 
 from varlen.report import charts, pictures
-from varlen.report.figures import DemoFigures, MethodFigures, PieceFigures, spread
+from varlen.report.figures import DemoFigures, MethodFigures, spread
 from varlen.report.findings import findings, headline, loss_gap
-from varlen.report.page import facts, figure, page, paragraph, section, table
+from varlen.report.pack_figure import pack_figure
+from varlen.report.page import (
+    NARROW,
+    WIDE,
+    caption_of,
+    facts,
+    figure,
+    numbers,
+    page,
+    paragraph,
+    section,
+    table,
+    twice,
+)
 from varlen.report.words import count, difference, memory, percent, times
-
-WIDE, NARROW = 944, 354
-"""Widths that pictures are drawn for: the page's column on a laptop, and on a phone of 390 pixels."""
-MASK_WIDTH = 320
 
 
 def demo_page(figures: DemoFigures) -> str:
@@ -45,7 +54,7 @@ def demo_page(figures: DemoFigures) -> str:
 
 def _opening(figures: DemoFigures) -> str:
     ours, padded, masked = (figures.method(name) for name in ("flattened", "padded", "padded_with_mask"))
-    numbers = (
+    largest = (
         ("varlen", times(ours.tokens_per_s / padded.tokens_per_s), "tokens a second against padded, no mask"),
         ("", times(ours.tokens_per_s / masked.tokens_per_s), "against padded with a mask"),
         ("", times(padded.slots_per_token), "positions per token when padded: what padding alone explains"),
@@ -55,10 +64,6 @@ def _opening(figures: DemoFigures) -> str:
             "memory of a padded step over a flattened one",
         ),
     )
-    boxes = "".join(
-        f'<div class="number {kind}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
-        for kind, value, note in numbers
-    )
     lead = (
         f"A Llama of {figures.num_parameters / 1e6:.1f} million parameters learns {ours.num_targets:,} "
         f"targets from {ours.num_documents:,} documents ({figures.corpus.description}) in "
@@ -67,8 +72,7 @@ def _opening(figures: DemoFigures) -> str:
     )
     return (
         '<header><p class="kicker"><b>varlen</b> demo</p>'
-        f"<h1>{escape(headline(figures))}</h1>{paragraph(lead, 'lead')}</header>"
-        f'<div class="numbers">{boxes}</div>'
+        f"<h1>{escape(headline(figures))}</h1>{paragraph(lead, 'lead')}</header>" + numbers(largest)
     )
 
 
@@ -121,11 +125,11 @@ def _padding(figures: DemoFigures) -> str:
     half = (WIDE - 40) // 2
     return (
         '<div class="pair"><div><h3>Padded</h3>'
-        + _twice(pictures.padded_batch(batch, half), pictures.padded_batch(batch, NARROW))
+        + twice(pictures.padded_batch(batch, half), pictures.padded_batch(batch, NARROW))
         + "</div><div><h3>Flattened</h3>"
-        + _twice(pictures.flattened_batch(batch, half), pictures.flattened_batch(batch, NARROW))
+        + twice(pictures.flattened_batch(batch, half), pictures.flattened_batch(batch, NARROW))
         + "</div></div>"
-        + _caption(
+        + caption_of(
             f"The first random batch, {len(batch)} documents, to one scale. Padded to its longest document "
             f"it has {slots:,} positions, of which {tokens:,} hold a token ({percent(tokens / slots)}). "
             "Flattened, the same documents stand end to end, broken here into lines of the same width."
@@ -187,39 +191,9 @@ def _memory(figures: DemoFigures) -> str:
 
 
 def _row(figures: DemoFigures) -> str:
-    row, capacity = figures.picture.row, figures.picture.capacity
-    rest = WIDE - MASK_WIDTH - 40
-    longest = max(piece.num_tokens for piece in row)
-    packed_cells = sum(piece.num_tokens**2 for piece in row)
-    return (
-        _twice(pictures.packed_row(row, capacity, WIDE), pictures.packed_row(row, capacity, NARROW))
-        + _legend(row)
-        + '<div class="pair masks" style="margin-top:24px"><div><h3>Its mask</h3>'
-        + _twice(pictures.packed_mask(row, capacity, MASK_WIDTH), pictures.packed_mask(row, capacity, NARROW))
-        + "</div><div><h3>The same documents padded: a mask for each</h3>"
-        + _twice(
-            pictures.padded_masks(row, capacity, MASK_WIDTH, rest),
-            pictures.padded_masks(row, capacity, NARROW, NARROW),
-        )
-        + "</div></div>"
-        + _caption(
-            f"The packed row with the most documents: {len(row)} in {capacity:,} slots, "
-            f"{capacity - sum(piece.num_tokens for piece in row):,} of them free. A position (downwards) "
-            "attends to the coloured positions (across) only, and attention per document computes nothing "
-            f"outside the squares around them: {packed_cells / 1e6:.2f} million pairs before causality. "
-            f"Padded to the longest, the same documents take {len(row) * longest**2 / 1e6:.2f} million, the "
-            "grey ones thrown away. Both to one scale."
-        )
+    return pack_figure(
+        figures.picture.row, figures.picture.capacity, "The packed row with the most documents"
     )
-
-
-def _legend(pieces: tuple[PieceFigures, ...]) -> str:
-    lines = "".join(
-        f'<li><i class="{pictures.colour(index)}"></i><span>{piece.num_tokens:,} tokens</span>'
-        f"<code>{escape(piece.excerpt)}</code></li>"
-        for index, piece in enumerate(pieces)
-    )
-    return f'<ul class="legend">{lines}</ul>'
 
 
 def _verdict(figures: DemoFigures) -> str:
@@ -308,14 +282,6 @@ def _setup(figures: DemoFigures) -> str:
         "position, padding included, as transformers does. Padded without a mask, attention runs in the same "
         "kernel as per document. Times are those of one run, and other work on the machine is in them."
     )
-
-
-def _twice(wide: str, narrow: str) -> str:
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-
-
-def _caption(content: str) -> str:
-    return f"<figcaption>{escape(content)}</figcaption>"
 
 
 def _loss_words(value: float) -> str:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from varlen.errors import SettingError
 
+WIDE, NARROW = 944, 354
+"""Widths that pictures are drawn for: the page's column on a laptop, and on a phone of 390 pixels."""
+
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Join parts to a page.
@@ -40,10 +43,30 @@ def paragraph(content: str, kind: str = "") -> str:
 
 def figure(wide: str, narrow: str, caption: str) -> str:
     """Show one drawing on wide windows and another on narrow ones, with a caption in plain text."""
-    return (
-        f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    return f"<figure>{twice(wide, narrow)}{caption_of(caption)}</figure>"
+
+
+def twice(wide: str, narrow: str) -> str:
+    """Show one drawing on wide windows and another on narrow ones."""
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def caption_of(content: str) -> str:
+    """Write a caption in plain text."""
+    return f"<figcaption>{escape(content)}</figcaption>"
+
+
+def numbers(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Show a few large numbers side by side.
+
+    Args:
+        rows: the class of each ("varlen" for the one that matters most, or ""), its value, and what it is.
+    """
+    boxes = "".join(
+        f'<div class="number {escape(kind)}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
+        for kind, value, note in rows
     )
+    return f'<div class="numbers">{boxes}</div>'
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

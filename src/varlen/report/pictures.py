@@ -68,10 +68,11 @@ def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int
         pieces: of the packed row.
         capacity: of the packed row.
         scale_width: the width that `packed_mask` is drawn in.
-        width: of this picture; squares are set in as many columns as fit.
+        width: of this picture; squares are set in as many columns as fit, as many rows as `squares_shown` says.
     """
     side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
     columns = max(1, min(len(pieces), int((width + 6) // (side + 6))))
+    pieces = pieces[: squares_shown(pieces, capacity, scale_width, width)]
     marks = []
     for index, piece in enumerate(pieces):
         x, y = index % columns * (side + 6), index // columns * (side + 6)
@@ -81,6 +82,13 @@ def padded_masks(pieces: Sequence[PieceFigures], capacity: int, scale_width: int
     return drawing(
         width, rows * (side + 6) - 6, marks, "the masks of the same documents padded: one square for each"
     )
+
+
+def squares_shown(pieces: Sequence[PieceFigures], capacity: int, scale_width: int, width: int) -> int:
+    """Return how many squares `padded_masks` draws: rows beyond twice the height of the packed mask are left out."""
+    side = max(piece.num_tokens for piece in pieces) * scale_width / capacity
+    columns, rows = max(1, int((width + 6) // (side + 6))), max(1, int((2 * scale_width + 6) // (side + 6)))
+    return min(len(pieces), columns * rows)
 
 
 def colour(index: int) -> str:

@@ -35,6 +35,12 @@ def polygon(points: Iterable[tuple[float, float]], kind: str, tip: str = "") -> 
     return f'<polygon class="{escape(kind)}" points="{path}">{_tip(tip)}</polygon>'
 
 
+def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
+    """Draw straight lines from point to point."""
+    path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+    return f'<polyline class="{escape(kind)}" points="{path}"/>'
+
+
 def text(x: float, y: float, content: str, kind: str = "label", anchor: str = "start") -> str:
     """Write a line of text; `y` is its baseline and `anchor` one of start, middle, end."""
     place = f'x="{number(x)}" y="{number(y)}" text-anchor="{anchor}"'

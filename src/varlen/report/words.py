@@ -63,3 +63,23 @@ def percent(value: float) -> str:
     '28 %'
     """
     return f"{100 * value:.0f} %"
+
+
+def share(value: float) -> str:
+    """Write a small share with the digits that tell it from none.
+
+    >>> share(0.2274), share(0.0027), share(0.00004), share(0.0)
+    ('22.7 %', '0.27 %', '<0.01 %', '0 %')
+    """
+    if 0 < value < 0.0001:
+        return "<0.01 %"
+    return "0 %" if value == 0 else f"{100 * value:.1f} %" if value >= 0.01 else f"{100 * value:.2f} %"
+
+
+def fill(value: float) -> str:
+    """Write how full packs are, rounded down, so that only full packs are called full.
+
+    >>> fill(0.99996), fill(0.9423), fill(1.0), fill(0.28)
+    ('99.99 %', '94.23 %', '100 %', '28.00 %')
+    """
+    return "100 %" if value >= 1 else f"{math.floor(10_000 * value + 1e-9) / 100:.2f} %"

@@ -62,6 +62,16 @@ class Encoding:
     """Names of columns by role, where they aren't the usual ones."""
 
 
+def targets_of(documents: Documents) -> IntArray:
+    """Count the labels that each document gives: of all supervised tokens but its first, which nothing predicts."""
+    if documents.loss_mask is None:
+        return np.maximum(documents.lengths - 1, 0)
+    before = np.concatenate([[0], np.cumsum(documents.loss_mask, dtype=np.int64)])
+    starts, stops = documents.offsets[:-1], documents.offsets[1:]
+    targets: IntArray = before[stops] - before[np.minimum(starts + 1, stops)]
+    return targets
+
+
 def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     """Turn rows into documents.
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Documents, Mask
+from varlen.source.documents import Documents, Mask, targets_of
 from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
@@ -77,7 +77,7 @@ class ShardWriter:
             self._mask.write(b"\x01" * len(tokens) if mask is None else mask.data)
         lengths = documents.lengths
         self._lengths.append(lengths)
-        self._targets.append(_targets(documents, lengths))
+        self._targets.append(targets_of(documents))
         self._skipped += map(str, documents.faults)
         self.num_tokens += len(tokens)
 
@@ -123,16 +123,6 @@ class ShardWriter:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def _targets(documents: Documents, lengths: IntArray) -> IntArray:
-    """Count the labels of each document: of all supervised tokens but a first one, which nothing predicts."""
-    if documents.loss_mask is None:
-        return np.maximum(lengths - 1, 0)
-    before = np.concatenate([[0], np.cumsum(documents.loss_mask, dtype=np.int64)])
-    starts, stops = documents.offsets[:-1], documents.offsets[1:]
-    targets: IntArray = before[stops] - before[np.minimum(starts + 1, stops)]
-    return targets
-
-
 def shard_counts(folder: Path) -> ShardCounts | None:
     """Return what a finished shard holds, or None where there is none."""
     try:
@@ -163,6 +153,10 @@ class Shard:
         for file in (getattr(self, "_tokens", None), getattr(self, "_mask", None)):
             if file is not None:
                 os.close(file)
+
+    def targets(self) -> IntArray:
+        """Return int64 `[documents]`: the labels that each document gives."""
+        return np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return tokens [start, stop) of the shard, as they are stored."""

@@ -1,0 +1,139 @@
+"""`varlen inspect`: how long documents are, what padding and packing make of them, and what to choose."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_SHOWN_SKIPS = 5
+
+
+def inspect_data(
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA...",
+            show_default=False,
+            help="Your documents: files, folders or quoted globs.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="bytes|FILE|FOLDER", help="What counts tokens; bytes needs no file.")
+    ] = "bytes",
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE=NAME", help="Which column holds what, as text=body; repeatable."),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A template for messages, instead of the tokenizer's.")
+    ] = None,
+    eos: Annotated[
+        str | None,
+        typer.Option(help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]"),
+    ] = None,
+    no_eos: Annotated[bool, typer.Option("--no-eos", help="Count documents without an end token.")] = False,
+    text_cut: Annotated[
+        str,
+        typer.Option(metavar="auto|file|paragraph|line", help="What a document is in text files."),
+    ] = "auto",
+    on_error: Annotated[
+        str, typer.Option(metavar="raise|skip", help="What becomes of rows that can't be read.")
+    ] = "raise",
+    capacity: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N", help="Tokens of a pack; repeatable.  [dim]\\[default: some that suit the data][/]"
+        ),
+    ] = None,
+    batch_documents: Annotated[int, typer.Option(metavar="N", help="Documents of a padded batch.")] = 8,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as one JSON object instead of the table.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of random batches, shuffles and samples.")] = 0,
+) -> None:
+    """Show how long documents are, what padding wastes, and how full packs become.
+
+    Compares ways of padding, seven methods of packing and the default policies of other packers at several
+    capacities, counts what each loses, and says what to choose and why. Nothing is trained or written, but
+    for the report that [bold]-o[/] names.
+
+    [bold]Example:[/]  varlen inspect 'chats/*.jsonl' --capacity 4096 --capacity 8192 -o report.html
+    """
+    from varlen.cli.progress import progress
+    from varlen.cli.reading import lengths_of
+    from varlen.report.inspection import inspect_lengths
+    from varlen.report.page import check_writable, write_page
+
+    if output is not None:
+        check_writable(output)
+    with progress() as on_progress:
+        found = lengths_of(
+            data,
+            on_progress,
+            tokenizer=tokenizer,
+            column=column or [],
+            chat_template=chat_template,
+            eos=eos,
+            append_eos=not no_eos,
+            text_cut=text_cut,
+            on_error=on_error,
+        )
+        inspection = inspect_lengths(
+            found.lengths,
+            capacities=capacity or None,
+            targets=found.targets,
+            excerpts=found.excerpts,
+            batch_documents=batch_documents,
+            seed=seed,
+            name=_title(data),
+            on_progress=on_progress,
+        )
+    if output is not None:
+        from varlen.report.inspect_page import inspect_page
+
+        write_page(output, inspect_page(inspection))
+    if as_json:
+        json.dump(inspection.to_json() | {"skipped": list(found.skipped)}, sys.stdout, indent=1)
+        print()
+    else:
+        _print_table(inspection, output)
+    _print_skipped(found.skipped)
+
+
+def _title(data: list[str]) -> str:
+    """Name the data for headings."""
+    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
+
+
+def _print_table(inspection: Any, output: Path | None) -> None:
+    from rich.console import Console
+
+    from varlen.report.inspect_table import inspect_table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    console.print(inspect_table(inspection))
+    if output is None:
+        console.print("\n-o report.html shows this in pictures.", markup=False)
+    else:
+        console.print(f"\n{output} shows this in pictures.", markup=False)
+
+
+def _print_skipped(skipped: Sequence[str]) -> None:
+    """Say on standard error what was left out, the first few by name."""
+    if not skipped:
+        return
+    more = len(skipped) - _SHOWN_SKIPS
+    tail = f"; and {more:,} more" if more > 0 else ""
+    shown = "; ".join(skipped[:_SHOWN_SKIPS])
+    print(f"varlen: {len(skipped):,} could not be read and were left out: {shown}{tail}", file=sys.stderr)

@@ -1,0 +1,327 @@
+"""The report of an inspection: one page of pictures and tables, from the figures alone."""
+
+from __future__ import annotations
+
+from html import escape
+
+from varlen.report import charts
+from varlen.report.inspect_table import full, reading
+from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
+from varlen.report.lines import Line, lines
+from varlen.report.pack_figure import pack_figure
+from varlen.report.packings import GROUP, GROUP_DOCUMENTS
+from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, paragraph, section, table
+from varlen.report.words import count, fill, share, times
+
+_DRAWN = {
+    "next_fit_drop": "next fit, dropped",
+    "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
+    "trl_bfd": "windows, truncated (TRL)",
+    "axolotl_multipack": "first fit, dropped (axolotl)",
+    "best_fit": "best fit",
+    "best_fit_decreasing": "best fit decreasing",
+}
+"""The packings of the line chart besides the advised one, with short names; the others lie on top of these."""
+
+
+def inspect_page(inspection: Inspection) -> str:
+    """Return the whole report as one self-contained HTML page; text of documents in it is escaped."""
+    at = inspection.at(inspection.advice.capacity)
+    return page(
+        f"varlen inspect: {inspection.name}" if inspection.name else "varlen inspect",
+        [
+            _opening(inspection),
+            section("The documents", _histogram(inspection), facts(_lengths(inspection))),
+            section("What padding computes", _padding(inspection), _padding_table(inspection)),
+            section("Fill against capacity", _fill(inspection), _fill_table(inspection)),
+            section("What a capacity cuts", _losses(inspection), _loss_table(inspection)),
+            section("Even work", _work(inspection, at)),
+            section(
+                "One pack and its mask",
+                paragraph(
+                    "Documents stand one after another in a row. Each attends to itself alone, and its positions "
+                    "begin at 0."
+                ),
+                pack_figure(
+                    inspection.picture.pieces,
+                    inspection.picture.capacity,
+                    "A pack of the advised packing, one of those with the handiest number of documents",
+                    most_named=12,
+                ),
+            ),
+            section("All figures", *(_details(inspection, figures) for figures in inspection.capacities)),
+            section("How it was measured", paragraph(reading(inspection)), facts(_settings(inspection))),
+        ],
+    )
+
+
+def _opening(inspection: Inspection) -> str:
+    advice, packed = inspection.advice, inspection.advised
+    random = next(way for way in inspection.padding if way.name == "random")
+    rows = (
+        ("varlen", fill(packed.fill), f"of the slots hold a token, packed at {advice.capacity:,}"),
+        ("", times(random.slots_per_token), "slots per token in random batches, padded"),
+        ("", share(packed.cut_share), f"of the documents are cut at {advice.capacity:,}"),
+        ("", times(packed.work_imbalance), "work of the heaviest pack over the mean"),
+    )
+    name = f" · {escape(inspection.name)}" if inspection.name else ""
+    return (
+        f'<header><p class="kicker"><b>varlen</b> inspect{name}</p>'
+        f'<h1>{escape(advice.headline)}</h1><p class="call"><code>{escape(advice.call)}</code></p>'
+        f"{paragraph(advice.why, 'lead')}</header>" + numbers(rows)
+    )
+
+
+def _histogram(inspection: Inspection) -> str:
+    found = inspection.distribution
+    first = charts.half_octave(found.histogram[0].low)
+    documents = [0.0] * (charts.half_octave(found.histogram[-1].low) - first + 1)
+    tokens = list(documents)
+    for figures in found.histogram:
+        place = charts.half_octave(figures.low) - first
+        documents[place], tokens[place] = figures.documents, figures.tokens
+    capacity = inspection.advice.capacity
+    label = "lengths of documents on a log axis, by share of documents and of tokens"
+    wide, narrow = (
+        charts.half_octaves(first, documents, tokens, capacity, f"capacity {capacity:,}", width, label)
+        for width in (WIDE, NARROW)
+    )
+    return figure(
+        wide,
+        narrow,
+        f"Length in tokens, half an octave a bar. The longest 1 % of the documents hold "
+        f"{share(found.longest_share)} of the tokens.",
+    )
+
+
+def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
+    found = inspection.distribution
+    rows = [
+        ("documents", f"{found.documents:,}" + (f", {found.empty:,} of them empty" if found.empty else "")),
+        ("tokens", f"{found.tokens:,}"),
+        ("mean, median", f"{count(found.mean)}, {count(found.median)}"),
+        ("90 %, 99 % are up to", f"{count(found.p90)}, {count(found.p99)}"),
+        ("longest", f"{found.longest:,}"),
+    ]
+    if found.targets is not None and found.targets_share is not None:
+        rows.append(("supervised", f"{found.targets:,} ({share(found.targets_share)})"))
+    return rows
+
+
+def _padding(inspection: Inspection) -> str:
+    packed, capacity = inspection.advised, inspection.advice.capacity
+    rows = [
+        charts.Bar(
+            label=_short(way.name, way.cut_at),
+            value=way.padding_share,
+            note=f"{share(way.padding_share)} · {times(way.slots_per_token)}",
+            kind="baseline",
+        )
+        for way in inspection.padding
+    ]
+    rows.append(
+        charts.Bar(
+            label=f"packed at {capacity:,}",
+            value=1 - packed.fill,
+            note=f"{share(1 - packed.fill)} · {times(1 / packed.fill)}",
+            kind="varlen",
+        )
+    )
+    label = "share of slots that hold padding, for each way of padding and for packs"
+    return figure(
+        charts.bars(rows, WIDE, label),
+        charts.bars(rows, NARROW, label),
+        f"Share of slots that hold padding, and slots computed for each token. Batches of "
+        f"{inspection.batch_documents} documents: in random order, padded to their longest; sorted by length, "
+        "padded to their longest; and every document padded to the longest of all. Sorting fills batches, and "
+        "makes every batch one of equal lengths: no random sample any more.",
+    )
+
+
+def _short(name: str, cut_at: int | None) -> str:
+    if cut_at is None:
+        return {"random": "random batches", "buckets": "length buckets", "maximum": "to the maximum"}[name]
+    word = {"random": "random", "buckets": "buckets", "maximum": "maximum"}[name.removesuffix("_cut")]
+    return f"{word}, cut at {_thousands(cut_at)}"
+
+
+def _thousands(value: int) -> str:
+    """Write a capacity as short as it goes: 4,096 as 4k, 500 as it is."""
+    return f"{value // 1024}k" if value % 1024 == 0 else f"{value:,}"
+
+
+def _padding_table(inspection: Inspection) -> str:
+    rows = [
+        (
+            "baseline",
+            (
+                way.title,
+                f"{way.tokens:,}",
+                f"{way.slots:,}",
+                share(way.padding_share),
+                times(way.slots_per_token),
+            ),
+        )
+        for way in inspection.padding
+    ]
+    return _wordy(table(("", "tokens", "slots", "padding", "slots per token"), rows))
+
+
+def _fill(inspection: Inspection) -> str:
+    places = [figures.capacity for figures in inspection.capacities]
+    advised = inspection.advised
+    kinds = {name: f"series{number}" for number, name in enumerate(_DRAWN) if name != advised.name}
+    rows = [
+        Line(
+            label=_DRAWN.get(name, advised.title),
+            values=tuple(_known(figures.packing(name)) for figures in inspection.capacities),
+            kind=kind,
+        )
+        for name, kind in (kinds | {advised.name: "varlen"}).items()
+    ]
+    label = "fill of packs against capacity, a line for each way of packing"
+    return figure(
+        lines(rows, places, WIDE, label, _axis),
+        lines(rows, places, NARROW, label, _axis),
+        f"Tokens over slots. Windows are of {inspection.window:,} rows: the larger a pack, the fewer of them a "
+        "window makes, and its last ones stay half empty. What truncates or drops may be fuller for it: the "
+        "next picture shows what it loses. Methods that aren't drawn are in the table.",
+    )
+
+
+def _axis(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def _known(packing: PackFigures) -> float | None:
+    return packing.fill if packing.packs else None
+
+
+def _fill_table(inspection: Inspection) -> str:
+    rows = [
+        (
+            _kind(row, inspection.advice.method),
+            (row.title, *(full(figures.packing(row.name)) for figures in inspection.capacities)),
+        )
+        for row in inspection.capacities[0].packings
+    ]
+    return _wordy(table(("", *(f"{figures.capacity:,}" for figures in inspection.capacities)), rows))
+
+
+def _losses(inspection: Inspection) -> str:
+    rows = []
+    for at in inspection.capacities:
+        for word, value, kind in (
+            ("truncated", at.truncation_share, "baseline"),
+            ("dropped", at.dropping_share, "control"),
+        ):
+            rows.append(
+                charts.Bar(label=f"{at.capacity:,}, {word}", value=value, note=share(value), kind=kind)
+            )
+    label = "share of tokens that truncating and dropping lose, at each capacity"
+    return figure(
+        charts.bars(rows, WIDE, label),
+        charts.bars(rows, NARROW, label),
+        "Share of all tokens that are never trained where documents longer than a pack are truncated, as TRL "
+        "does by default, or dropped, as axolotl and LLaMA-Factory do. Splitting them loses none.",
+    )
+
+
+def _loss_table(inspection: Inspection) -> str:
+    found = inspection.capacities
+    rows = [
+        ("documents longer", [f"{at.overlong_documents:,}" for at in found]),
+        ("of all documents", [share(at.overlong_share) for at in found]),
+        ("tokens lost by truncating", [share(at.truncation_share) for at in found]),
+        ("tokens lost by dropping", [share(at.dropping_share) for at in found]),
+    ]
+    targets = [at.packing("axolotl_multipack").lost_targets for at in found]
+    if inspection.distribution.targets:
+        whole = inspection.distribution.targets
+        rows.append(("supervised tokens lost by dropping", [share((lost or 0) / whole) for lost in targets]))
+    rows.append(("documents cut by wrapping", [share(at.packing("wrapped").cut_share) for at in found]))
+    return table(("", *(f"{at.capacity:,}" for at in found)), [("", (name, *cells)) for name, cells in rows])
+
+
+def _work(inspection: Inspection, at: CapacityFigures) -> str:
+    rows = [
+        charts.Bar(
+            label=row.title.partition(" (")[0],
+            value=row.work_imbalance,
+            note=f"{times(row.work_imbalance)} · attention {times(row.attention_imbalance)}",
+            kind=_kind(row, inspection.advice.method),
+        )
+        for row in at.packings
+        if row.kind == "method"
+    ]
+    label = "work of the heaviest pack over the mean, for each method"
+    return figure(
+        charts.bars(rows, WIDE, label),
+        charts.bars(rows, NARROW, label),
+        f"Work of the heaviest pack over the mean at {at.capacity:,}: how long others wait where packs run side "
+        "by side, one a rank. The bars count all work of a layer at width 4,096, the second number attention "
+        "alone, which grows with the square of a document's length. A document as long as a pack is as heavy "
+        "as packs get, and no method can even it out.",
+    )
+
+
+def _details(inspection: Inspection, at: CapacityFigures) -> str:
+    """Every figure of one capacity, folded away unless it is the advised one."""
+    rows = [
+        (
+            _kind(row, inspection.advice.method),
+            (
+                row.title,
+                f"{row.documents:,}",
+                f"{row.packs:,}",
+                full(row),
+                share(row.lost_share),
+                share(row.cut_share),
+                share(row.dropped_share),
+                times(row.work_imbalance),
+                times(row.attention_imbalance),
+                f"{row.length_correlation:+.2f}",
+            ),
+        )
+        for row in at.packings
+    ]
+    head = (
+        "",
+        "documents",
+        "packs",
+        "fill",
+        "tokens lost",
+        "documents cut",
+        "dropped",
+        "work, max / mean",
+        "attention, max / mean",
+        "likeness of lengths",
+    )
+    is_open = " open" if at.capacity == inspection.advice.capacity else ""
+    title = (
+        f"{at.capacity:,} tokens: {at.lower_bound:,} packs at least, for {inspection.packed_documents:,} "
+        "documents, split"
+    )
+    return f"<details{is_open}><summary>{escape(title)}</summary>{_wordy(table(head, rows))}</details>"
+
+
+def _kind(row: PackFigures, method: str) -> str:
+    return "varlen" if row.name == method else "baseline" if row.kind == "method" else "control"
+
+
+def _wordy(content: str) -> str:
+    """Let the first column of a table break its words over lines."""
+    return f'<div class="wordy">{content}</div>'
+
+
+def _settings(inspection: Inspection) -> list[tuple[str, str]]:
+    return [
+        ("documents packed", f"{inspection.packed_documents:,}"),
+        ("windows", f"{inspection.window_documents:,} documents in windows of {inspection.window:,}"),
+        (
+            "axolotl's row",
+            f"in shuffled groups of {GROUP:,} documents, at most {GROUP_DOCUMENTS:,} of them a pack",
+        ),
+        ("padded batches", f"{inspection.batch_documents:,} documents"),
+        ("seed", str(inspection.seed)),
+    ]

@@ -1,0 +1,157 @@
+"""An inspection for the terminal: what to choose first, then the lengths, padding, packing and what is lost."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
+from varlen.report.words import count, fill, share, times
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_INDENT = (0, 0, 0, 2)
+
+
+def inspect_table(inspection: Inspection) -> RenderableType:
+    """Return everything that `varlen inspect` prints."""
+    at = inspection.at(inspection.advice.capacity)
+    return Group(
+        "",
+        Text(inspection.advice.headline, style="bold"),
+        Text(inspection.advice.call, style="green"),
+        Text(inspection.advice.why),
+        *_titled(f"Lengths of {inspection.name}" if inspection.name else "Lengths", _lengths(inspection)),
+        *_titled("What padding computes", _padding(inspection)),
+        *_titled("Fill, by capacity", _fill(inspection)),
+        *_titled("What a capacity cuts", _losses(inspection)),
+        *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.method)),
+        Text(reading(inspection), style="dim"),
+    )
+
+
+def reading(inspection: Inspection) -> str:
+    """Say how the figures came about, in plain sentences."""
+    measured = (
+        f"Packs were measured on {inspection.packed_documents:,} of the documents, drawn at random, windows on "
+        f"{inspection.window_documents:,}; lengths, padding and losses are counted over all. "
+        if inspection.is_sampled
+        else ""
+    )
+    return (
+        f"{measured}Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
+        "packer, which does what the row says; on three sets of real lengths the fill of their own code (TRL 1.16, "
+        "axolotl 0.19, LLaMA-Factory) came out within one point of it. Work: the heaviest "
+        "pack over the mean, in all and in attention alone (the sum of squared lengths). Likeness: of the lengths "
+        "in a pack, 0 for random packs and 1 where they are equal."
+    )
+
+
+def _titled(title: str, content: RenderableType) -> list[RenderableType]:
+    return ["", Text(title, style="bold"), Padding(content, _INDENT)]
+
+
+def _plain(*titles: str, gap: int = 2) -> Table:
+    """Return a table without lines, words to the left and numbers to the right."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    table.add_column("", overflow="fold")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
+
+
+def _lengths(inspection: Inspection) -> RenderableType:
+    """The quantiles in a line, and how documents and tokens spread over half octaves."""
+    found = inspection.distribution
+    empty = f" ({found.empty:,} empty)" if found.empty else ""
+    supervised = "" if found.targets_share is None else f", {share(found.targets_share)} of them supervised"
+    lines = [
+        f"{found.documents:,} documents{empty}, {found.tokens:,} tokens{supervised}",
+        f"mean {count(found.mean)}, median {count(found.median)}, 90 % up to {count(found.p90)}, 99 % up to "
+        f"{count(found.p99)}, longest {found.longest:,}",
+        f"the longest 1 % of the documents hold {share(found.longest_share)} of the tokens",
+    ]
+    bins = found.histogram
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row("documents", Text(_spark([b.documents for b in bins])), style="dim")
+    table.add_row("tokens", Text(_spark([b.tokens for b in bins]), style="green"))
+    axis = f"{bins[0].low:,} to {found.longest:,} tokens, half an octave a bar"
+    return Group(*lines, "", table, Text(" " * 10 + axis, style="dim"))
+
+
+def _spark(values: list[int]) -> str:
+    """Draw values as a row of blocks, two columns each; what isn't zero is seen."""
+    top = max(values)
+    return "".join(2 * _BLOCKS[-(-8 * value // top)] for value in values)
+
+
+def _padding(inspection: Inspection) -> Table:
+    """One row a way of padding, and packed for comparison."""
+    table = _plain("padding", "slots / token")
+    for way in inspection.padding:
+        title = way.title.replace("batches,", f"batches of {inspection.batch_documents},")
+        table.add_row(title, share(way.padding_share), times(way.slots_per_token))
+    packed = inspection.advised
+    table.add_row(
+        f"packed at {inspection.advice.capacity:,}, {packed.title}",
+        share(1 - packed.fill),
+        times(1 / packed.fill),
+        style="bold green",
+    )
+    return table
+
+
+def _fill(inspection: Inspection) -> Table:
+    """One row a method or policy, one column a capacity."""
+    table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
+    for row in inspection.capacities[0].packings:
+        found = [at.packing(row.name) for at in inspection.capacities]
+        table.add_row(row.title, *(full(packing) for packing in found), style=_style(row, inspection))
+    return table
+
+
+def full(packing: PackFigures) -> str:
+    """Write how full packs are, or a dash where every document was dropped."""
+    return fill(packing.fill) if packing.packs else "–"
+
+
+def _style(row: PackFigures, inspection: Inspection) -> str:
+    if row.name == inspection.advice.method:
+        return "bold green"
+    return "" if row.kind == "method" else "magenta"
+
+
+def _losses(inspection: Inspection) -> Table:
+    """What is longer than each capacity, and what truncating and dropping lose."""
+    table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
+    rows = (
+        ("documents longer", [f"{at.overlong_documents:,}" for at in inspection.capacities]),
+        ("of all documents", [share(at.overlong_share) for at in inspection.capacities]),
+        ("tokens lost by truncating", [share(at.truncation_share) for at in inspection.capacities]),
+        ("tokens lost by dropping", [share(at.dropping_share) for at in inspection.capacities]),
+        (
+            "documents cut by wrapping",
+            [share(at.packing("wrapped").cut_share) for at in inspection.capacities],
+        ),
+    )
+    for title, cells in rows:
+        table.add_row(title, *cells)
+    return table
+
+
+def _details(at: CapacityFigures, method: str) -> RenderableType:
+    """Everything about the packings of one capacity."""
+    table = _plain("packs", "fill", "lost", "work", "attention", "likeness", gap=1)
+    for row in at.packings:
+        table.add_row(
+            row.title,
+            f"{row.packs:,}",
+            full(row),
+            share(row.lost_share),
+            times(row.work_imbalance),
+            times(row.attention_imbalance),
+            f"{row.length_correlation:+.2f}",
+            style="bold green" if row.name == method else "" if row.kind == "method" else "magenta",
+        )
+    return table

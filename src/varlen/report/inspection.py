@@ -1,0 +1,239 @@
+"""`inspect_lengths`: lengths of documents in, everything that `varlen inspect` shows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import DocumentsError, LengthsError, SettingError
+from varlen.pack.api import as_seed, pack
+from varlen.pack.lengths import as_count, as_lengths
+from varlen.report.advice import advise
+from varlen.report.figures import PieceFigures
+from varlen.report.inspected import (
+    AdviceFigures,
+    BinFigures,
+    DistributionFigures,
+    Inspection,
+    PackPicture,
+)
+from varlen.report.packings import WINDOW, Sample, draw_sample, measure_capacity
+from varlen.report.padding import measure_padding
+from varlen.types import Int32Array, IntArray
+
+USUAL_CAPACITIES = (2_048, 4_096, 8_192, 32_768)
+"""Row lengths that models are mostly trained with; looked at wherever the documents fill some packs of them."""
+MOST_CAPACITIES = 6
+LARGEST_CAPACITY = 131_072
+"""A capacity over this is only looked at where a user asks for it."""
+FEWEST_PACKS = 8
+"""A capacity is looked at if the documents would fill so many packs of it."""
+LONGEST_EXCERPT = 160
+"""Characters of a text that the picture shows."""
+DRAWN_DOCUMENTS = 8
+"""The pack whose number of documents is nearest to this is drawn."""
+
+Excerpts = Mapping[int, str] | Iterable[tuple[int, str]]
+OnProgress = Callable[[int, int, str], None]
+
+
+def inspect_lengths(
+    lengths: npt.ArrayLike,
+    *,
+    capacities: Sequence[int] | None = None,
+    targets: npt.ArrayLike | None = None,
+    excerpts: Excerpts | None = None,
+    batch_documents: int = 8,
+    seed: int = 0,
+    name: str = "",
+    on_progress: OnProgress | None = None,
+) -> Inspection:
+    """Measure how documents of these lengths are padded and packed, and say what to choose.
+
+    Distribution, padding and losses are counted over all documents. Packs are measured on at most 200,000
+    documents and 200 windows, drawn at random and evenly; the figures say how many.
+
+    Args:
+        lengths: `[num_documents]` tokens of each document; those of length 0 are counted and left out.
+        capacities: tokens that packs may hold; None chooses some that suit the lengths.
+        targets: `[num_documents]` supervised tokens of each document, or None where that isn't known.
+        excerpts: how the text of some documents begins, by their number, for the picture of a pack.
+        batch_documents: documents of a padded batch.
+        seed: of random batches, shuffles and samples.
+        name: what the documents are, for headings.
+        on_progress: called with capacities done, all of them, and what is going on.
+
+    Returns:
+        The figures; `to_json()` makes them plain.
+
+    Raises:
+        LengthsError: lengths that can't be, or no document with a token.
+        DocumentsError: targets that don't match the lengths.
+        SettingError: a capacity, a batch or a seed out of range.
+    """
+    checked = as_lengths(lengths)
+    if not checked.any():
+        raise LengthsError(
+            f"none of the {checked.size:,} documents holds a token, and nothing can be packed; "
+            "check the path, and the columns that are read"
+        )
+    supervised = None if targets is None else _as_targets(targets, checked)
+    batch_documents, seed = as_count(batch_documents, "batch_documents"), as_seed(seed)
+    chosen = suitable_capacities(checked) if capacities is None else _as_capacities(capacities)
+    say = on_progress or _silent
+    say(0, len(chosen), "lengths")
+    sample = draw_sample(checked, supervised, chosen[0], seed)
+    measured = []
+    for done, capacity in enumerate(chosen):
+        say(done, len(chosen), f"packing at {capacity:,}")
+        measured.append(measure_capacity(sample, capacity))
+    distribution = _distribution(sample, checked.size)
+    padding = measure_padding(sample.lengths, batch_documents, None, seed)
+    advice = advise(tuple(measured), padding, distribution, batch_documents)
+    say(len(chosen), len(chosen), "done")
+    return Inspection(
+        name=_printable(name),
+        distribution=distribution,
+        padding=measure_padding(sample.lengths, batch_documents, advice.capacity, seed),
+        capacities=tuple(measured),
+        advice=advice,
+        picture=_picture(sample, advice, dict(excerpts or {})),
+        batch_documents=batch_documents,
+        packed_documents=sample.sampled.size,
+        window_documents=sum(window.size for window in sample.windows),
+        window=WINDOW,
+        seed=seed,
+    )
+
+
+def suitable_capacities(lengths: Int32Array) -> tuple[int, ...]:
+    """Return about five powers of two to look at: usual ones, and those that hold most and all documents.
+
+    Args:
+        lengths: int32 `[num_documents]`, at least one of them above 0.
+    """
+    full = lengths[lengths > 0]
+    tokens, longest = int(full.sum(dtype=np.int64)), int(full.max())
+    holds_all = _power_above(longest)
+    holds_most = _power_above(int(np.quantile(full, 0.99)))
+    wanted = {*USUAL_CAPACITIES, holds_most, holds_all, 2 * holds_all, 4 * holds_all}
+    usual = [c for c in sorted(wanted) if 64 <= c <= LARGEST_CAPACITY and tokens >= FEWEST_PACKS * c]
+    # What one document fills alone is no packing; small sets are looked at where all of them fit.
+    small = [c for c in usual if c >= int(np.median(full))] or usual or [min(holds_all, LARGEST_CAPACITY)]
+    must = [c for c in small if c in USUAL_CAPACITIES or c == holds_most]
+    rest = [c for c in small if c not in must]
+    return tuple(sorted((must + rest)[:MOST_CAPACITIES]))
+
+
+def _power_above(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def _as_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
+    """Return capacities checked, rising, each once.
+
+    Raises:
+        SettingError: there is none, or one isn't a whole number above 0.
+    """
+    checked = sorted({as_count(capacity, "capacity") for capacity in capacities})
+    if not checked:
+        raise SettingError("capacities is empty; name at least one, or None for those that suit the lengths")
+    return tuple(checked)
+
+
+def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
+    """Return supervised tokens as int64, one number a document, none above its length.
+
+    Raises:
+        DocumentsError: they don't match the lengths.
+    """
+    array = np.asarray(targets)
+    if array.shape != lengths.shape or array.dtype.kind not in "iu":
+        raise DocumentsError(
+            f"targets must be one whole number a document, [{lengths.size:,}]; got shape {array.shape} and "
+            f"dtype {array.dtype}"
+        )
+    wrong = (array < 0) | (array > lengths)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise DocumentsError(
+            f"document {first:,} has {lengths[first]:,} tokens and {array[first]:,} of them supervised "
+            f"({int(wrong.sum()):,} of {lengths.size:,} documents are wrong in this way); count those that "
+            "carry a label"
+        )
+    return array.astype(np.int64)
+
+
+def _silent(_done: int, _total: int, _text: str) -> None:
+    """Take progress and show it to nobody."""
+
+
+def _distribution(sample: Sample, documents: int) -> DistributionFigures:
+    """Count how long the documents are."""
+    lengths = sample.lengths
+    tokens = int(lengths.sum(dtype=np.int64))
+    median, p90, p99 = np.quantile(lengths, (0.5, 0.9, 0.99)).tolist()
+    hundredth = max(1, lengths.size // 100)
+    longest = np.partition(lengths, lengths.size - hundredth)[-hundredth:]
+    targets = None if sample.targets is None else int(sample.targets.sum())
+    return DistributionFigures(
+        documents=documents,
+        empty=documents - lengths.size,
+        tokens=tokens,
+        mean=tokens / lengths.size,
+        median=median,
+        p90=p90,
+        p99=p99,
+        longest=int(lengths.max()),
+        longest_share=int(longest.sum(dtype=np.int64)) / tokens,
+        targets=targets,
+        targets_share=None if targets is None else targets / tokens,
+        histogram=_half_octaves(lengths),
+    )
+
+
+def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
+    """Count documents and tokens by half octaves; those that hold no whole number are left out."""
+    places = np.floor(2 * np.log2(lengths.astype(np.float64))).astype(np.int64)
+    documents, tokens = np.bincount(places), np.bincount(places, lengths.astype(np.float64))
+    bins = []
+    for place in range(int(places.min()), documents.size):
+        low, above = int(np.ceil(2 ** (place / 2))), int(np.ceil(2 ** ((place + 1) / 2)))
+        if low < above:
+            count, inside = int(documents[place]), int(tokens[place])
+            bins.append(BinFigures(low=low, high=above - 1, documents=count, tokens=inside))
+    return tuple(bins)
+
+
+def _printable(text: str) -> str:
+    """Return the beginning of a text on one line, without what a terminal or a file of UTF-8 can't take."""
+    line = " ".join(text[: 4 * LONGEST_EXCERPT].split())[:LONGEST_EXCERPT]
+    return "".join(letter if letter.isprintable() else "�" for letter in line)
+
+
+def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) -> PackPicture:
+    """Take the pack whose number of documents is nearest to a handful, with texts where there are some."""
+    packing = pack(sample.sampled, advice.capacity, advice.method, "split")
+    documents_in = np.diff(packing.offsets)
+    longest = np.maximum.reduceat(packing.lengths, packing.offsets[:-1]) / advice.capacity
+    # Padded, the documents of a pack take `documents · longest²` squares of the pack's; more than one is no picture.
+    off = np.abs(np.log2(documents_in / DRAWN_DOCUMENTS)) + np.log2(np.maximum(documents_in * longest**2, 1))
+    off += np.where(documents_in == 1, 10.0, 8.0 * (1 - packing.pack_sums(packing.lengths) / advice.capacity))
+    if excerpts:
+        known = np.isin(sample.ids, np.fromiter(excerpts, np.int64, len(excerpts)))
+        off = off + packing.pack_sums(~known[packing.document_ids]) / documents_in
+    best = int(np.argmin(off))
+    inside = slice(int(packing.offsets[best]), int(packing.offsets[best + 1]))
+    documents = sample.ids[packing.document_ids[inside]].tolist()
+    pieces = zip(documents, packing.lengths[inside].tolist(), strict=True)
+    return PackPicture(
+        capacity=advice.capacity,
+        pieces=tuple(
+            PieceFigures(
+                document_id=document, num_tokens=tokens, excerpt=_printable(excerpts.get(document, ""))
+            )
+            for document, tokens in pieces
+        ),
+    )

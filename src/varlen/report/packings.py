@@ -1,0 +1,266 @@
+"""Methods of ours and default policies of peers, all measured with our packer, at one capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from varlen.errors import SettingError
+from varlen.pack.api import DEFAULT_WORK, pack
+from varlen.pack.bound import lower_bound
+from varlen.pack.score import length_correlation
+from varlen.report.inspected import CapacityFigures, PackFigures
+from varlen.types import FloatArray, Int32Array, IntArray, Method, Overlong, Packing
+
+WINDOW = 1_000
+"""Rows that TRL and LLaMA-Factory pack together: the batch that `datasets` maps by default."""
+MOST_WINDOWS = 200
+"""Windows that a policy is measured on; with more of them, evenly spread ones are taken."""
+MOST_DOCUMENTS = 200_000
+"""Documents that methods are measured on; of more, a random sample in input order."""
+MOST_PIECES = 2_000_000
+"""Pieces that the sample may be cut into at the smallest capacity."""
+REFUSED_PIECES = 20_000_000
+"""Pieces of so few documents that no sample helps."""
+GROUP, GROUP_DOCUMENTS = 100_000, 200
+"""Rows that axolotl packs together, and the most documents that it puts into one pack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The documents that are packed, none of them empty."""
+
+    lengths: Int32Array
+    """int32: all that aren't empty."""
+    targets: IntArray | None
+    """int64: supervised tokens of the same documents."""
+    ids: IntArray
+    """int64: numbers of the sampled documents among the lengths given."""
+    sampled: Int32Array
+    """int32: lengths of the sampled documents."""
+    shuffled: Int32Array
+    """int32: the same in random order."""
+    windows: tuple[Int32Array, ...]
+    """Windows of consecutive documents."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What a peer does by default, said and done in our terms."""
+
+    name: str
+    title: str
+    method: Method
+    overlong: Overlong
+    parts: Callable[[Sample], Iterator[Int32Array]]
+    """What is packed together, one after another."""
+    max_documents: int | None = None
+
+
+def _windows(sample: Sample) -> Iterator[Int32Array]:
+    yield from sample.windows
+
+
+def _groups(sample: Sample) -> Iterator[Int32Array]:
+    for start in range(0, sample.shuffled.size, GROUP):
+        yield sample.shuffled[start : start + GROUP]
+
+
+def _at_once(sample: Sample) -> Iterator[Int32Array]:
+    yield sample.sampled
+
+
+# Filling one pack after another with the largest document that still fits is first-fit-decreasing: both
+# look at documents from long to short, and a document goes where the earliest pack has space for it.
+POLICIES = (
+    Policy(
+        name="trl_bfd",
+        title="best fit decreasing in windows of 1,000 rows, truncated (TRL's default)",
+        method="best_fit_decreasing",
+        overlong="truncate",
+        parts=_windows,
+    ),
+    Policy(
+        name="axolotl_multipack",
+        title="first fit in shuffled order, longer documents dropped (axolotl's default)",
+        method="first_fit",
+        overlong="drop",
+        parts=_groups,
+        max_documents=GROUP_DOCUMENTS,
+    ),
+    Policy(
+        name="llama_factory_knapsack",
+        title="largest that fits in windows of 1,000 rows, longer dropped (LLaMA-Factory's default)",
+        method="first_fit_decreasing",
+        overlong="drop",
+        parts=_windows,
+    ),
+    Policy(
+        name="next_fit_drop",
+        title="next fit in input order (as fast-axolotl), longer documents dropped",
+        method="next_fit",
+        overlong="drop",
+        parts=_at_once,
+    ),
+)
+TITLES: dict[Method, str] = {
+    "best_fit_decreasing": "best fit decreasing",
+    "first_fit_decreasing": "first fit decreasing",
+    "best_fit": "best fit",
+    "first_fit": "first fit",
+    "next_fit": "next fit",
+    "balanced": "balanced",
+    "wrapped": "wrapped (cut at every pack's end)",
+}
+METHODS: tuple[Method, ...] = tuple(sorted(get_args(Method), key=list(TITLES).index))
+
+
+def draw_sample(lengths: Int32Array, targets: IntArray | None, smallest_capacity: int, seed: int) -> Sample:
+    """Choose what is packed: all documents that hold a token, or as many as take a second or two.
+
+    Args:
+        lengths: int32 `[num_documents]`, empty ones included.
+        targets: int64 `[num_documents]`, or None.
+        smallest_capacity: at which documents are cut into the most pieces.
+        seed: of the sample and of the shuffled order.
+
+    Raises:
+        SettingError: the smallest capacity would cut even a sample into far too many pieces.
+    """
+    ids = np.flatnonzero(lengths)
+    full = lengths[ids]
+    rng = np.random.default_rng(seed)
+    pieces = -(-full.astype(np.int64) // smallest_capacity)
+    most = min(MOST_DOCUMENTS, max(WINDOW, full.size * MOST_PIECES // int(pieces.sum())))
+    chosen = np.sort(rng.choice(full.size, most, replace=False)) if full.size > most else np.arange(full.size)
+    sampled, cut = full[chosen], int(pieces[chosen].sum())
+    if cut > REFUSED_PIECES:
+        raise SettingError(
+            f"capacity {smallest_capacity:,} would cut what is looked at into {cut:,} pieces, and "
+            f"{REFUSED_PIECES:,} are the most that are looked at; raise capacity"
+        )
+    starts = np.arange(0, full.size, WINDOW)
+    most_windows = max(1, min(MOST_WINDOWS, most // WINDOW))
+    if starts.size > most_windows:
+        starts = starts[: full.size // WINDOW]  # the last may hold a few documents only
+        starts = starts[np.linspace(0, starts.size - 1, most_windows).astype(np.int64)]
+    return Sample(
+        lengths=full,
+        targets=None if targets is None else targets[ids],
+        ids=ids[chosen],
+        sampled=sampled,
+        shuffled=rng.permutation(sampled),
+        windows=tuple(full[start : start + WINDOW] for start in starts.tolist()),
+    )
+
+
+def measure_capacity(sample: Sample, capacity: int) -> CapacityFigures:
+    """Pack a sample by every method and every policy, and count over all documents what is lost."""
+    loss = _loss(sample, capacity)
+    tokens = int(sample.lengths.sum(dtype=np.int64))
+    packings = [_measure_method(sample, capacity, method, loss) for method in METHODS]
+    packings += [_measure_policy(sample, capacity, policy, loss) for policy in POLICIES]
+    pieces = pack(sample.sampled, capacity, "next_fit", "split").lengths
+    return CapacityFigures(
+        capacity=capacity,
+        overlong_documents=loss.documents,
+        overlong_share=loss.documents / sample.lengths.size,
+        truncation_share=loss.truncated / tokens,
+        dropping_share=loss.dropped / tokens,
+        lower_bound=lower_bound(pieces, capacity),
+        packings=tuple(packings),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loss:
+    """What a capacity costs, counted over all documents."""
+
+    documents: int
+    truncated: int
+    dropped: int
+    dropped_targets: int | None
+
+
+def _loss(sample: Sample, capacity: int) -> _Loss:
+    longer = sample.lengths > capacity
+    documents, dropped = int(longer.sum()), int(sample.lengths[longer].sum(dtype=np.int64))
+    return _Loss(
+        documents=documents,
+        truncated=dropped - documents * capacity,
+        dropped=dropped,
+        dropped_targets=None if sample.targets is None else int(sample.targets[longer].sum()),
+    )
+
+
+def _measure_method(sample: Sample, capacity: int, method: Method, loss: _Loss) -> PackFigures:
+    packing = pack(sample.sampled, capacity, method, "split")
+    return _figures(
+        name=method,
+        title=TITLES[method],
+        packings=[packing],
+        sample=sample,
+        loss=loss,
+        documents=sample.sampled.size,
+    )
+
+
+def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) -> PackFigures:
+    parts = list(policy.parts(sample))
+    packings = [
+        pack(part, capacity, policy.method, policy.overlong, max_documents=policy.max_documents)
+        for part in parts
+    ]
+    return _figures(
+        name=policy.name,
+        title=policy.title,
+        packings=packings,
+        sample=sample,
+        loss=loss,
+        documents=sum(part.size for part in parts),
+    )
+
+
+def _figures(
+    *, name: str, title: str, packings: list[Packing], sample: Sample, loss: _Loss, documents: int
+) -> PackFigures:
+    """Put packings of parts of the documents into figures, as if they were one."""
+    overlong, capacity = packings[0].overlong, packings[0].capacity
+    packs, tokens = sum(p.num_packs for p in packings), sum(p.num_tokens for p in packings)
+    lengths = np.concatenate([packing.lengths for packing in packings])
+    sizes = np.concatenate([np.diff(packing.offsets) for packing in packings])
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    wide = lengths.astype(np.float64)
+    lost = {"truncate": loss.truncated, "drop": loss.dropped}.get(overlong, 0)
+    targets = {"truncate": None if loss.truncated else 0, "drop": loss.dropped_targets}.get(overlong, 0)
+    cut = sum(packing.ledger.split_documents for packing in packings) / documents
+    share = loss.documents / sample.lengths.size
+    return PackFigures(
+        name=name,
+        title=title,
+        kind="method" if name in TITLES else "policy",
+        overlong=overlong,
+        documents=documents,
+        packs=packs,
+        tokens=tokens,
+        fill=tokens / (packs * capacity) if packs else 1.0,
+        lost_tokens=lost,
+        lost_share=lost / int(sample.lengths.sum(dtype=np.int64)),
+        lost_targets=targets,
+        cut_share=cut if name == "wrapped" else 0.0 if overlong == "drop" else share,
+        dropped_share=share if overlong == "drop" else 0.0,
+        attention_imbalance=_imbalance(wide * wide, offsets),
+        work_imbalance=_imbalance(DEFAULT_WORK[0] * wide + DEFAULT_WORK[1] * wide * wide, offsets),
+        length_correlation=length_correlation(lengths, offsets) if packs else 0.0,
+    )
+
+
+def _imbalance(work: FloatArray, offsets: IntArray) -> float:
+    """Return the work of the heaviest pack over the mean; 1 where there is none."""
+    if offsets.size < 2:
+        return 1.0
+    packs = np.add.reduceat(work, offsets[:-1])
+    return float(packs.max() / packs.mean())

@@ -1,0 +1,115 @@
+"""The lengths of documents, for looking at data: read and tokenized, or counted before."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.source.documents import Documents, targets_of
+from varlen.source.source import Source
+from varlen.source.store import TokenStore
+from varlen.types import IntArray
+
+OnProgress = Callable[[int, int, str], None]
+EXCERPTS = 512
+"""Documents whose beginnings are kept for pictures."""
+_EXCERPT_TOKENS = 48
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lengths:
+    """How long documents are."""
+
+    lengths: IntArray
+    """int64 `[num_documents]`, empty ones too."""
+    targets: IntArray | None
+    """int64 `[num_documents]`: labels that each document gives; None where every token is trained on."""
+    excerpts: dict[int, str]
+    """How some documents begin, by their number."""
+    skipped: Sequence[str]
+    """Records that couldn't be read."""
+
+
+def read_lengths(source: Source, on_progress: OnProgress) -> Lengths:
+    """Read and tokenize a source, and keep the lengths alone.
+
+    Args:
+        source: what to read.
+        on_progress: called with parts read, all parts, and words.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+        SettingError: the tokenizer fails.
+    """
+    lengths, targets, skipped = [], [], []
+    excerpts: dict[int, str] = {}
+    has_mask = False
+    parts, count = source.parts(), 0
+    for number, part in enumerate(parts):
+        on_progress(number, len(parts), "tokenizing")
+        for documents in source.read(part):
+            if len(excerpts) < EXCERPTS:
+                excerpts |= _excerpts(source, documents, count, EXCERPTS - len(excerpts))
+            count += len(documents)
+            lengths.append(documents.lengths)
+            targets.append(targets_of(documents))
+            has_mask |= documents.loss_mask is not None
+            skipped += map(str, documents.faults)
+    if not any(some.any() for some in lengths):
+        first = source.files[0].path
+        raise SourceError(f"{first} holds no document with tokens; {len(skipped):,} records were skipped")
+    return Lengths(
+        lengths=np.concatenate(lengths),
+        targets=np.concatenate(targets) if has_mask else None,
+        excerpts=excerpts,
+        skipped=skipped,
+    )
+
+
+def _excerpts(source: Source, documents: Documents, first: int, limit: int) -> dict[int, str]:
+    """Return the beginnings of documents."""
+    starts, stops = documents.offsets[:-1], documents.offsets[1:]
+    spans = islice(zip(starts.tolist(), stops.tolist()), limit)
+    decode = source.encoding.tokenizer.decode
+    return {
+        first + index: decode(documents.tokens[start : min(stop, start + _EXCERPT_TOKENS)].tolist())
+        for index, (start, stop) in enumerate(spans)
+    }
+
+
+def stored_lengths(store: TokenStore) -> Lengths:
+    """Return the lengths of a token store's documents."""
+    shards = [store.shard(index) for index in range(len(store.shards))]
+    has_mask = any(shard.counts.has_mask for shard in shards)
+    return Lengths(
+        lengths=np.concatenate([np.diff(shard.offsets) for shard in shards]),
+        targets=np.concatenate([shard.targets() for shard in shards]) if has_mask else None,
+        excerpts={},
+        skipped=(),
+    )
+
+
+def counted_lengths(path: Path) -> Lengths | None:
+    """Return the lengths that an `.npz` file holds as `lengths`, or None where it is something else.
+
+    Raises:
+        SourceError: they aren't whole numbers from 0.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if "lengths.npy" not in archive.namelist():
+                return None
+        with np.load(path, allow_pickle=False) as stored:
+            lengths = stored["lengths"]
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise SourceError(f"{path} is not a readable .npz file: {error}") from error
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and lengths.min() < 0):
+        raise SourceError(f"{path}: `lengths` must be a row of whole numbers from 0, got {lengths.dtype}")
+    return Lengths(lengths=lengths.astype(np.int64), targets=None, excerpts={}, skipped=())

@@ -1,0 +1,334 @@
+"""The figures of an inspection, compared with counting by hand, and advice that follows from them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import varlen as vl
+from varlen.errors import DocumentsError, LengthsError, SettingError
+from varlen.report.inspection import inspect_lengths, suitable_capacities
+from varlen.report.packings import METHODS, POLICIES
+
+SMALL = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
+RNG = np.random.default_rng(0)
+SHORT = RNG.integers(50, 200, 3_000)
+LONG_TAIL = np.r_[RNG.integers(50, 200, 3_000), [30_000] * 3]
+
+
+def padded_by_hand(lengths, batch):
+    """Slots of batches in this order, each padded to its longest."""
+    parts = [lengths[start : start + batch] for start in range(0, len(lengths), batch)]
+    return sum(max(part) * len(part) for part in parts)
+
+
+@given(SMALL, st.integers(1, 9), st.integers(1, 50))
+def test_padding_is_what_counting_batch_by_batch_gives(lengths, batch, capacity):
+    found = inspect_lengths(lengths, capacities=[capacity], batch_documents=batch)
+
+    full = sorted(length for length in lengths if length)
+    ways = {way.name: way for way in found.padding}
+    assert ways["buckets"].slots == padded_by_hand(full, batch)
+    assert ways["maximum"].slots == max(full) * len(full)
+    assert ways["buckets"].slots <= ways["random"].slots <= ways["maximum"].slots
+    assert ways["random"].slots_per_token == ways["random"].slots / sum(full)
+    assert ways["random"].padding_share == 1 - sum(full) / ways["random"].slots
+    cut = [min(length, capacity) for length in full]
+    assert ("buckets_cut" in ways) == (max(full) > capacity)
+    if max(full) > capacity:
+        assert ways["buckets_cut"].slots == padded_by_hand(cut, batch)
+        assert ways["buckets_cut"].tokens == ways["random_cut"].tokens == sum(cut)
+
+
+@given(SMALL, st.integers(1, 9))
+def test_random_batches_are_the_shuffle_of_the_seed(lengths, batch):
+    found = inspect_lengths(lengths, capacities=[40], batch_documents=batch, seed=7)
+
+    full = np.array([length for length in lengths if length])
+    mixed = full[np.random.default_rng(7).permutation(full.size)]
+    assert found.padding[0].slots == padded_by_hand(mixed.tolist(), batch)
+
+
+@given(SMALL, st.integers(1, 50))
+def test_losses_of_every_row_are_what_its_words_say(lengths, capacity):
+    found = inspect_lengths(lengths, capacities=[capacity]).at(capacity)
+
+    tokens = sum(lengths)
+    longer = [length for length in lengths if length > capacity]
+    lost = {
+        "split": 0,
+        "truncate": sum(length - capacity for length in longer),
+        "drop": sum(longer),
+    }
+    assert found.overlong_documents == len(longer)
+    assert found.truncation_share == lost["truncate"] / tokens
+    assert found.dropping_share == lost["drop"] / tokens
+    for row in found.packings:
+        assert row.lost_tokens == lost[row.overlong]
+        assert row.tokens + row.lost_tokens == tokens
+        assert row.packs * capacity * row.fill == pytest.approx(row.tokens)
+        longer_share = len(longer) / np.count_nonzero(lengths)
+        assert row.dropped_share == (longer_share if row.overlong == "drop" else 0)
+        if row.name != "wrapped":
+            assert row.cut_share == (0 if row.overlong == "drop" else longer_share)
+    cut_no_more = [row for row in found.packings if row.kind == "method" and row.name != "wrapped"]
+    assert found.lower_bound <= min(row.packs for row in cut_no_more)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_measured_as_it_packs(method):
+    found = inspect_lengths(LONG_TAIL, capacities=[1_024]).at(1_024).packing(method)
+
+    packing = vl.pack(LONG_TAIL, 1_024, method, "split")
+    by_hand = [sum(int(n) ** 2 for n in pack) for pack in packs_of(packing)]
+    assert found.packs == packing.num_packs
+    assert found.fill == packing.fill_ratio
+    assert found.attention_imbalance == pytest.approx(max(by_hand) / np.mean(by_hand))
+    assert found.work_imbalance == pytest.approx(vl.score(packing).work_imbalance)
+    assert found.length_correlation == vl.score(packing).length_correlation
+
+
+def packs_of(packing):
+    """Lengths of the pieces of each pack."""
+    return np.split(packing.lengths, packing.offsets[1:-1])
+
+
+def knapsack(lengths, capacity):
+    """One pack after another, each filled with the largest document that still fits."""
+    left, packs = sorted(lengths, reverse=True), 0
+    while left:
+        space, packs = capacity, packs + 1
+        for length in list(left):
+            if length <= space:
+                space -= length
+                left.remove(length)
+    return packs
+
+
+def test_the_largest_that_fits_takes_the_packs_that_first_fit_decreasing_takes():
+    lengths = np.random.default_rng(1).integers(1, 900, 2_500)
+
+    row = inspect_lengths(lengths, capacities=[700]).at(700).packing("llama_factory_knapsack")
+
+    windows = [lengths[start : start + 1_000] for start in (0, 1_000, 2_000)]
+    assert row.packs == sum(knapsack([n for n in window.tolist() if n <= 700], 700) for window in windows)
+
+
+def test_the_row_of_axolotl_holds_at_most_two_hundred_documents_a_pack():
+    row = inspect_lengths([1] * 1_000, capacities=[500]).at(500).packing("axolotl_multipack")
+
+    assert (row.packs, row.fill) == (5, 0.4)
+
+
+def test_wrapping_cuts_documents_that_would_fit():
+    row = inspect_lengths([60] * 10, capacities=[100]).at(100).packing("wrapped")
+
+    assert (row.packs, row.cut_share) == (6, 0.4)
+
+
+def test_windows_fill_packs_less_than_everything_at_once():
+    found = inspect_lengths(SHORT, capacities=[8_192]).at(8_192)
+
+    assert found.packing("trl_bfd").fill < found.packing("best_fit_decreasing").fill
+    assert found.packing("trl_bfd").packs == sum(
+        vl.pack(SHORT[start : start + 1_000], 8_192).num_packs for start in (0, 1_000, 2_000)
+    )
+
+
+def test_the_distribution_counts_every_document_and_leaves_empty_ones_out_of_the_rest():
+    lengths = np.r_[np.zeros(5, np.int64), np.arange(1, 101)]
+
+    found = inspect_lengths(lengths, capacities=[128]).distribution
+
+    assert (found.documents, found.empty, found.tokens, found.longest) == (105, 5, 5_050, 100)
+    assert (found.mean, found.median) == (50.5, 50.5)
+    assert found.p90 == np.quantile(lengths[5:], 0.9)
+    assert found.longest_share == 100 / 5_050
+    assert sum(b.documents for b in found.histogram) == 100
+    assert sum(b.tokens for b in found.histogram) == 5_050
+    for b in found.histogram:
+        inside = [n for n in range(1, 101) if b.low <= n <= b.high]
+        assert (b.documents, b.tokens) == (len(inside), sum(inside))
+
+
+def test_supervised_tokens_are_counted_and_those_of_dropped_documents_too():
+    found = inspect_lengths([10, 0, 50, 20], targets=[4, 0, 30, 6], capacities=[32])
+
+    assert (found.distribution.targets, found.distribution.targets_share) == (40, 0.5)
+    rows = {row.name: row for row in found.at(32).packings}
+    assert rows["axolotl_multipack"].lost_targets == 30
+    assert rows["trl_bfd"].lost_targets is None
+    assert rows["best_fit"].lost_targets == 0
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 0, 9], [2_000_000], [1] * 50, SHORT, LONG_TAIL])
+def test_some_capacities_suit_any_lengths(lengths):
+    chosen = suitable_capacities(np.asarray(lengths, np.int32))
+
+    assert 1 <= len(chosen) <= 6
+    assert list(chosen) == sorted(set(chosen))
+    assert all(capacity & (capacity - 1) == 0 for capacity in chosen)
+
+
+def test_a_large_set_offers_the_capacities_that_models_are_trained_with():
+    chosen = suitable_capacities(RNG.lognormal(6, 1.2, 20_000).astype(np.int32) + 1)
+
+    assert {2_048, 4_096, 8_192, 32_768} <= set(chosen)
+
+
+def test_more_documents_than_are_packed_are_sampled_and_losses_are_counted_over_all(monkeypatch):
+    monkeypatch.setattr("varlen.report.packings.MOST_DOCUMENTS", 2_000)
+    monkeypatch.setattr("varlen.report.packings.MOST_WINDOWS", 2)
+    lengths = np.r_[np.zeros(10, np.int64), LONG_TAIL, SHORT]
+
+    found = inspect_lengths(lengths, capacities=[2_048])
+
+    assert (found.packed_documents, found.window_documents, found.is_sampled) == (2_000, 2_000, True)
+    assert found.distribution.documents == 6_013
+    row = found.at(2_048).packing("axolotl_multipack")
+    assert (row.documents, row.lost_tokens) == (2_000, 90_000)
+    assert found.at(2_048).overlong_documents == 3
+    for piece in found.picture.pieces:
+        assert lengths[piece.document_id] >= piece.num_tokens > 0
+
+
+def test_a_tiny_capacity_is_measured_on_fewer_documents(monkeypatch):
+    monkeypatch.setattr("varlen.report.packings.MOST_PIECES", 10_000)
+
+    found = inspect_lengths(SHORT, capacities=[1])
+
+    assert found.packed_documents == 1_000
+    assert found.at(1).packing("best_fit").fill == 1.0
+
+
+def test_the_picture_shows_a_pack_with_texts_where_there_are_some():
+    texts = {document: f"text {document}" for document in range(8)}
+
+    found = inspect_lengths([100] * 64, capacities=[800], excerpts=texts)
+
+    assert [piece.excerpt for piece in found.picture.pieces] == list(texts.values())
+    assert sum(piece.num_tokens for piece in found.picture.pieces) <= found.picture.capacity == 800
+
+
+def test_figures_go_through_json_and_back():
+    found = inspect_lengths(LONG_TAIL, excerpts=[(0, 'a "quoted" <text>')], name="x")
+
+    tree = json.loads(json.dumps(found.to_json(), allow_nan=False))
+
+    assert tree["format"] == 1
+    assert tree["advice"]["capacity"] == found.advice.capacity
+    assert tree["padding"][0]["slots_per_token"] == found.padding[0].slots_per_token
+    assert len(tree["capacities"][0]["packings"]) == len(METHODS) + len(POLICIES)
+    assert tree["capacities"][0]["packings"][0]["fill"] == found.capacities[0].packings[0].fill
+
+
+KEYS = {
+    "": "format name distribution padding capacities advice picture batch_documents packed_documents "
+    "window_documents window seed",
+    "distribution": "documents empty tokens mean median p90 p99 longest longest_share targets targets_share "
+    "histogram",
+    "padding": "name title cut_at tokens slots padding_share slots_per_token",
+    "capacities": "capacity overlong_documents overlong_share truncation_share dropping_share lower_bound packings",
+    "packings": "name title kind overlong documents packs tokens fill lost_tokens lost_share lost_targets cut_share "
+    "dropped_share attention_imbalance work_imbalance length_correlation",
+    "advice": "capacity method overlong call headline why",
+    "picture": "capacity pieces",
+}
+
+
+def test_the_keys_of_the_json_are_pinned():
+    tree = inspect_lengths(SHORT).to_json()
+
+    parts = {"": tree, "packings": tree["capacities"][0]["packings"][0]}
+    for name in KEYS.keys() - parts.keys():
+        parts[name] = tree[name][0] if isinstance(tree[name], tuple) else tree[name]
+    assert {name: " ".join(part) for name, part in parts.items()} == KEYS
+
+
+def test_texts_are_shortened_to_one_line_that_can_be_written():
+    texts = dict.fromkeys(range(64), "a\n  b\x1b[31m \ud800 " + 1_000 * "c")
+
+    found = inspect_lengths([100] * 64, excerpts=texts, name="bad\udcff\r\nname")
+
+    assert found.name == "bad� name"
+    for piece in found.picture.pieces:
+        assert piece.excerpt.startswith("a b�[31m � cc")
+        assert len(piece.excerpt) == 160
+
+
+def test_the_same_seed_gives_the_same_figures():
+    first, again, other = (inspect_lengths(LONG_TAIL, seed=seed) for seed in (3, 3, 4))
+
+    assert first == again
+    assert first.padding[0] != other.padding[0]
+
+
+def test_everything_dropped_leaves_no_packs_and_no_error():
+    row = inspect_lengths([50, 60], capacities=[10]).at(10).packing("next_fit_drop")
+
+    assert (row.packs, row.tokens, row.lost_share, row.dropped_share) == (0, 0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"lengths": [0, 0]}, LengthsError, "none of the 2 documents holds a token"),
+        ({"lengths": []}, LengthsError, "none of the 0 documents"),
+        ({"lengths": [-1]}, LengthsError, "negative"),
+        ({"capacities": []}, SettingError, "capacities is empty"),
+        ({"capacities": [0]}, SettingError, "capacity must be a whole number"),
+        (
+            {"lengths": [2**30], "capacities": [8]},
+            SettingError,
+            "capacity 8 would cut what is looked at into 134,217,728",
+        ),
+        ({"batch_documents": 0}, SettingError, "batch_documents must be"),
+        ({"seed": -1}, SettingError, "seed must be from 0"),
+        ({"targets": [1]}, DocumentsError, "targets must be one whole number a document"),
+        ({"targets": [1, 9]}, DocumentsError, "document 1 has 3 tokens and 9 of them supervised"),
+    ],
+)
+def test_what_cannot_be_inspected_is_refused_in_a_sentence(changes, error, said):
+    with pytest.raises(error, match=said):
+        inspect_lengths(**{"lengths": [2, 3], **changes})
+
+
+FOUND_BY_PEERS = {
+    ("t0_train_mixture", 4096, "trl_bfd"): (0.9912, 0.003),
+    ("t0_train_mixture", 4096, "axolotl_multipack"): (0.9973, 0.021),
+    ("t0_train_mixture", 4096, "llama_factory_knapsack"): (0.9905, 0.021),
+    ("t0_train_mixture", 4096, "next_fit_drop"): (0.9035, 0.021),
+    ("t0_train_mixture", 32768, "trl_bfd"): (0.9423, 0),
+    ("t0_train_mixture", 32768, "axolotl_multipack"): (0.9978, 0),
+    ("t0_train_mixture", 32768, "llama_factory_knapsack"): (0.9423, 0),
+    ("t0_train_mixture", 32768, "next_fit_drop"): (0.9779, 0),
+    ("mix_sft", 4096, "trl_bfd"): (0.9906, 0.117),
+    ("mix_sft", 4096, "axolotl_multipack"): (0.9976, 0.227),
+    ("mix_sft", 4096, "llama_factory_knapsack"): (0.9921, 0.227),
+    ("mix_sft", 4096, "next_fit_drop"): (0.9154, 0.227),
+    ("pub_distca_prolong", 4096, "trl_bfd"): (0.9839, 0.255),
+    ("pub_distca_prolong", 4096, "axolotl_multipack"): (0.9470, 0.519),
+    ("pub_distca_prolong", 4096, "llama_factory_knapsack"): (0.9757, 0.519),
+    ("pub_distca_prolong", 4096, "next_fit_drop"): (0.7568, 0.519),
+    ("pub_distca_prolong", 32768, "trl_bfd"): (0.9921, 0.027),
+    ("pub_distca_prolong", 32768, "axolotl_multipack"): (0.9933, 0.049),
+    ("pub_distca_prolong", 32768, "llama_factory_knapsack"): (0.9913, 0.049),
+    ("pub_distca_prolong", 32768, "next_fit_drop"): (0.9119, 0.049),
+}
+"""Fill and loss that the peers' own code came to on the same lengths (TRL 1.16, axolotl 0.19, LLaMA-Factory,
+and a next-fit that also counts an end token)."""
+
+
+@pytest.mark.parametrize("name", ["t0_train_mixture", "mix_sft", "pub_distca_prolong"])
+def test_rows_of_peers_come_near_what_their_own_code_does(name, data):
+    lengths = np.load(data / "lengths" / f"{name}.npz")["lengths"]
+    rows = {key[1:]: value for key, value in FOUND_BY_PEERS.items() if key[0] == name}
+
+    found = inspect_lengths(lengths, capacities=sorted({capacity for capacity, _ in rows}))
+
+    for (capacity, policy), (fill, lost) in rows.items():
+        row = found.at(capacity).packing(policy)
+        assert row.fill == pytest.approx(fill, abs=0.01), (name, capacity, policy)
+        assert row.lost_share == pytest.approx(lost, abs=0.0006), (name, capacity, policy)
