@@ -87,6 +87,39 @@ def test_an_eos_between_messages_ends_a_turn_and_the_last_turn_needs_one():
     assert rendered.needs_eos
 
 
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        (["<|end|>", "<|return|>", "<|start|>"], ["Hello!<|end|>", "See you.<|return|>"]),
+        ([], ["Hello!", "See you.<|return|>"]),
+    ],
+)
+def test_the_last_turn_may_end_with_a_mark_of_its_own(marks, expected):
+    source = (
+        "{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{{ '<|start|>assistant' if add_generation_prompt }}"
+    )
+
+    rendered = chat_template(source, end_marks=marks).render(TALK)
+
+    assert said(rendered) == ["<|message|>" + text for text in expected]
+
+
+def test_what_a_template_writes_once_at_the_end_hides_no_mark_before_it():
+    source = CHATML + "<end of chat>"
+
+    rendered = chat_template(source).render(TALK)
+
+    assert said(rendered) == ["Hello!<|im_end|>", "See you.<|im_end|>"]
+
+
+def test_keys_that_the_template_does_not_read_change_nothing():
+    messages = [message | {"weight": 1, "name": "x"} for message in TALK]
+
+    assert template("llama").render(messages) == template("llama").render(TALK)
+
+
 def test_an_eos_is_not_asked_for_where_a_user_speaks_last():
     rendered = template("bare").render(chat("u:Hi", "a:Hello!", "u:Bye"))
 

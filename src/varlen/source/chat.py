@@ -20,6 +20,8 @@ from varlen.source.chat_sandbox import Program, compile_template
 from varlen.source.chat_skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
 from varlen.source.chat_spans import Said, by_frames, by_prefixes, fill
 
+__all__ = ["CHATML", "ChatTemplate", "Rendered", "as_messages", "chat_template", "prompt_and_completion"]
+
 CHATML = """\
 {% for message in messages %}
 {% if message['tool_calls'] or message['function_call'] %}
@@ -120,7 +122,7 @@ class ChatTemplate:
         def render(some: list[dict[str, Any]], prompts: bool) -> str:
             return self._program.run(some, tools, prompts=prompts)
 
-        shape = shape_of(messages)
+        shape = shape_of(messages, self.source)
         if shape is not None:
             skeleton = self._skeleton(shape, tools)
             said = fill(skeleton, messages, text) if skeleton else None
