@@ -33,6 +33,12 @@ def test_sharegpt_is_renamed():
     assert all(set(message) == {"role", "content"} for message in messages)
 
 
+def test_other_words_for_roles_are_taken_beside_content():
+    messages = as_messages([{"role": "human", "content": "a"}, {"role": "model", "content": "b"}])
+
+    assert messages == chat("u:a", "a:b")
+
+
 def test_the_text_of_a_list_is_read_as_json():
     messages = chat("u:é", "a:界")
 

@@ -27,8 +27,8 @@ class Turn:
     """The slot, a place for a content, where the turn begins: its thoughts or its content."""
     last: int
     """The slot of its content."""
-    opening: str
-    """Between what came before the message and the turn, where the template knows no generation prompt."""
+    opening: str | None
+    """The header between earlier messages and the turn, for templates without a generation prompt; None: unknown."""
     lead: int
     """Characters before the first slot that the assistant generates."""
     closing: str
@@ -155,18 +155,20 @@ def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) ->
         return None
 
 
-def _opening(render: Render, earlier: list[dict[str, Any]], piece: str, slot: str) -> tuple[str, int]:
+def _opening(render: Render, earlier: list[dict[str, Any]], piece: str, slot: str) -> tuple[str | None, int]:
     """Return a header that is nobody's, and how many characters before the first slot are generated."""
     plain, prompted = try_render(render, earlier, False), try_render(render, earlier, True)
     if plain is None:
-        return "", 0
+        return None, 0
     if prompted is not None and prompted != plain:
         prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
         at = piece.rfind(prompt) if prompt else -1
-        return "", len(piece) - at - len(prompt) if at >= 0 else 0
+        return None, len(piece) - at - len(prompt) if at >= 0 else 0
     before = plain.rpartition(slot)[2]
     if not piece.startswith(before):
-        return "", 0
+        before = before.rstrip()
+    if not piece.startswith(before):
+        return None, 0
     opening = piece[len(before) :]
     # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
     return (opening, 0) if opening.strip() else ("", len(opening))
