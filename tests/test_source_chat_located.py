@@ -72,6 +72,22 @@ def test_a_template_that_changes_contents_is_measured_by_prefixes(turn, expected
     assert rendered.needs_eos == expected[1].endswith("YOU.")
 
 
+@pytest.mark.parametrize("spelled", ["text", "parts"])
+def test_a_template_that_writes_parts_alone_is_given_parts(spelled):
+    source = (
+        "{% for m in messages %}{{ m.role + ':' }}{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{{ '<end>' }}{% endfor %}"
+    )
+    messages = TALK
+    if spelled == "parts":
+        messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in TALK]
+
+    rendered = chat_template(source).render(messages)
+
+    assert rendered.text == "user:Hi<end>assistant:Hello!<end>user:Bye<end>assistant:See you.<end>"
+    assert said(rendered) == ["Hello!<end>", "See you.<end>"]
+
+
 def test_a_generation_prompt_bounds_a_turn_whose_content_is_changed():
     source = LLAMA.replace("message['content'] | trim", "message['content'] | upper")
 

@@ -71,6 +71,7 @@ class ChatTemplate:
     end_marks: tuple[str, ...]
     _program: Program = field(repr=False)
     _marks: EndMarks = field(repr=False)
+    _chatml_mark: int = field(repr=False)
     _skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,7 +190,7 @@ class ChatTemplate:
         pieces: list[str] = []
         spans = []
         position = number = 0
-        mark = self._marks.stop(_CHATML_CLOSING)
+        mark = self._chatml_mark
         try:
             for message in messages:
                 content = message["content"]
@@ -236,13 +237,15 @@ def chat_template(
             raise SettingError(f"{name} must be text, got {value!r}")
     marks = tuple(sorted(set(end_marks)))
     identity = json.dumps([source, sorted(tokens.items()), marks])
+    ends = EndMarks(marks, tokens.get("eos_token", ""))
     return ChatTemplate(
         source=source,
         fingerprint=hashlib.sha256(identity.encode("ascii")).hexdigest(),
         special_tokens=tokens,
         end_marks=marks,
         _program=compile_template(source, tokens),
-        _marks=EndMarks(marks, tokens.get("eos_token", "")),
+        _marks=ends,
+        _chatml_mark=ends.stop(_CHATML_CLOSING),
     )
 
 
