@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from varlen.source.chat import ChatTemplate, Rendered, chat_template
 
 LLAMA = """\
@@ -111,6 +113,7 @@ TEMPLATES = {
 }
 
 
+@functools.cache
 def template(name: str, *, knows_marks: bool = True) -> ChatTemplate:
     """Compile one of the templates, with its tokenizer's special tokens known or not."""
     marks = MARKS if knows_marks else ()

@@ -12,11 +12,8 @@ import typer
 
 from varlen import __version__
 from varlen.cli.demo import demo
-<<<<<<< HEAD
-from varlen.cli.pack import pack
-=======
 from varlen.cli.inspect import inspect_data
->>>>>>> inspect
+from varlen.cli.pack import pack
 from varlen.errors import InputError, MissingExtraError, VarlenError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

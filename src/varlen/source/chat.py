@@ -20,6 +20,8 @@ from varlen.source.chat_sandbox import Program, compile_template
 from varlen.source.chat_skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
 from varlen.source.chat_spans import Said, by_frames, by_prefixes, fill
 
+__all__ = ["CHATML", "ChatTemplate", "Rendered", "as_messages", "chat_template", "prompt_and_completion"]
+
 CHATML = """\
 {% for message in messages %}
 {% if message['tool_calls'] or message['function_call'] %}
@@ -69,6 +71,7 @@ class ChatTemplate:
     end_marks: tuple[str, ...]
     _program: Program = field(repr=False)
     _marks: EndMarks = field(repr=False)
+    _chatml_mark: int = field(repr=False)
     _skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,7 +123,7 @@ class ChatTemplate:
         def render(some: list[dict[str, Any]], prompts: bool) -> str:
             return self._program.run(some, tools, prompts=prompts)
 
-        shape = shape_of(messages)
+        shape = shape_of(messages, self.source)
         if shape is not None:
             skeleton = self._skeleton(shape, tools)
             said = fill(skeleton, messages, text) if skeleton else None
@@ -187,7 +190,7 @@ class ChatTemplate:
         pieces: list[str] = []
         spans = []
         position = number = 0
-        mark = self._marks.stop(_CHATML_CLOSING)
+        mark = self._chatml_mark
         try:
             for message in messages:
                 content = message["content"]
@@ -234,13 +237,15 @@ def chat_template(
             raise SettingError(f"{name} must be text, got {value!r}")
     marks = tuple(sorted(set(end_marks)))
     identity = json.dumps([source, sorted(tokens.items()), marks])
+    ends = EndMarks(marks, tokens.get("eos_token", ""))
     return ChatTemplate(
         source=source,
         fingerprint=hashlib.sha256(identity.encode("ascii")).hexdigest(),
         special_tokens=tokens,
         end_marks=marks,
         _program=compile_template(source, tokens),
-        _marks=EndMarks(marks, tokens.get("eos_token", "")),
+        _marks=ends,
+        _chatml_mark=ends.stop(_CHATML_CLOSING),
     )
 
 

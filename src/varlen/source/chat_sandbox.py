@@ -1,8 +1,8 @@
 """Run the chat templates of Hugging Face's tokenizers, which are programs of strangers, in a sandbox.
 
 A template comes with a model, so it is held to text: it sees the messages as plain data, reaches no attribute
-that begins with an underscore, no file and no other template, and can't ask for a text of gigabytes by a short
-expression. What it does wrong becomes a sentence. It can loop for long, which nothing here stops.
+that begins with an underscore, no file and no other template, and can't ask for gigabytes by one expression. What
+it does wrong becomes a sentence. It can still loop for long or double a text step by step, which nothing here stops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import wraps
 from typing import Any, NoReturn
@@ -44,6 +44,8 @@ class Program:
     template: Template
     variables: Mapping[str, str]
     has_generation: bool
+    takes_parts: bool = False
+    """Contents are given as lists of parts, which templates of models that see pictures may insist on."""
 
     def run(
         self,
@@ -66,7 +68,7 @@ class Program:
         """
         variables = {
             **self.variables,
-            "messages": messages,
+            "messages": [_in_parts(message) for message in messages] if self.takes_parts else messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompts,
@@ -113,7 +115,25 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
         raise SettingError(
             f"the chat template does not compile: {type(error).__name__}: {_line(error)}"
         ) from error
-    return Program(template=template, variables=dict(variables), has_generation=environment.has_generation)
+    program = Program(template=template, variables=dict(variables), has_generation=environment.has_generation)
+    in_parts = replace(program, takes_parts=True)
+    return in_parts if not _writes(program) and _writes(in_parts) else program
+
+
+def _writes(program: Program) -> bool:
+    """Return whether a template writes what a user says."""
+    try:
+        return "\U000f0000" in program.run([{"role": "user", "content": "\U000f0000"}], None)
+    except SourceError:
+        return False
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its text as a list of one part."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _line(error: BaseException) -> str:

@@ -27,8 +27,8 @@ class Turn:
     """The slot, a place for a content, where the turn begins: its thoughts or its content."""
     last: int
     """The slot of its content."""
-    opening: str
-    """Between what came before the message and the turn, where the template knows no generation prompt."""
+    opening: str | None
+    """The header between earlier messages and the turn, for templates without a generation prompt; None: unknown."""
     lead: int
     """Characters before the first slot that the assistant generates."""
     closing: str
@@ -57,11 +57,14 @@ class EndMarks:
         self.eos = eos
         self._any = re.compile("|".join(map(re.escape, known))) if known else None
 
+    def first(self, text: str) -> re.Match[str] | None:
+        """Return the first special token in a text."""
+        return self._any.search(text) if self._any else None
+
     def stop(self, closing: str) -> int:
         """Return where the end-of-turn mark stops in the text after a content, 0 where there is none."""
-        found = self._any.search(closing) if self._any else None
-        if found is None:  # a mark that the tokenizer knows not as one token
-            found = re.match(r"\S+", closing)
+        # What the tokenizer doesn't know as one token can be a mark too, right after the content.
+        found = self.first(closing) or re.match(r"\S+", closing)
         return found.end() if found else 0
 
     def end(self, turn: str) -> bool:
@@ -69,13 +72,16 @@ class EndMarks:
         return turn.endswith(self.known)
 
 
-def shape_of(messages: list[dict[str, Any]]) -> Shape | None:
-    """Return the shape of a chat that a skeleton can have: text alone, but for an assistant's thoughts."""
+def shape_of(messages: list[dict[str, Any]], source: str) -> Shape | None:
+    """Return the shape of a chat that a skeleton can have: text alone, but for an assistant's thoughts.
+
+    Keys that the source of the template doesn't speak of don't matter.
+    """
     shape = []
     for message in messages:
         thoughts = ""
         for key, value in message.items():
-            if key == "role":
+            if key == "role" or (key != "content" and key not in source):
                 continue
             if type(value) is not str:
                 return None
@@ -129,10 +135,10 @@ def skeleton_of(render: Render, shape: Shape, marks: EndMarks, foreign: str) -> 
         if last - first != len(at) - 1 or keys.count("content") != 1 or keys[-1] != "content" or len(at) > 2:
             return None
         opening, lead = _opening(render, messages[:number], pieces[first], slot)
-        closing = _closing(render, messages[: number + 1], pieces[last + 1], f"{slot}{order[last]}{slot}")
-        mark = marks.stop(closing)
-        if not mark and marks.eos.strip() and pieces[last + 1].startswith(marks.eos):
-            closing, mark = marks.eos, len(marks.eos)  # written only where another message follows
+        alone = try_render(render, messages[: number + 1], False) or ""
+        content = f"{slot}{order[last]}{slot}"
+        rest = alone.rpartition(content)[2] if content in alone else ""
+        closing, mark = _closing(rest, pieces[last + 1], marks)
         turns.append(
             Turn(
                 message=number, first=first, last=last, opening=opening, lead=lead, closing=closing, mark=mark
@@ -149,31 +155,46 @@ def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) ->
         return None
 
 
-def _opening(render: Render, earlier: list[dict[str, Any]], piece: str, slot: str) -> tuple[str, int]:
+def _opening(render: Render, earlier: list[dict[str, Any]], piece: str, slot: str) -> tuple[str | None, int]:
     """Return a header that is nobody's, and how many characters before the first slot are generated."""
     plain, prompted = try_render(render, earlier, False), try_render(render, earlier, True)
     if plain is None:
-        return "", 0
+        return None, 0
     if prompted is not None and prompted != plain:
         prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
         at = piece.rfind(prompt) if prompt else -1
-        return "", len(piece) - at - len(prompt) if at >= 0 else 0
+        return None, len(piece) - at - len(prompt) if at >= 0 else 0
     before = plain.rpartition(slot)[2]
     if not piece.startswith(before):
-        return "", 0
+        before = before.rstrip()
+    if not piece.startswith(before):
+        return None, 0
     opening = piece[len(before) :]
     # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
     return (opening, 0) if opening.strip() else ("", len(opening))
 
 
-def _closing(render: Render, messages: list[dict[str, Any]], piece: str, slot: str) -> str:
-    """Return what of the text after a content is there without the messages that follow."""
-    alone = try_render(render, messages, False)
-    if alone is None or slot not in alone:
-        return ""
-    own = alone.rpartition(slot)[2]
+def _closing(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
+    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops.
+
+    Args:
+        own: what the template writes after the content where no message follows.
+        piece: what it writes where the next one does, with that one's header.
+        marks: what ends a turn.
+    """
+    for closing in (own, own.rstrip()):
+        if piece.startswith(closing) and (mark := marks.stop(closing)):
+            return closing, mark
+    last, among = marks.first(own), marks.first(piece)
+    if (
+        last and among and last.start() == among.start()
+    ):  # the last turn of a chat ends with a mark of its own
+        return piece[: among.end()], among.end()
+    if marks.eos.strip() and piece.startswith(marks.eos):  # written only where another message follows
+        return marks.eos, len(marks.eos)
     same = next((k for k, (a, b) in enumerate(zip(own, piece)) if a != b), min(len(own), len(piece)))
-    return own[:same]
+    word = re.match(r"\S+(?=\s)", own[:same])  # a mark, and not the beginning of two that differ
+    return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)
 
 
 def free_character(text: str) -> str:

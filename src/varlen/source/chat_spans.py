@@ -102,23 +102,19 @@ def by_prefixes(
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, until = (
-            try_render(render, messages[:number], True),
-            try_render(render, messages[: number + 1], False),
-        )
-        if before is None or until is None:
+        prompted, plain = (try_render(render, messages[:number], prompts) for prompts in (True, False))
+        until = try_render(render, messages[: number + 1], False)
+        if prompted is None or until is None:
             return None
         if not text.startswith(until):
             until = until.rstrip()
-        if not until.startswith(before):
-            before = before.rstrip()
+        before = prompted if until.startswith(prompted) else prompted.rstrip()
         if not (text.startswith(until) and until.startswith(before)):
             return None
-        turn = known.get(number)
-        if turn is None and try_render(render, messages[:number], False) == before:
-            return None  # no generation prompt, and nothing that tells a header from what the assistant says
-        start = len(before)
-        if turn and turn.opening and until.startswith(turn.opening, start):
+        turn, start = known.get(number), len(before)
+        if prompted == plain:  # no generation prompt, so a header must be told from what the assistant says
+            if turn is None or turn.opening is None or not until.startswith(turn.opening, start):
+                return None
             start += len(turn.opening)
         length, has_mark = _turn_length(until[start:], turn, marks)
         if said and start < said[-1].stop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -136,7 +136,7 @@ def _chats(
     rendered: list[Rendered] = []
     for index, step in enumerate(steps):
         try:
-            one = step()
+            one = _ending(step())
             if not one.text.isascii() and _half_character(one.text):
                 wrong[index] = "holds half a character (a lone surrogate)"
             else:
@@ -155,6 +155,14 @@ def _chats(
     return Documents(
         tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=_found(rows, wrong)
     )
+
+
+def _ending(rendered: Rendered) -> Rendered:
+    """Cut blanks off that follow the last turn where the EOS is to follow it at once."""
+    if not (rendered.needs_eos and rendered.spans):
+        return rendered
+    stop = rendered.spans[-1][1]
+    return replace(rendered, text=rendered.text[:stop]) if rendered.text[stop:].isspace() else rendered
 
 
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[Int32Array, IntArray, Mask]:
