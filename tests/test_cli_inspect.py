@@ -7,13 +7,22 @@ import pytest
 from test_cli import one_sentence, varlen
 
 LENGTHS = np.random.default_rng(0).integers(1, 900, 2_000)
+TEXTS = ["abc" * (1 + n % 90) for n in range(300)]
 
 
 @pytest.fixture
 def stored(tmp_path):
     """A file of lengths."""
     path = tmp_path / "chats.npz"
-    np.savez(path, lengths=LENGTHS, targets=LENGTHS // 2)
+    np.savez(path, lengths=LENGTHS)
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A file of texts."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
 
@@ -34,41 +43,66 @@ def test_a_table_is_printed_and_nothing_written(stored):
     assert [path.name for path in stored.parent.iterdir()] == ["chats.npz"]
 
 
-def test_one_json_object_is_printed_and_a_report_written_where_it_is_named(stored):
+def test_one_json_object_is_printed_and_a_report_written_where_it_is_named(texts):
     run = varlen(
-        "inspect", stored, stored, "--json", "-o", "out.html", "--capacity", 1024, "--capacity", 4096,
-        "--batch-documents", 16, "--seed", 3, cwd=stored.parent,
+        "inspect", texts, "--json", "-o", "out.html", "--capacity", 1024, "--capacity", 4096,
+        "--batch-documents", 16, "--seed", 3, cwd=texts.parent,
     )  # fmt: skip
 
     assert run.returncode == 0, run.stderr
     tree = json.loads(run.stdout)
     assert [at["capacity"] for at in tree["capacities"]] == [1024, 4096]
-    assert tree["distribution"]["documents"] == 4_000
-    assert tree["distribution"]["targets"] == 2 * int((LENGTHS // 2).sum())
-    assert (tree["name"], tree["batch_documents"], tree["seed"]) == ("chats and 1 more", 16, 3)
+    assert tree["distribution"]["documents"] == 300
+    assert tree["distribution"]["tokens"] == sum(
+        len(text) + 1 for text in TEXTS
+    )  # a byte a token, and the EOS
+    assert (tree["name"], tree["batch_documents"], tree["seed"]) == ("texts", 16, 3)
     assert tree["skipped"] == []
-    assert (stored.parent / "out.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    page = (texts.parent / "out.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "abcabcabc" in page
 
 
-def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(stored):
-    (stored.parent / "bad.npz").write_text("no archive")
+def test_supervised_tokens_of_chats_are_counted_and_files_of_all_kinds_may_be_mixed(texts):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (texts.parent / "chat.json").write_text(json.dumps([{"messages": chat}] * 50))
 
-    run = varlen("inspect", stored, "bad.npz", "--on-error", "skip", "--json", cwd=stored.parent)
+    run = varlen("inspect", "texts.jsonl", "chat.json", "--no-eos", "--json", cwd=texts.parent)
 
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["skipped"][0].startswith("bad.npz is no .npz file with lengths")
-    assert "varlen: 1 could not be read and were left out: bad.npz" in run.stderr
+    distribution = json.loads(run.stdout)["distribution"]
+    assert distribution["documents"] == 350
+    assert distribution["targets"] == sum(len(text) - 1 for text in TEXTS) + 50 * (len("hello") + 1)
+    assert json.loads(run.stdout)["name"] == "texts and 1 more"
+
+
+def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(texts):
+    with texts.open("a") as file:
+        file.write("{no json\n")
+
+    run = varlen("inspect", "texts.jsonl", "--on-error", "skip", "--json", cwd=texts.parent)
+
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["distribution"]["documents"] == 300
+    assert json.loads(run.stdout)["skipped"][0].startswith("texts.jsonl line 301 is not valid JSON")
+    assert "varlen: 1 could not be read and were left out: texts.jsonl line 301" in run.stderr
+
+
+def test_a_tokenizer_that_is_no_file_is_named(texts):
+    run = varlen("inspect", texts, "--tokenizer", "no.json", cwd=texts.parent)
+
+    assert "there is no tokenizer no.json" in one_sentence(run)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("nothing.npz",), "nothing.npz does not exist"),
-        (("bad.npz",), "bad.npz is no .npz file with lengths"),
+        (("bad.npz",), "bad.npz is not a readable .npz file"),
         (("chats.npz", "--capacity", "0"), "capacity must be a whole number"),
         (("chats.npz", "--batch-documents", "0"), "batch_documents must be"),
         (("chats.npz", "--seed", "-1"), "seed must be from 0"),
-        (("chats.npz", "--on-error", "ignore"), "--on-error must be one of raise, skip; got 'ignore'"),
+        (("chats.npz", "--on-error", "ignore"), "on_error must be"),
         (("chats.npz", "--column", "text"), "--column must be of the form ROLE=NAME"),
         (("chats.npz", "--column", "text=a", "--column", "text=b"), "--column names text twice"),
         (("chats.npz", "-o", "no/report.html"), "the folder no doesn't exist"),

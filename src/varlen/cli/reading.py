@@ -54,11 +54,11 @@ def lengths_of(data: Sequence[str], on_progress: Callable[[int, int, str], None]
     from varlen.source.lengths import counted_lengths, read_lengths, stored_lengths
     from varlen.source.store import open_store
 
+    source = as_source(data, **settings)
     if len(data) == 1 and data[0].endswith(".npz") and Path(data[0]).is_file():
         counted = counted_lengths(Path(data[0]))
         if counted is not None:
             return counted
-    source = as_source(data, **settings)
     return (
         stored_lengths(open_store(source)) if isinstance(source, Path) else read_lengths(source, on_progress)
     )

@@ -6,6 +6,7 @@ that the bytes are the same whoever runs it and however many there are.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import struct
@@ -171,10 +172,11 @@ def _over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterab
             '--ray takes Ray, not installed here; run: pip install "varlen[ray]"'
         ) from error
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="error")
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
     handed = ray.put((function, shared))
     remote = ray.remote(_task)
-    most = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    most = 2 * max(int(resources.get("CPU", 1)), 1)
     waiting = iter(tasks)
     running: list[Any] = []
     while True:

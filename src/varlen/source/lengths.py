@@ -48,7 +48,9 @@ def read_lengths(source: Source, on_progress: OnProgress) -> Lengths:
         SourceError: a record can't be read, or there is no document.
         SettingError: the tokenizer fails.
     """
-    lengths, targets, skipped = [], [], []
+    lengths: list[IntArray] = []
+    targets: list[IntArray] = []
+    skipped: list[str] = []
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0

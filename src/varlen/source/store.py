@@ -156,7 +156,8 @@ class Shard:
 
     def targets(self) -> IntArray:
         """Return int64 `[documents]`: the labels that each document gives."""
-        return np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
+        targets: IntArray = np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
+        return targets
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return tokens [start, stop) of the shard, as they are stored."""
