@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 
 _SHOWN_SKIPS = 5
+_EXCERPTS = 20_000
+"""Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
 
 
 def inspect_data(
@@ -79,6 +81,7 @@ def inspect_data(
         found = lengths_of(
             data,
             on_progress,
+            _EXCERPTS if output is not None else 0,
             tokenizer=tokenizer,
             column=column or [],
             chat_template=chat_template,

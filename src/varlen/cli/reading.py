@@ -40,12 +40,15 @@ def as_source(
     return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
 
 
-def lengths_of(data: Sequence[str], on_progress: Callable[[int, int, str], None], **settings: Any) -> Lengths:
+def lengths_of(
+    data: Sequence[str], on_progress: Callable[[int, int, str], None], excerpts: int, **settings: Any
+) -> Lengths:
     """Return the lengths of the documents that arguments name.
 
     Args:
         data: as given: documents, a token store, or one `.npz` file of lengths.
         on_progress: called with work done, all work, and words.
+        excerpts: documents whose beginnings are wanted.
         settings: handed on to `as_source`.
 
     Raises:
@@ -60,7 +63,9 @@ def lengths_of(data: Sequence[str], on_progress: Callable[[int, int, str], None]
         if counted is not None:
             return counted
     return (
-        stored_lengths(open_store(source)) if isinstance(source, Path) else read_lengths(source, on_progress)
+        stored_lengths(open_store(source))
+        if isinstance(source, Path)
+        else read_lengths(source, on_progress, excerpts)
     )
 
 

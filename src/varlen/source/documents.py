@@ -14,7 +14,7 @@ from varlen.source.chat import ChatTemplate, Rendered, prompt_and_completion
 from varlen.source.chat_messages import as_messages
 from varlen.source.columns import Columns
 from varlen.source.ready import ready_documents
-from varlen.source.rows import Fault, Rows, json_kind
+from varlen.source.rows import Fault, Rows, as_list, json_kind
 from varlen.source.tokenizer import FastTokenizer, Tokenizer
 from varlen.types import Int32Array, IntArray
 
@@ -250,23 +250,6 @@ def _eos(encoding: Encoding) -> int | None:
             "learn to stop; name one (--eos TEXT or ID), or leave documents without (--no-eos)"
         )
     return encoding.tokenizer.specials.eos_id
-
-
-def as_list(column: Any) -> list[Any]:
-    """Return a column as Python values; text that isn't UTF-8 becomes bytes, to be refused by row."""
-    if isinstance(column, list):
-        return column
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_one(value) for value in column]
-
-
-def _one(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return b""
 
 
 def _tools(value: Any) -> list[Any] | None:

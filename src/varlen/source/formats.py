@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from varlen.source import arrays, delimited, json_values, jsonl, plain_text, tables
 from varlen.source.columns import Columns, find_columns
 from varlen.source.files import File
 from varlen.source.plain_text import Cut
-from varlen.source.rows import Rows
+from varlen.source.rows import Fault, Rows, as_list
 
 
 def rows_of(
@@ -27,16 +28,30 @@ def rows_of(
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
         return  # without a row there is no name of a column
     columns = find_columns(names, named, file.path)
-    wanted = list(columns.names.values())
-    if file.format == "jsonl":
-        rows = jsonl.read(file, wanted, start, stop)
-    elif file.format in ("parquet", "arrow"):
-        rows = tables.read(file, wanted, start, stop)
-    else:
-        read = {"json": json_values.read, "npz": arrays.read}.get(file.format, delimited.read)
-        rows = read(file, wanted)
-    for some in rows:
+    for some in _read(file, list(columns.names.values()), start, stop):
         yield some, columns
+
+
+def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:
+    """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read.
+
+    Raises:
+        SourceError: the file can't be read any further.
+    """
+    names = column_names(file)
+    some_rows = plain_text.read(file, "line") if file.format == "text" else _read(file, names, 0, None)
+    for rows in some_rows if names else ():
+        yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
+
+
+def _read(file: File, wanted: list[str], start: int, stop: int | None) -> Iterator[Rows]:
+    """Yield columns of a file of rows."""
+    if file.format == "jsonl":
+        return jsonl.read(file, wanted, start, stop)
+    if file.format in ("parquet", "arrow"):
+        return tables.read(file, wanted, start, stop)
+    read = {"json": json_values.read, "npz": arrays.read}.get(file.format, delimited.read)
+    return read(file, wanted)
 
 
 def column_names(file: File) -> list[str]:

@@ -18,9 +18,7 @@ from varlen.source.store import TokenStore
 from varlen.types import IntArray
 
 OnProgress = Callable[[int, int, str], None]
-EXCERPTS = 512
-"""Documents whose beginnings are kept for pictures."""
-_EXCERPT_TOKENS = 48
+_EXCERPT_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,12 +35,13 @@ class Lengths:
     """Records that couldn't be read."""
 
 
-def read_lengths(source: Source, on_progress: OnProgress) -> Lengths:
+def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int = 0) -> Lengths:
     """Read and tokenize a source, and keep the lengths alone.
 
     Args:
         source: what to read.
         on_progress: called with parts read, all parts, and words.
+        excerpts_wanted: documents, the first ones, whose beginnings are kept for pictures.
 
     Raises:
         SourceError: a record can't be read, or there is no document.
@@ -57,8 +56,8 @@ def read_lengths(source: Source, on_progress: OnProgress) -> Lengths:
     for number, part in enumerate(parts):
         on_progress(number, len(parts), "tokenizing")
         for documents in source.read(part):
-            if len(excerpts) < EXCERPTS:
-                excerpts |= _excerpts(source, documents, count, EXCERPTS - len(excerpts))
+            if count < excerpts_wanted:
+                excerpts |= _excerpts(source, documents, count, excerpts_wanted - count)
             count += len(documents)
             lengths.append(documents.lengths)
             targets.append(targets_of(documents))

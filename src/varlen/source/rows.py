@@ -86,3 +86,20 @@ def json_kind(value: object) -> str:
         float: "number",
     }
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def as_list(column: Any) -> list[Any]:
+    """Return a column as Python values; text that isn't UTF-8 becomes bytes, to be refused by row."""
+    if isinstance(column, list):
+        return column
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_one(value) for value in column]
+
+
+def _one(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
