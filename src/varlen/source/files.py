@@ -78,7 +78,7 @@ def find_files(data: Data) -> list[File]:
     Each of them gives its files sorted by name, one after the other in the order they were named.
 
     Raises:
-        SourceError: nothing is there, or a file was named twice.
+        SourceError: nothing is there, a file was named twice, or all of them are empty.
     """
     entries = [data] if isinstance(data, str | Path) else list(data)
     if not entries:
@@ -89,6 +89,9 @@ def find_files(data: Data) -> list[File]:
         if file.path in seen:
             raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
         seen.add(file.path)
+    if all(file.size == 0 for file in files):
+        more = f", and so are the {len(files) - 1:,} files beside it" if len(files) > 1 else ""
+        raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return files
 
 

@@ -139,6 +139,9 @@ def _table_faults(file: File) -> Iterator[None]:
         if isinstance(error, SourceError):
             raise
         said = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
-        if file.size == 0:
-            said = "it is empty (0 bytes)"
-        raise SourceError(f"{file.path} is not {kind} file, or is damaged: {said}") from error
+        why = (
+            f"is not {kind} file, or is damaged: {said}"
+            if file.size
+            else f"is empty (0 bytes), not {kind} file"
+        )
+        raise SourceError(f"{file.path} {why}") from error
