@@ -52,18 +52,18 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
 
         try:
             for line, row in reader:
-                if len(row) != len(names):
+                characters += sum(map(len, row))
+                if len(row) == len(names):
+                    numbers.append(line)
+                    for column, index in zip(values, places):
+                        column.append(row[index])
+                else:
                     why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
-                    faults.append(Fault(where=place(file.path, "line", line), why=why))
-                    continue
-                numbers.append(line)
-                for column, index in zip(values, places):
-                    column.append(row[index])
-                    characters += len(row[index])
-                if characters >= _BATCH_CHARACTERS or len(numbers) >= _BATCH_ROWS:
+                    faults.append(Fault(where=place(file.path, "line", line), why=why, number=line))
+                if characters >= _BATCH_CHARACTERS or len(numbers) + len(faults) >= _BATCH_ROWS:
                     yield rows()
                     values, numbers, faults, characters = [[] for _ in wanted], [], [], 0
-        except SourceError:
+        except Exception:  # what was read before it is whole
             if numbers or faults:
                 yield rows()
             raise

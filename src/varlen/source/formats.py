@@ -26,15 +26,16 @@ def rows_of(
     names = column_names(file)
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
         return  # without a row there is no name of a column
-    columns = find_columns(names, named, file.path)
-    wanted = list(columns.names.values())
+    columns = find_columns(names, named, file.path, are_fields=file.format in ("jsonl", "json"))
+    wanted = list(dict.fromkeys(columns.names.values()))
     if file.format == "jsonl":
-        rows = jsonl.read(file, wanted, start, stop)
+        rows = jsonl.read(file, columns.fields, start, stop)
+    elif file.format == "json":
+        rows = json_values.read(file, columns.fields)
     elif file.format in ("parquet", "arrow"):
         rows = tables.read(file, wanted, start, stop)
     else:
-        read = {"json": json_values.read, "npz": arrays.read}.get(file.format, delimited.read)
-        rows = read(file, wanted)
+        rows = (arrays if file.format == "npz" else delimited).read(file, wanted)
     for some in rows:
         yield some, columns
 

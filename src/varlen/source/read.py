@@ -8,10 +8,9 @@ from typing import Any
 from varlen.errors import SourceError
 from varlen.source.chat_messages import as_messages
 from varlen.source.columns import Columns
-from varlen.source.documents import as_list
 from varlen.source.files import Data, find_files
 from varlen.source.formats import rows_of
-from varlen.source.rows import Rows, json_kind
+from varlen.source.rows import Rows, as_list, json_kind
 
 
 def read_texts(data: Data) -> Iterator[str]:
