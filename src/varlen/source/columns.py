@@ -41,6 +41,31 @@ class Columns:
         """Return the column of a role, or None."""
         return self.names.get(role)
 
+    @property
+    def fields(self) -> Fields:
+        """What is taken of rows that are objects."""
+        return Fields(
+            needed=tuple(dict.fromkeys(name for role, name in self.names.items() if role != "tools")),
+            optional=tuple(name for role, name in self.names.items() if role == "tools"),
+            refused=frozenset(_OPTIONAL[self.kind]).difference(self.names.values()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """What is taken of rows that are objects, each with fields of its own."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    """None where a row has none."""
+    refused: frozenset[str] = frozenset()
+    """The first row has none, so no other may: a mask that were overlooked would be worse than an error."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that are taken."""
+        return self.needed + self.optional
+
 
 def check_named(named: Mapping[str, str]) -> None:
     """Refuse names for roles that don't exist.
@@ -53,13 +78,16 @@ def check_named(named: Mapping[str, str]) -> None:
         raise SettingError(f"columns can be named for {', '.join(ROLES)}; got {unknown[0]!r}")
 
 
-def find_columns(present: Sequence[str], named: Mapping[str, str], where: str) -> Columns:
+def find_columns(
+    present: Sequence[str], named: Mapping[str, str], where: str, *, are_fields: bool = False
+) -> Columns:
     """Choose the columns that hold documents.
 
     Args:
         present: names of the file's columns.
         named: the caller's choice, by role; it goes before what would be found, and decides the kind.
         where: the file, for messages.
+        are_fields: of a first row; others may have tools where it has none.
 
     Raises:
         SourceError: nothing suitable; lists the columns that exist.
@@ -72,6 +100,8 @@ def find_columns(present: Sequence[str], named: Mapping[str, str], where: str) -
     for kind in kinds or _NEEDED:
         names = {role: _name(role, named, present) for role in (*_NEEDED[kind], *_OPTIONAL[kind])}
         if all(names[role] for role in _NEEDED[kind]):
+            if are_fields and kind == "messages":
+                names["tools"] = names["tools"] or "tools"
             return Columns(kind=kind, names={role: name for role, name in names.items() if name})
     raise SourceError(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, or `input_ids`, "

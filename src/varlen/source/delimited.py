@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import BinaryIO, cast
 
 from varlen.errors import SourceError
@@ -23,8 +24,8 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or two columns have the same name.
     """
-    with open_plain(file) as stream:
-        return _names(_Reader(stream, file))
+    with open_plain(file) as stream, closing(_Reader(stream, file)) as reader:
+        return _names(reader)
 
 
 def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
@@ -37,8 +38,7 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     Raises:
         SourceError: the file can't be read any further.
     """
-    with open_plain(file) as stream:
-        reader = _Reader(stream, file)
+    with open_plain(file) as stream, closing(_Reader(stream, file)) as reader:
         names = _names(reader)
         places = [names.index(name) for name in wanted]
         values: list[list[str]] = [[] for _ in wanted]
@@ -52,18 +52,18 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
 
         try:
             for line, row in reader:
-                if len(row) != len(names):
+                characters += sum(map(len, row))
+                if len(row) == len(names):
+                    numbers.append(line)
+                    for column, index in zip(values, places):
+                        column.append(row[index])
+                else:
                     why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
-                    faults.append(Fault(where=place(file.path, "line", line), why=why))
-                    continue
-                numbers.append(line)
-                for column, index in zip(values, places):
-                    column.append(row[index])
-                    characters += len(row[index])
-                if characters >= _BATCH_CHARACTERS or len(numbers) >= _BATCH_ROWS:
+                    faults.append(Fault(where=place(file.path, "line", line), why=why, number=line))
+                if characters >= _BATCH_CHARACTERS or len(numbers) + len(faults) >= _BATCH_ROWS:
                     yield rows()
                     values, numbers, faults, characters = [[] for _ in wanted], [], [], 0
-        except SourceError:
+        except Exception:  # what was read before it is whole
             if numbers or faults:
                 yield rows()
             raise
@@ -78,9 +78,13 @@ class _Reader:
         csv.field_size_limit(_MOST_FIELD_CHARACTERS)
         # Text is decoded strictly; quotes may hold line ends, which csv must see as they are.
         text = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig", newline="")
-        self._text = text  # kept: an unreferenced wrapper would close the stream
+        self._text = text
         self._rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
         self._path = file.path
+
+    def close(self) -> None:
+        """Let go of the stream, which isn't this object's to close."""
+        self._text.detach()
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         while True:
@@ -99,7 +103,6 @@ class _Reader:
                     f"{where} is not valid CSV: {error}; nothing after it can be read"
                 ) from error
             if row is None:
-                self._text.detach()
                 return
             if row:
                 yield begins, row

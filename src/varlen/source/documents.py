@@ -92,13 +92,12 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     if columns.kind == "tokens":
         taken = {role: rows.columns[name] for role, name in columns.names.items()}
         tokens, offsets, mask, wrong = ready_documents(taken, len(rows), encoding.vocab_size)
-        found = [Fault(where=rows.where(index), why=why) for index, why in sorted(wrong.items())]
-        return Documents(tokens=tokens, offsets=offsets, loss_mask=mask, faults=_in_order(rows.faults, found))
+        return Documents(tokens=tokens, offsets=offsets, loss_mask=mask, faults=rows.blame(wrong))
     values = {role: as_list(rows.columns[name]) for role, name in columns.names.items()}
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
-    tools = values.get("tools", [None] * len(rows))
     if columns.kind == "messages":
+        tools = values.get("tools", [None] * len(rows))
         steps: list[Callable[[], Rendered]] = [
             lambda m=m, t=t: encoding.template.render(as_messages(m), _tools(t))  # type: ignore[misc]
             for m, t in zip(values["messages"], tools)
@@ -108,7 +107,11 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
             lambda p=p, c=c: prompt_and_completion(p, c, encoding.template)  # type: ignore[misc]
             for p, c in zip(values["prompt"], values["completion"])
         ]
-    return _chats(rows, steps, encoding, is_text=columns.kind == "prompt")
+    # What a template renders has a beginning of its own; a prompt that is plain text has none.
+    is_plain = [
+        columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
+    ]
+    return _chats(rows, steps, encoding, is_plain)
 
 
 def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
@@ -122,18 +125,20 @@ def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
             wrong[index] = _not_text("text", value)
     tokens, offsets = encoding.tokenizer.encode(texts)
     specials = encoding.tokenizer.specials
+    is_full = np.diff(offsets) > 0
     tokens, offsets, _ = _enclose(
-        tokens, offsets, None, np.diff(offsets) > 0, specials.prefix_ids, _eos(encoding)
+        tokens, offsets, None, is_full, specials.prefix_ids, is_full, _eos(encoding)
     )
-    return Documents(tokens=tokens, offsets=offsets, faults=_found(rows, wrong))
+    return Documents(tokens=tokens, offsets=offsets, faults=rows.blame(wrong))
 
 
 def _chats(
-    rows: Rows, steps: Sequence[Callable[[], Rendered]], encoding: Encoding, *, is_text: bool
+    rows: Rows, steps: Sequence[Callable[[], Rendered]], encoding: Encoding, is_plain: Sequence[bool]
 ) -> Documents:
     """Render rows, encode them, and mark what is supervised."""
     wrong: dict[int, str] = {}
     rendered: list[Rendered] = []
+    begins: list[bool] = []
     for index, step in enumerate(steps):
         try:
             one = _ending(step())
@@ -141,19 +146,18 @@ def _chats(
                 wrong[index] = "holds half a character (a lone surrogate)"
             else:
                 rendered.append(one)
+                begins.append(is_plain[index])
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
     mask: Mask | None
     tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
     needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
     if needs_eos.any():
-        # What a template renders has a beginning of its own; a prompt that is plain text has none.
-        is_plain = is_text and bool(needs_eos.all())
-        prefix = encoding.tokenizer.specials.prefix_ids if is_plain else ()
-        tokens, offsets, mask = _enclose(tokens, offsets, mask, needs_eos, prefix, _eos(encoding))
+        starts, prefix = np.array(begins, dtype=bool), encoding.tokenizer.specials.prefix_ids
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, _eos(encoding))
     whole = encoding.supervise == "all" or mask is None or bool(mask.all())
     return Documents(
-        tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=_found(rows, wrong)
+        tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=rows.blame(wrong)
     )
 
 
@@ -202,20 +206,21 @@ def _enclose(
     tokens: Int32Array,
     offsets: IntArray,
     mask: Mask | None,
-    which: npt.NDArray[np.bool_],
+    starts: npt.NDArray[np.bool_],
     prefix: Sequence[int],
+    ends: npt.NDArray[np.bool_],
     eos: int | None,
 ) -> tuple[Int32Array, IntArray, Mask | None]:
-    """Put ids before some documents and the EOS after those of them that don't end in it.
+    """Put ids before some documents, and the EOS after some of those that don't end in it.
 
     What is put before is never supervised in chats, the EOS always is.
     """
-    before = np.where(which, len(prefix), 0)
-    after = np.zeros(len(which), dtype=np.int64)
-    if eos is not None and len(which):
-        ends = np.zeros(len(which), dtype=bool)
-        ends[np.diff(offsets) > 0] = tokens[offsets[1:][np.diff(offsets) > 0] - 1] == eos
-        after[which & ~ends] = 1
+    before = np.where(starts, len(prefix), 0)
+    after = np.zeros(len(ends), dtype=np.int64)
+    if eos is not None:
+        is_ended = np.zeros(len(ends), dtype=bool)
+        is_ended[np.diff(offsets) > 0] = tokens[offsets[1:][np.diff(offsets) > 0] - 1] == eos
+        after[ends & ~is_ended] = 1
     added = before + after
     if not added.any():
         return tokens, offsets, mask
@@ -224,7 +229,7 @@ def _enclose(
     result = np.empty(longer[-1], dtype=np.int32)
     is_old = np.ones(longer[-1], dtype=bool)
     for place, id_ in enumerate(prefix):
-        at = longer[:-1][which] + place
+        at = longer[:-1][starts] + place
         result[at], is_old[at] = id_, False
     ended = longer[1:][after == 1] - 1
     result[ended], is_old[ended] = eos if eos is not None else 0, False
@@ -254,6 +259,8 @@ def _eos(encoding: Encoding) -> int | None:
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools of a chat: a list, or a JSON string of one."""
+    if isinstance(value, str) and not value.strip():
+        return None  # how a CSV file says that there are none
     if isinstance(value, str):
         import json
 
@@ -280,14 +287,5 @@ def _not_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return f"holds half a character in `{name}` (a lone surrogate)"
     if isinstance(value, bytes):
-        return f"holds bytes in `{name}` that aren't valid UTF-8"
+        return f"holds bytes in `{name}`, which must be a string of valid UTF-8"
     return f"holds {json_kind(value)} in `{name}`, which must be a string"
-
-
-def _found(rows: Rows, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
-    """Name the rows of faults, those that reading found among them."""
-    return _in_order(rows.faults, [Fault(where=rows.where(i), why=why) for i, why in wrong.items()])
-
-
-def _in_order(read: Sequence[Fault], found: Sequence[Fault]) -> tuple[Fault, ...]:
-    return (*read, *found)

@@ -78,7 +78,7 @@ def find_files(data: Data) -> list[File]:
     Each of them gives its files sorted by name, one after the other in the order they were named.
 
     Raises:
-        SourceError: nothing is there, or a file was named twice.
+        SourceError: nothing is there, a file was named twice, or all of them are empty.
     """
     entries = [data] if isinstance(data, str | Path) else list(data)
     if not entries:
@@ -89,6 +89,9 @@ def find_files(data: Data) -> list[File]:
         if file.path in seen:
             raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
         seen.add(file.path)
+    if all(file.size == 0 for file in files):
+        more = f", and so are the {len(files) - 1:,} files beside it" if len(files) > 1 else ""
+        raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return files
 
 
@@ -97,7 +100,19 @@ def _find(data: str | Path) -> list[File]:
     if not str(data):
         raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
     if is_url(data):
-        return [_file(path, name, size) for path, name, size in _of_folder(list_remote(str(data)), str(data))]
+        return [_file(path, name, size) for path, name, size in _of_folder(_remote(str(data)), str(data))]
+    try:
+        return _find_local(data)
+    except OSError as error:
+        raise SourceError(f"{data} can't be read: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # "~" of nobody, "**" beside other letters
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{data} can't be a path or a glob: {error}") from error
+
+
+def _find_local(data: str | Path) -> list[File]:
+    """List the files of a path or a glob."""
     path = Path(data).expanduser()
     if path.is_file():
         return [_local(path, path.parent)]
@@ -112,6 +127,26 @@ def _find(data: str | Path) -> list[File]:
     raise SourceError(
         f"{data} does not exist; pass a JSONL, JSON, CSV, Parquet, Arrow or text file, a folder of them, or a glob"
     )
+
+
+def _remote(url: str) -> list[tuple[str, str, int]]:
+    """List the files behind a URL; of saved data sets those that are meant.
+
+    Raises:
+        SourceError: nothing is there, or a saved data set of several splits.
+    """
+    listing = list_remote(url)
+    names = {name for _, name, _ in listing}
+    splits = sorted(name.split("/")[0] for name in names if name.endswith("/state.json"))
+    if "dataset_dict.json" in names and len(splits) > 1:
+        raise SourceError(
+            f"{url} holds several splits ({', '.join(splits)}); name one, such as {url}/{splits[0]}"
+        )
+    saved = {name.rpartition("/")[0] for name in names if name.rpartition("/")[2] == "state.json"}
+    # Beside a data set's own files lie what was made of them later.
+    return [
+        e for e in listing if not (e[1].rpartition("/")[0] in saved and Path(e[1]).name.startswith("cache-"))
+    ]
 
 
 def _matching(path: Path, data: str | Path) -> list[File]:
@@ -196,17 +231,23 @@ def _saved_data_set(path: Path) -> list[File] | None:
         if chosen not in splits:
             named = ", ".join(map(str, splits)) or "none"
             raise SourceError(f"{path} holds several splits ({named}); name one, such as {path}/SPLIT")
+        if not (path / str(chosen)).is_dir():
+            raise SourceError(
+                f"{path / 'dataset_dict.json'} names the split {chosen}, which isn't there; copy it too"
+            )
         return _in_folder(path / str(chosen))
     if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
         return None
     files = [entry.get("filename") for entry in _described(path / "state.json", "_data_files")]
-    missing = [name for name in files if not isinstance(name, str) or not (path / name).is_file()]
+    if not files:
+        raise SourceError(f"{path / 'state.json'} names no files, so the data set is empty")
+    missing = [name for name in files if not isinstance(name, str) or not (path / Path(name).name).is_file()]
     if missing:
         raise SourceError(
             f"{path / 'state.json'} names {missing[0]}, which isn't there ({len(missing):,} of {len(files):,} "
             "files are missing); copy the whole folder"
         )
-    return [_local(path / name, path) for name in files]
+    return [_local(path / Path(name).name, path) for name in files]
 
 
 def _described(path: Path, key: str) -> list[Any]:

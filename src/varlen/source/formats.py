@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from varlen.source import arrays, delimited, json_values, jsonl, plain_text, tables
-from varlen.source.columns import Columns, find_columns
+from varlen.source.columns import Columns, Fields, find_columns
 from varlen.source.files import File
 from varlen.source.plain_text import Cut
 from varlen.source.rows import Fault, Rows, as_list
@@ -27,8 +27,8 @@ def rows_of(
     names = column_names(file)
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
         return  # without a row there is no name of a column
-    columns = find_columns(names, named, file.path)
-    for some in _read(file, list(columns.names.values()), start, stop):
+    columns = find_columns(names, named, file.path, are_fields=file.format in ("jsonl", "json"))
+    for some in _read(file, columns.fields, start, stop):
         yield some, columns
 
 
@@ -39,19 +39,26 @@ def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault,
         SourceError: the file can't be read any further.
     """
     names = column_names(file)
-    some_rows = plain_text.read(file, "line") if file.format == "text" else _read(file, names, 0, None)
-    for rows in some_rows if names else ():
+    if not names:
+        return
+    is_text = file.format == "text"
+    for rows in (
+        plain_text.read(file, "line") if is_text else _read(file, Fields(needed=tuple(names)), 0, None)
+    ):
         yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
 
 
-def _read(file: File, wanted: list[str], start: int, stop: int | None) -> Iterator[Rows]:
-    """Yield columns of a file of rows."""
+def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
+    """Yield what is wanted of a file of rows."""
     if file.format == "jsonl":
-        return jsonl.read(file, wanted, start, stop)
+        return jsonl.read(file, fields, start, stop)
+    if file.format == "json":
+        return json_values.read(file, fields)
     if file.format in ("parquet", "arrow"):
-        return tables.read(file, wanted, start, stop)
-    read = {"json": json_values.read, "npz": arrays.read}.get(file.format, delimited.read)
-    return read(file, wanted)
+        return tables.read(file, fields.names, start, stop)
+    if file.format == "npz":
+        return arrays.read(file, fields.names)
+    return delimited.read(file, fields.names)
 
 
 def column_names(file: File) -> list[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
+from varlen.source.columns import Fields
 from varlen.source.files import File
-from varlen.source.jsonl import MOST_RECORD_BYTES, as_object, missing
+from varlen.source.jsonl import MOST_RECORD_BYTES, as_object, first_names, misfit
 from varlen.source.opening import open_plain
 from varlen.source.rows import Fault, Rows, place
 
@@ -25,55 +27,51 @@ _BLANKS = " \t\r\n"
 
 
 def column_names(file: File) -> list[str]:
-    """Return the names that the first object has; none where there is no object.
+    """Return the names that the first object has; none where there is no value.
 
     Raises:
-        SourceError: the file can't be read, or its first value isn't an object.
+        SourceError: the file can't be read, or none of its first values is an object.
     """
     with open_plain(file) as stream:
-        for value in _Values(stream, file.path):
-            row, fault = as_object(value, place(file.path, "value", 1))
-            if fault is not None:
-                raise SourceError(str(fault))
-            return list(row)
-    return []
+        values = enumerate(_Values(stream, file.path), start=1)
+        return first_names(as_object(value, place(file.path, "value", number)) for number, value in values)
 
 
-def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
+def read(file: File, fields: Fields) -> Iterator[Rows]:
     """Yield the objects of a file, about a megabyte at a time.
 
     Args:
         file: to be read.
-        wanted: fields; an object without one of them is a fault.
+        fields: to be taken; an object without one that is needed is a fault.
 
     Raises:
         SourceError: the file can't be read any further.
     """
     with open_plain(file) as stream:
         found = _Values(stream, file.path)
-        values: list[list[Any]] = [[] for _ in wanted]
+        values: list[list[Any]] = [[] for _ in fields.names]
         numbers: list[int] = []
         faults: list[Fault] = []
         began = 0
 
         def rows() -> Rows:
-            columns = dict(zip(wanted, values))
+            columns = dict(zip(fields.names, values))
             return Rows(columns=columns, numbers=numbers, path=file.path, unit="value", faults=tuple(faults))
 
         try:
             for number, value in enumerate(found, start=1):
                 row, fault = as_object(value, place(file.path, "value", number))
-                fault = fault or missing(row, wanted, place(file.path, "value", number))
+                fault = fault or misfit(row, fields, place(file.path, "value", number))
                 if fault is not None:
-                    faults.append(fault)
+                    faults.append(replace(fault, number=number))
                 else:
                     numbers.append(number)
-                    for column, name in zip(values, wanted):
-                        column.append(row[name])
+                    for column, name in zip(values, fields.names):
+                        column.append(row.get(name))
                 if found.consumed - began >= _CHUNK_BYTES or len(numbers) >= _BATCH_ROWS:
                     yield rows()
-                    values, numbers, faults, began = [[] for _ in wanted], [], [], found.consumed
-        except SourceError:
+                    values, numbers, faults, began = [[] for _ in fields.names], [], [], found.consumed
+        except Exception:  # what was read before it is whole
             if numbers or faults:
                 yield rows()
             raise
@@ -90,6 +88,7 @@ class _Values:
         self._stream, self._path = stream, path
         self._decoder = json.JSONDecoder()
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+        self._bad: UnicodeDecodeError | None = None
         self._buffer, self._at, self._is_over, self._count = "", 0, False, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,6 +122,7 @@ class _Values:
                 if self._buffer[self._at] not in _BLANKS:
                     return self._buffer[self._at]
                 self._at += 1
+            self._drop()
             if not self._more():
                 return ""
 
@@ -150,7 +150,11 @@ class _Values:
         return SourceError(f"{place(self._path, 'value', self._count)} {said} {where}")
 
     def _more(self, wanted: int = _CHUNK_BYTES) -> bool:
-        """Read on; returns whether there was anything."""
+        """Read on; returns whether there was anything. What stands before a fault is read first."""
+        if self._bad is not None:
+            where = place(self._path, "value", self._count) if self._count else self._path
+            said = f"or what follows it is not valid UTF-8 (byte 0x{self._bad.object[self._bad.start]:02x})"
+            raise SourceError(f"{where} {said}; nothing after it can be read") from self._bad
         if self._is_over:
             return False
         chunk = self._stream.read(wanted)
@@ -158,14 +162,13 @@ class _Values:
         try:
             self._buffer += self._utf8.decode(chunk, final=self._is_over)
         except UnicodeDecodeError as error:
-            raise SourceError(
-                f"{self._path} is not valid UTF-8 after value {self._count:,} "
-                f"(byte 0x{error.object[error.start]:02x})"
-            ) from error
+            self._buffer += error.object[: error.start].decode()
+            self._bad = error
+            return True
         return not self._is_over
 
     def _drop(self) -> None:
         """Forget what has been decoded, now and then: cutting the text at every value would copy it each time."""
-        if self._at > _CHUNK_BYTES or self._at == len(self._buffer):
+        if self._at > max(_CHUNK_BYTES, len(self._buffer) // 2) or self._at == len(self._buffer):
             self.consumed += self._at
             self._buffer, self._at = self._buffer[self._at :], 0

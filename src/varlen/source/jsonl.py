@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
+from varlen.source.columns import Fields
 from varlen.source.files import File
-from varlen.source.opening import compression_of, open_plain, open_stored
+from varlen.source.opening import compression_of, faults, open_plain, open_stored
 from varlen.source.rows import Fault, Rows, json_kind, listed, place
 
 _BATCH_BYTES = 1 << 20
@@ -28,15 +30,24 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or none of its first rows is an object.
     """
-    first_fault: Fault | None = None
     with open_plain(file) as stream:
-        lines = islice(_lines(stream, file.path), _MOST_TRIED)
-        for number, line in enumerate(lines, start=1):
-            if line.strip(_BLANKS):
-                row, fault = parse(line, place(file.path, "line", number))
-                if fault is None:
-                    return list(row)
-                first_fault = first_fault or fault
+        lines = enumerate(_lines(stream, file.path), start=1)
+        return first_names(
+            parse(line, place(file.path, "line", number)) for number, line in lines if line.strip(_BLANKS)
+        )
+
+
+def first_names(rows: Iterator[tuple[dict[str, Any], Fault | None]]) -> list[str]:
+    """Return the names that the first row in order has; none where there is no row.
+
+    Raises:
+        SourceError: none of the first thousand is in order; says what is wrong with the first.
+    """
+    first_fault: Fault | None = None
+    for row, fault in islice(rows, _MOST_TRIED):
+        if fault is None:
+            return list(row)
+        first_fault = first_fault or fault
     if first_fault is not None:
         raise SourceError(str(first_fault))
     return []
@@ -52,12 +63,12 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
     return [*range(0, max(file.size, 1), target_bytes), file.size]
 
 
-def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = None) -> Iterator[Rows]:
+def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) -> Iterator[Rows]:
     """Yield the rows of the lines that begin in [start, stop), about a megabyte at a time.
 
     Args:
         file: to be read.
-        wanted: columns; a row without one of them is a fault.
+        fields: to be taken; a row without one that is needed is a fault.
         start: byte; the line that it stands in belongs to the part before, unless it is the line's first.
         stop: byte, or None for the file's end.
 
@@ -65,88 +76,88 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
         SourceError: the file can't be read any further.
     """
     if start == 0 and stop is None:
-        with open_plain(file) as lines:
-            yield from _read(lines, file, wanted, 0, stop)
+        with open_plain(file) as stream:
+            yield from _read(stream, file, fields, 0, stop)
         return
-    with open_stored(file) as lines:
+    with faults(file), open_stored(file) as stream:
         if start > 0:
-            lines.seek(start - 1)
-            start += len(lines.readline()) - 1
-        yield from _read(lines, file, wanted, start, stop)
+            stream.seek(start - 1)
+            start -= 1
+            while piece := stream.readline(_BATCH_BYTES):
+                start += len(piece)
+                if piece.endswith(b"\n"):
+                    break
+        if stop is None or start < stop:
+            yield from _read(stream, file, fields, start, stop)
 
 
-def _read(lines: BinaryIO, file: File, wanted: Sequence[str], start: int, stop: int | None) -> Iterator[Rows]:
+def _read(stream: BinaryIO, file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
     base = cache(partial(_count_lines, file, start))
-    values: list[list[Any]] = [[] for _ in wanted]
+    values: list[list[Any]] = [[] for _ in fields.names]
     numbers: list[int] = []
-    faults: list[Fault] = []
-    at, batch_bytes, number = start, 0, 0
+    wrong: list[Fault] = []
+    at, batch_bytes = start, 0
 
     def rows() -> Rows:
         return Rows(
-            columns=dict(zip(wanted, values)),
+            columns=dict(zip(fields.names, values)),
             numbers=numbers,
             path=file.path,
             unit="line",
             base=base,
-            faults=tuple(faults),
+            faults=tuple(wrong),
         )
 
-    for number, line in enumerate(_lines(lines, file.path), start=1):
-        if stop is not None and at >= stop:
-            break
-        at += len(line)
-        batch_bytes += len(line)
-        fault = _take(line, file.path, number, base, wanted, values, numbers)
-        if fault is not None:
-            faults.append(fault)
-        if batch_bytes >= _BATCH_BYTES or len(numbers) >= _BATCH_ROWS:
+    try:
+        for number, line in enumerate(_lines(stream, file.path), start=1):
+            at += len(line)
+            batch_bytes += len(line)
+            taken = _take(line, fields)
+            if taken is None and line.strip(_BLANKS):
+                taken, fault = _slowly(line, place(file.path, "line", base() + number), fields)
+                if fault is not None:
+                    wrong.append(replace(fault, number=base() + number))
+            if taken is not None:
+                numbers.append(number)
+                for column, value in zip(values, taken):
+                    column.append(value)
+            if batch_bytes >= _BATCH_BYTES or len(numbers) >= _BATCH_ROWS:
+                yield rows()
+                values, numbers, wrong, batch_bytes = [[] for _ in fields.names], [], [], 0
+            if stop is not None and at >= stop:
+                break
+    except Exception:  # what was read before it is whole
+        if numbers or wrong:
             yield rows()
-            values, numbers, faults, batch_bytes = [[] for _ in wanted], [], [], 0
-    if numbers or faults:
+        raise
+    if numbers or wrong:
         yield rows()
 
 
-def _take(
-    line: bytes,
-    path: str,
-    number: int,
-    base: Any,
-    wanted: Sequence[str],
-    values: list[list[Any]],
-    numbers: list[int],
-) -> Fault | None:
-    """Add one line's values to the columns; returns what is wrong with it, if anything."""
+def _take(line: bytes, fields: Fields) -> list[Any] | None:
+    """Return the values of one line, or None where it isn't all in order."""
     try:
-        row = json.loads(line)
-        taken = [row[name] for name in wanted]
+        row = json.loads(line.decode())  # strictly; json by itself would let halves of characters pass
+        taken = [row[name] for name in fields.needed]
+        taken += [row.get(name) for name in fields.optional]
+        return taken if fields.refused.isdisjoint(row) else None
     except (ValueError, RecursionError, KeyError, TypeError, IndexError):
-        if not line.strip(_BLANKS):
-            return None
-        return _fault(line, place(path, "line", base() + number), wanted, values, numbers, number)
-    for column, value in zip(values, taken):
-        column.append(value)
-    numbers.append(number)
-    return None
+        return None
 
 
-def _fault(
-    line: bytes, where: str, wanted: Sequence[str], values: list[list[Any]], numbers: list[int], number: int
-) -> Fault | None:
-    """Say what is wrong with a line, the slow way."""
+def _slowly(line: bytes, where: str, fields: Fields) -> tuple[list[Any] | None, Fault | None]:
+    """Return the values of a line, or what is wrong with it."""
     row, fault = parse(line, where)
-    fault = fault or missing(row, wanted, where)
-    if fault is None:  # a byte order mark was all
-        for column, name in zip(values, wanted):
-            column.append(row[name])
-        numbers.append(number)
-    return fault
+    fault = fault or misfit(row, fields, where)
+    if fault is not None:
+        return None, fault
+    return [row.get(name) for name in fields.names], None  # a byte order mark was all
 
 
-def parse(line: bytes | str, where: str) -> tuple[dict[str, Any], Fault | None]:
-    """Return a row, or what keeps a text from being one."""
+def parse(line: bytes, where: str) -> tuple[dict[str, Any], Fault | None]:
+    """Return a row, or what keeps a line from being one."""
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line)
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
         return {}, Fault(where=where, why=f"is not valid UTF-8 (byte {error.start:,} of the line)")
     except json.JSONDecodeError as error:
@@ -165,12 +176,16 @@ def as_object(row: Any, where: str) -> tuple[dict[str, Any], Fault | None]:
     return {}, Fault(where=where, why=why)
 
 
-def missing(row: dict[str, Any], wanted: Sequence[str], where: str) -> Fault | None:
-    """Say which of the wanted fields a row lacks, if any."""
-    absent = [name for name in wanted if name not in row]
-    if not absent:
-        return None
-    return Fault(where=where, why=f"has no {listed(absent)}; it has {listed(list(row))}")
+def misfit(row: dict[str, Any], fields: Fields, where: str) -> Fault | None:
+    """Say which of the needed fields a row lacks, or has though the first row has none."""
+    absent = [name for name in fields.needed if name not in row]
+    if absent:
+        return Fault(where=where, why=f"has no {listed(absent)}; it has {listed(list(row))}")
+    extra = [name for name in row if name in fields.refused]
+    if extra:
+        why = f"has {listed(extra)}, which the file's first row has not; give it to all rows or to none"
+        return Fault(where=where, why=why)
+    return None
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import BinaryIO, cast
 
 from varlen.errors import SourceError
@@ -20,7 +20,7 @@ from varlen.source.files import Compression, File
 from varlen.source.remote import open_remote, remote_faults, remote_mark
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!": "rar"}
+_REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar"}
 """First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
 _BUFFER_BYTES = 1 << 20
 
@@ -95,7 +95,7 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
         with faults(file), open_stored(file) as stored:
             yield stored
         return
-    with tempfile.TemporaryFile() as unpacked, faults(file):
+    with faults(file), tempfile.TemporaryFile() as unpacked:
         with open_plain(file) as stream:
             shutil.copyfileobj(stream, unpacked, _BUFFER_BYTES)
         unpacked.seek(0)
@@ -109,19 +109,18 @@ def faults(file: File) -> Iterator[None]:
     Raises:
         SourceError: reading failed.
     """
-    try:
-        if file.is_remote:
-            with remote_faults(file.path):
-                yield
-        else:
+    with remote_faults(file.path) if file.is_remote else nullcontext():
+        try:
             yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SourceError(f"{file.path} {_broken(str(error))}") from error
-    except OSError as error:
-        said = str(error.strerror or error)
-        if "compress" in said.lower():
-            raise SourceError(f"{file.path} {_broken(said)}") from error
-        raise SourceError(f"{file.path} can't be read: {said}") from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SourceError(f"{file.path} {_broken(str(error))}") from error
+        except OSError as error:
+            said = str(error.strerror or error)
+            if "compress" in said.lower():
+                raise SourceError(f"{file.path} {_broken(said)}") from error
+            raise SourceError(
+                f"{file.path} can't be read: {said.splitlines()[0] if said else 'no reason given'}"
+            ) from error
 
 
 def _broken(said: str) -> str:

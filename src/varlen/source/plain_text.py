@@ -39,19 +39,24 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
             )
 
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
-        for line, content in documents:
-            batch_bytes += len(content)
-            try:
-                texts.append(content.decode("utf-8-sig" if line == 1 else "utf-8"))
-                numbers.append(line)
-            except UnicodeDecodeError as error:
-                where = place(file.path, "" if cut == "file" else "line", line)
-                bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
-                why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
-                faults.append(Fault(where=where, why=why))
-            if batch_bytes >= _BATCH_BYTES:
+        try:
+            for line, content in documents:
+                batch_bytes += len(content)
+                try:
+                    texts.append(content.decode().removeprefix("\ufeff" if line == 1 else ""))
+                    numbers.append(line)
+                except UnicodeDecodeError as error:
+                    where = place(file.path, "" if cut == "file" else "line", line)
+                    bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
+                    why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
+                    faults.append(Fault(where=where, why=why, number=line))
+                if batch_bytes >= _BATCH_BYTES:
+                    yield rows()
+                    texts, numbers, faults, batch_bytes = [], [], [], 0
+        except Exception:  # what was read before it is whole
+            if numbers or faults:
                 yield rows()
-                texts, numbers, faults, batch_bytes = [], [], [], 0
+            raise
         if numbers or faults:
             yield rows()
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.source.rows import json_kind
+from varlen.source.rows import as_list, json_kind
 from varlen.types import Int32Array, IntArray
 
 _Whole = npt.NDArray[np.integer[Any]]
 _Flat = dict[str, tuple[_Whole, IntArray]]
 """Values and offsets of each role."""
 _MOST_ID = 2**31 - 1
+_MASKS = ("loss_mask", "attention_mask")
 _NUMBERS = "which must be a list of whole numbers"
 
 
@@ -64,10 +65,10 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        if is_list and (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)):
+        is_mask = role in _MASKS and is_list and pa.types.is_boolean(kind.value_type)
+        if is_mask or (is_list and pa.types.is_integer(kind.value_type)):
             return _from_arrow(column, role, wrong)
-        column = column.to_pylist()
-    values = [_numbers(value, role, index, wrong) for index, value in enumerate(column)]
+    values = [_numbers(value, role, index, wrong) for index, value in enumerate(as_list(column))]
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     return np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(offsets[-1])), offsets
@@ -113,7 +114,7 @@ def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> list[i
     if not isinstance(value, list):
         wrong.setdefault(index, f"holds {json_kind(value)} in `{role}`, {_NUMBERS}")
         return []
-    allowed = {int, bool} if role in ("loss_mask", "attention_mask") else {int}
+    allowed = {int, bool} if role in _MASKS else {int}
     if not set(map(type, value)) <= allowed:
         odd = next(position for position, number in enumerate(value) if type(number) not in allowed)
         kind = json_kind(value[odd])
@@ -179,7 +180,7 @@ def _labels_differ(flat: _Flat) -> dict[int, str]:
 def _masks_out_of_range(flat: _Flat) -> dict[int, str]:
     """Blame rows with masks that aren't 0 or 1."""
     found: dict[int, str] = {}
-    for role in ("loss_mask", "attention_mask"):
+    for role in _MASKS:
         if role in flat:
             mask, offsets = flat[role]
             hint = (
@@ -199,8 +200,9 @@ def _boundaries_differ(flat: _Flat) -> dict[int, str]:
     (_, offsets), (lengths, owners) = flat["input_ids"], flat["seq_lengths"]
     running = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     sums, widths = np.diff(running[owners]), np.diff(offsets)
-    for row, _ in _owners(np.flatnonzero(lengths < 0), owners).items():
-        found[row] = "holds a negative number in `seq_lengths`"
+    limits = np.repeat(widths, np.diff(owners))  # none above, so that no sum can turn over
+    for row, at in _owners(np.flatnonzero((lengths < 0) | (lengths > limits)), owners).items():
+        found[row] = f"holds {int(lengths[at])} in `seq_lengths`, but {widths[row]:,} `input_ids`"
     for row in np.flatnonzero(sums != widths).tolist():
         why = f"has `seq_lengths` that add up to {sums[row]:,}, but {widths[row]:,} `input_ids`"
         found.setdefault(row, why)

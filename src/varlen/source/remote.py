@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import has_magic
+from operator import itemgetter
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import MissingExtraError, SourceError, VarlenError
@@ -41,17 +42,18 @@ def list_remote(url: str) -> list[tuple[str, str, int]]:
     with remote_faults(url):
         fs, path = fsspec.core.url_to_fs(url)
         if has_magic(path) and not (url.startswith("http") and fs.exists(path)):
-            found = sorted(p for p, info in fs.glob(path, detail=True).items() if info["type"] == "file")
+            files = [(p, i) for p, i in fs.glob(path, detail=True).items() if i["type"] == "file"]
+            found = sorted(files, key=itemgetter(0))
             fixed = "/".join(_before_magic(path))
             if not found:
                 raise SourceError(f"no file matches {url}")
-            return [(fs.unstrip_protocol(p), p[len(fixed) :].lstrip("/"), _size(fs, p)) for p in found]
+            return [(fs.unstrip_protocol(p), p[len(fixed) :].lstrip("/"), _size(i)) for p, i in found]
         if not url.startswith("http") and fs.isdir(path):
-            found = sorted(fs.find(path))
-            return [(fs.unstrip_protocol(p), p[len(path) :].lstrip("/"), _size(fs, p)) for p in found]
+            found = sorted(fs.find(path, detail=True).items(), key=itemgetter(0))
+            return [(fs.unstrip_protocol(p), p[len(path) :].lstrip("/"), _size(i)) for p, i in found]
         if not fs.exists(path):
             raise SourceError(f"{url} does not exist")
-        return [(url, path.rstrip("/").rsplit("/", 1)[-1].split("?")[0], _size(fs, path))]
+        return [(url, path.rstrip("/").rsplit("/", 1)[-1].split("?")[0], _size(fs.info(path)))]
 
 
 def _before_magic(path: str) -> list[str]:
@@ -59,8 +61,8 @@ def _before_magic(path: str) -> list[str]:
     return parts[: next(i for i, part in enumerate(parts) if has_magic(part))]
 
 
-def _size(fs: Any, path: str) -> int:
-    size = fs.info(path).get("size")
+def _size(info: dict[str, Any]) -> int:
+    size = info.get("size")
     return -1 if size is None else int(size)
 
 

@@ -21,6 +21,8 @@ class Fault:
     """File and row."""
     why: str
     """Goes on from there: "is not valid JSON: ..."."""
+    number: int = 0
+    """Of the row in its file, to list faults in order; 0 where it isn't one row's."""
 
     def __str__(self) -> str:
         """Join both to a sentence."""
@@ -61,10 +63,43 @@ class Rows:
         """
         return place(self.path, self.unit, self.base() + self.numbers[index])
 
+    def blame(self, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
+        """Return the faults of these rows, those that reading found among them, in the order of the file.
+
+        Args:
+            wrong: why a row can't be used, by its index among these.
+        """
+        if not wrong:
+            return self.faults
+        found = [
+            Fault(where=self.where(index), why=why, number=self.base() + self.numbers[index])
+            for index, why in wrong.items()
+        ]
+        return tuple(sorted([*self.faults, *found], key=lambda fault: fault.number))
+
 
 def place(path: str, unit: str, number: int) -> str:
     """Name a file and a place in it."""
     return f"{path} {unit} {number:,}" if unit else path
+
+
+def as_list(column: Column) -> list[Any]:
+    """Return a column as Python values; what Arrow can't turn into one stays as it is, to be refused by row."""
+    if isinstance(column, list):
+        return column
+    try:
+        return list(column.to_pylist())
+    except Exception:  # text that isn't UTF-8, dates beyond Python's, keys that stand twice in an object
+        return [_value(value) for value in column]
+
+
+def _value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
+    except Exception:
+        return value
 
 
 def listed(names: Sequence[str]) -> str:
@@ -86,20 +121,3 @@ def json_kind(value: object) -> str:
         float: "number",
     }
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
-
-
-def as_list(column: Any) -> list[Any]:
-    """Return a column as Python values; text that isn't UTF-8 becomes bytes, to be refused by row."""
-    if isinstance(column, list):
-        return column
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_one(value) for value in column]
-
-
-def _one(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return b""

@@ -56,13 +56,13 @@ class Source:
         Files that can't be cut (compressed, CSV, JSON arrays) are one span, however large.
 
         Raises:
-            SourceError: a file can't be opened.
+            SourceError: a file can't be opened, and `on_error` is "raise".
         """
         parts: list[Part] = []
         small: list[Span] = []
         filled = 0
         for index, file in enumerate(self.files):
-            cuts = cut_points(file, target_bytes)
+            cuts = self._cuts(file, target_bytes)
             if cuts is None and 0 <= file.size <= target_bytes:
                 if filled + file.size > target_bytes and small:
                     parts.append(tuple(small))
@@ -76,6 +76,14 @@ class Source:
             bounds = [0, None] if cuts is None else [*cuts[:-1], None]
             parts += [(Span(file=index, start=a or 0, stop=b),) for a, b in zip(bounds, bounds[1:])]
         return [*parts, tuple(small)] if small else parts
+
+    def _cuts(self, file: File, target_bytes: int) -> list[int] | None:
+        try:
+            return cut_points(file, target_bytes)
+        except SourceError:
+            if self.on_error == "raise":
+                raise
+            return None  # reading will tell
 
     def read(self, part: Part) -> Iterator[Documents]:
         """Yield the documents of a part, in the order of the files, a few megabytes at a time.
@@ -183,7 +191,7 @@ def _template_text(template: str | Path) -> str:
         return template
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SettingError(f"the chat template {template} can't be read: {error}") from error
 
 

@@ -33,6 +33,7 @@ from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
 _OPEN_SHARDS = 64
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +132,15 @@ def shard_counts(folder: Path) -> ShardCounts | None:
         return None
 
 
+def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
+    """Require that offsets are those of a shard."""
+    is_flat = isinstance(offsets, np.ndarray) and offsets.dtype == np.int64
+    if not is_flat or offsets.shape != (counts.num_documents + 1,):
+        raise SourceError(f"offsets.npy doesn't hold int64 offsets of {counts.num_documents:,} documents")
+    if offsets[0] != 0 or offsets[-1] != counts.num_tokens or (offsets[1:] < offsets[:-1]).any():
+        raise SourceError(f"offsets.npy must rise from 0 to the {counts.num_tokens:,} tokens")
+
+
 class Shard:
     """A finished shard, open for reading; reads go to the file, not through a mapping, so memory stays bounded."""
 
@@ -139,12 +149,13 @@ class Shard:
         if counts is None:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
         self.counts = counts
-        self._dtype = np.dtype(counts.dtype)
         try:
+            self._dtype = _DTYPES[counts.dtype]
             self.offsets: IntArray = np.load(folder / "offsets.npy", allow_pickle=False)
+            _check_offsets(self.offsets, counts)
             self._tokens = os.open(folder / "tokens.bin", os.O_RDONLY)
             self._mask = os.open(folder / "loss_mask.bin", os.O_RDONLY) if counts.has_mask else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
         self._path = folder
 
@@ -251,7 +262,12 @@ def open_store(folder: str | Path) -> TokenStore:
         raise SourceError(f"{folder} is not a finished token store: it has no manifest of one")
     if manifest.get("format") != STORE_FORMAT:
         raise SourceError(f"{folder} was written in format {manifest.get('format')}; index the data again")
-    return TokenStore(Path(folder), manifest)
+    try:
+        return TokenStore(Path(folder), manifest)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise SourceError(
+            f"{folder} has a damaged manifest: it lists no shards; index the data again"
+        ) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

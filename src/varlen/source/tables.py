@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, BinaryIO
 
-from varlen.errors import SourceError
+from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
-from varlen.source.opening import open_seekable
-from varlen.source.rows import Rows
+from varlen.source.opening import compression_of, open_seekable
+from varlen.source.rows import Fault, Rows, place
 
 _BATCH_BYTES = 4 << 20
 _MOST_BATCH_ROWS = 8192
@@ -22,7 +23,7 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file isn't such a table.
     """
-    with _table_faults(file), open_seekable(file) as stored, _table(file, stored) as table:
+    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
         return list(table.schema_arrow.names if file.format == "parquet" else table.schema.names)
 
 
@@ -32,15 +33,15 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
     Raises:
         SourceError: the file isn't such a table.
     """
-    if 0 <= file.size <= target_bytes:
+    if 0 <= file.size <= target_bytes or compression_of(file) is not None:
         return None
-    with _table_faults(file), open_seekable(file) as stored, _table(file, stored) as table:
+    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
         if file.format != "parquet":
             count = getattr(table, "num_record_batches", None)
             if count is None:
                 return None
             step = max(int(count * target_bytes / max(file.size, 1)), 1)
-            return [*range(0, count, step), count]
+            return [0, *range(step, count, step), count]
         cuts, filled = [0], 0
         for group in range(table.num_row_groups):
             if filled >= target_bytes:
@@ -62,39 +63,78 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
     Raises:
         SourceError: the file isn't such a table, or can't be read any further.
     """
+    base = cache(lambda: _rows_before(file, start))
     row = 0
     try:
-        with _table_faults(file), open_seekable(file) as stored, _table(file, stored) as table:
-            parts = _parquet if file.format == "parquet" else _arrow
-            for row, batch in parts(table, list(wanted), start, stop):
-                columns = {name: batch.column(name) for name in wanted}
-                numbers = range(row + 1, row + 1 + batch.num_rows)
-                yield Rows(columns=columns, numbers=numbers, path=file.path)
+        with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+            batches = (_parquet if file.format == "parquet" else _arrow)(table, list(wanted), start, stop)
+            for batch in batches:
+                yield _rows(batch, file, row, base)
                 row += batch.num_rows
     except SourceError as error:
-        after = f" (after row {row:,})" if row else ""
-        raise SourceError(f"{error}{after}") from error
+        after = base() + row
+        raise SourceError(f"{error} (after row {after:,})" if after else str(error)) from error
 
 
-def _parquet(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
-    """Yield the row that each batch begins with, and the batch."""
-    groups = range(start, table.num_row_groups if stop is None else stop)
-    row = sum(table.metadata.row_group(group).num_rows for group in range(start))
-    for group in groups:
+def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
+    """Return the rows of a batch. Rows that point to where there is nothing, or aren't UTF-8, are faults."""
+    import pyarrow as pa
+
+    numbers: Sequence[int] = range(before + 1, before + 1 + batch.num_rows)
+    columns, faults = batch.columns, []
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        sound, numbers = [batch.slice(0, 0).columns], []
+        for index in range(batch.num_rows):
+            number = base() + before + index + 1
+            try:
+                sound.append(_alone(batch.slice(index, 1)))
+                numbers.append(before + index + 1)
+            except pa.ArrowException as error:
+                said = str(error).splitlines()[0]
+                why = "holds text that is not valid UTF-8" if "UTF8" in said else f"is damaged: {said}"
+                faults.append(Fault(where=place(file.path, "row", number), why=why, number=number))
+        columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
+    named = dict(zip(batch.schema.names, columns))
+    return Rows(columns=named, numbers=numbers, path=file.path, base=base, faults=tuple(faults))
+
+
+def _alone(row: Any) -> list[Any]:
+    """Return a row's columns with nothing behind them but the row itself, checked."""
+    import pyarrow as pa
+
+    row.validate()  # or copying could reach out of the file
+    columns = [pa.concat_arrays([column]) for column in row.columns]
+    for column in columns:
+        column.validate(full=True)
+    return columns
+
+
+def _rows_before(file: File, start: int) -> int:
+    """Count the rows before a row group or record batch, for a message: of Arrow files all must be read."""
+    if start == 0:
+        return 0
+    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+        if file.format == "parquet":
+            return sum(table.metadata.row_group(group).num_rows for group in range(start))
+        return sum(table.get_batch(index).num_rows for index in range(start))
+
+
+def _parquet(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
+    """Yield batches of a few megabytes."""
+    for group in range(start, table.num_row_groups if stop is None else stop):
         shape = table.metadata.row_group(group)
         if shape.num_rows == 0:
             continue
         row_bytes = shape.total_byte_size / shape.num_rows
         rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
-        for batch in table.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False):
-            yield row, batch
-            row += batch.num_rows
+        yield from table.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
 
 
-def _arrow(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
-    """Yield the row that each batch begins with, and the batch, cut where it is large."""
+def _arrow(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
+    """Yield batches, cut where they are large."""
     count = getattr(table, "num_record_batches", None)
-    row = sum(table.get_batch(index).num_rows for index in range(start)) if count is not None else 0
     batches = (
         table
         if count is None
@@ -102,11 +142,11 @@ def _arrow(table: Any, wanted: list[str], start: int, stop: int | None) -> Itera
     )
     for batch in batches:
         chosen = batch.select(wanted)
+        chosen.validate()
         row_bytes = chosen.nbytes / max(batch.num_rows, 1)
         rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
         for at in range(0, batch.num_rows, rows):
-            yield row + at, chosen.slice(at, rows)
-        row += batch.num_rows
+            yield chosen.slice(at, rows)
 
 
 @contextmanager
@@ -118,7 +158,9 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
         # Column chunks are streamed through a small buffer: row groups may be larger than memory.
-        with pq.ParquetFile(stored, pre_buffer=False, buffer_size=1 << 20) as table:
+        with pq.ParquetFile(
+            stored, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+        ) as table:
             yield table
         return
     is_file = stored.read(len(_MAGIC)) == _MAGIC
@@ -129,16 +171,15 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
 
 @contextmanager
 def _table_faults(file: File) -> Iterator[None]:
-    """Turn what Arrow says of a broken file into a sentence."""
-    import pyarrow as pa
-
-    kind = "a Parquet" if file.format == "parquet" else "an Arrow"
+    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are."""
     try:
         yield
-    except (pa.ArrowException, ValueError, KeyError, IndexError, MemoryError) as error:
-        if isinstance(error, SourceError):
+    except Exception as error:
+        if isinstance(error, VarlenError) or getattr(error, "errno", None) is not None:
             raise
+        kind = "a Parquet" if file.format == "parquet" else "an Arrow"
         said = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
-        if file.size == 0:
-            said = "it is empty (0 bytes)"
-        raise SourceError(f"{file.path} is not {kind} file, or is damaged: {said}") from error
+        why = f"is not {kind} file, or is damaged: {said}"
+        raise SourceError(
+            f"{file.path} {why if file.size else f'is empty (0 bytes), not {kind} file'}"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from varlen.source.tokenizer import (
     FunctionTokenizer,
     Specials,
     Tokenizer,
+    backend_faults,
     digest,
     is_cuttable,
 )
@@ -33,6 +35,8 @@ _USUAL_EOS = (
     "<|end|>",
 )
 """What ends a document in the usual vocabularies: a tokenizer's JSON file alone doesn't say which token does."""
+_PROBE = "Call me Ishmael. Some years ago - never mind how long\n\tdef f(x): return x**2 + 0.5\nżółć 🦆 你好"
+"""A text whose ids tell functions apart."""
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -81,9 +85,12 @@ def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> To
     made = _made(tokenizer)
     if eos is None:
         return made
-    eos_id = made.encode([eos], is_chat=True)[0].tolist() if isinstance(eos, str) else [eos]
     limit = 2**31 if made.vocab_size is None else made.vocab_size
-    if isinstance(eos_id[0], bool) or len(eos_id) != 1 or not 0 <= eos_id[0] < limit:
+    eos_id: list[Any] = [eos]
+    if isinstance(eos, str):
+        eos_id = made.encode([eos.encode(errors="replace").decode()], is_chat=True)[0].tolist()
+    is_number = len(eos_id) == 1 and isinstance(eos_id[0], Integral) and not isinstance(eos_id[0], bool)
+    if not is_number or not 0 <= eos_id[0] < limit:
         raise SettingError(
             f"eos must be one of the {limit:,} tokens of {made.name}, by id or as its text; got {eos!r}"
             + (f", which is {len(eos_id):,} tokens" if isinstance(eos, str) else "")
@@ -108,9 +115,10 @@ def _made(tokenizer: Any) -> Tokenizer:
         return _from_transformers(tokenizer, str(getattr(tokenizer, "name_or_path", "")) or "tokenizer")
     if callable(tokenizer):
         name = getattr(tokenizer, "__qualname__", type(tokenizer).__name__)
-        return FunctionTokenizer(
-            function=_by_batch(tokenizer), name=name, specials=Specials(), fingerprint=f"function {name}"
-        )
+        function = _by_batch(tokenizer)
+        ids = [list(map(int, row)) for row in function([_PROBE])]  # two functions may have one name
+        mark = digest(json.dumps([name, ids]))
+        return FunctionTokenizer(function=function, name=name, specials=Specials(), fingerprint=mark)
     raise SettingError(
         'tokenizer must be "bytes", a file, a folder, a tokenizer object or a function from text to ids; '
         f"got {type(tokenizer).__name__}"
@@ -153,9 +161,10 @@ def _from_file(path: Path, config: Mapping[str, Any], template: str | None) -> T
     from tokenizers import Tokenizer as Backend
 
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise SettingError(f"{path} is not a tokenizer's JSON file: {str(error)[:200]}") from error
+        with backend_faults(str(path)):
+            backend = Backend.from_file(str(path))
+    except SettingError as error:
+        raise SettingError(f"{path} is not a tokenizer's JSON file: {str(error.__cause__)[:200]}") from error
     return _fast(backend, str(path.parent if path.name == "tokenizer.json" else path), config, template)
 
 
@@ -183,10 +192,13 @@ def _fast(
         usual = [text for text in _USUAL_EOS if text in added]
         if usual:
             texts["eos_token"] = usual[0]
+    with backend_faults(name):
+        whole, bare = (own.encode("a", add_special_tokens=more).ids for more in (True, False))
+        can_be_cut = is_cuttable(lambda text: own.encode(text, add_special_tokens=False).ids)
     specials = Specials(
         eos_id=own.token_to_id(texts["eos_token"]) if "eos_token" in texts else None,
         pad_id=own.token_to_id(texts["pad_token"]) if "pad_token" in texts else None,
-        prefix_ids=_prefix(own),
+        prefix_ids=_prefix(whole, bare),
         texts=texts,
         end_marks=frozenset(added),
         chat_template=template,
@@ -197,14 +209,12 @@ def _fast(
         specials=specials,
         fingerprint=digest(spelled + json.dumps([texts, template], sort_keys=True)),
         vocab_size=max(own.get_vocab().values(), default=-1) + 1,
-        is_cuttable=is_cuttable(lambda text: own.encode(text, add_special_tokens=False).ids),
+        is_cuttable=can_be_cut,
     )
 
 
-def _prefix(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Return the ids that a tokenizer puts before every text by itself."""
-    bare = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a", add_special_tokens=True).ids
+def _prefix(whole: Sequence[int], bare: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids that a tokenizer puts before a text by itself, from ids with and without them."""
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return tuple(whole[:start])
@@ -213,7 +223,8 @@ def _prefix(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 def _from_transformers(tokenizer: Any, name: str) -> Tokenizer:
     """Wrap a transformers tokenizer: its Rust backend where it has one, else its own code."""
-    template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else None
+    template = getattr(tokenizer, "chat_template", None)
+    template = template.get("default") if isinstance(template, dict) else template
     config = {
         key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)
     }
@@ -221,15 +232,16 @@ def _from_transformers(tokenizer: Any, name: str) -> Tokenizer:
     if backend is not None:
         return _fast(backend, name, config, template)
     marks = frozenset(map(str, tokenizer.all_special_tokens))
+    encode = _Slow(tokenizer)
+    whole = tokenizer(["a"], add_special_tokens=True, verbose=False)["input_ids"][0]
     specials = Specials(
         eos_id=tokenizer.eos_token_id,
         pad_id=tokenizer.pad_token_id,
-        prefix_ids=() if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,),
+        prefix_ids=_prefix(whole, encode(["a"])[0]),
         texts=config,
         end_marks=marks,
         chat_template=template,
     )
-    encode = _Slow(tokenizer)
     return FunctionTokenizer(
         function=encode,
         name=name,
@@ -285,10 +297,17 @@ class _EachText:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a tokenizer's folder: a file of its own goes before the configuration."""
+    """Return the chat template of a tokenizer's folder: a file of its own goes before the configuration.
+
+    Raises:
+        SettingError: it can't be read.
+    """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"the chat template {path} can't be read: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # several, by name
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

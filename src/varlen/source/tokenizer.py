@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError
 from varlen.types import Int32Array, IntArray
 
 if TYPE_CHECKING:
@@ -130,6 +132,21 @@ def _marked(piece: bytes) -> Int32Array:
     return np.concatenate(parts)
 
 
+@contextmanager
+def backend_faults(name: str) -> Iterator[None]:
+    """Turn what the `tokenizers` library raises, or panics about, into a sentence.
+
+    Raises:
+        SettingError: the library failed.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # its panics are no Exceptions
+        raise SettingError(f"the tokenizer {name} failed: {str(error)[:200]}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, run on as many threads as that library takes."""
@@ -146,7 +163,7 @@ class FastTokenizer:
         """Return the ids of texts, special tokens in them included, as this library does.
 
         Raises:
-            SourceError: the library failed.
+            SettingError: the library failed.
         """
         parts: list[bytes] = []
         lengths: list[int] = []
@@ -173,7 +190,7 @@ class FastTokenizer:
             Tokens, offsets, and for each token whether it is marked.
         """
         parts, lengths, marks = [], [], []
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._encode(list(texts), with_places=True)
         for encoding, first, last in zip(encodings, span_offsets, span_offsets[1:]):
             ranges = spans[first:last].tolist()
             bounds = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -185,14 +202,11 @@ class FastTokenizer:
             marks.append(mark)
         return _concatenated(parts), _offsets(lengths, len(lengths)), _concatenated(marks)
 
-    def _encode(self, batch: list[str]) -> list[tokenizers.Encoding]:
-        """Encode a batch; what the library panics about becomes an error like any other."""
-        try:
-            return self.backend.encode_batch_fast(batch, add_special_tokens=False)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # its panics are no Exceptions
-            raise SourceError(f"the tokenizer {self.name} failed: {str(error)[:200]}") from error
+    def _encode(self, batch: list[str], *, with_places: bool = False) -> list[tokenizers.Encoding]:
+        """Encode a batch, with the place of each token in its text if asked for."""
+        encode = self.backend.encode_batch if with_places else self.backend.encode_batch_fast
+        with backend_faults(self.name):
+            return encode(batch, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids."""
@@ -224,10 +238,12 @@ class FunctionTokenizer:
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
                 raise SettingError(f"the tokenizer {self.name} failed: {said}") from error
-            odd = [r for r in found if r.ndim != 1 or (r.size and (r.dtype.kind not in "iu" or r.min() < 0))]
+            odd = [row for row in found if not _are_ids(row)]
             if odd or len(found) != len(batch):
                 got = (
-                    f"an array of {odd[0].dtype}"
+                    f"numbers from {odd[0].min()} to {odd[0].max()}"
+                    if odd and odd[0].ndim == 1 and odd[0].dtype.kind in "iu"
+                    else f"an array of {odd[0].dtype} of shape {list(odd[0].shape)}"
                     if odd
                     else f"{len(found):,} results of {len(batch):,} texts"
                 )
@@ -240,6 +256,13 @@ class FunctionTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the ids themselves: a function can't be turned around."""
         return " ".join(map(str, ids))
+
+
+def _are_ids(row: npt.NDArray[Any]) -> bool:
+    """Whether these are ids: whole numbers from 0 to 2^31 - 1."""
+    if row.ndim != 1 or row.size == 0:
+        return row.ndim == 1
+    return row.dtype.kind in "iu" and row.min() >= 0 and row.max() < 2**31
 
 
 def is_cuttable(encode: Callable[[str], list[int]]) -> bool:
