@@ -12,7 +12,7 @@ import numpy as np
 import varlen as vl
 from benchmarks import checks
 from benchmarks.inputs import CAPACITY, NUM_DOCUMENTS, Documents, lognormal_lengths
-from benchmarks.peers import axolotl, grain, megatron_bridge, seqpack, trl
+from benchmarks.peers import axolotl, grain, llm_foundry, megatron_bridge, seqpack, trl
 from benchmarks.rows import Contestant, Race, Row
 from benchmarks.step import Step
 from benchmarks.stopwatch import alternate
@@ -21,6 +21,8 @@ SECTION = "packing"
 FEWER = 20_000
 """Documents for the peers whose time grows with the square, or which take seconds for this many."""
 PACKS_PER_BATCH = 8
+BATCH_DOCUMENTS = 480
+"""Documents that a collator packs at a time."""
 _OURS = "vl.pack(lengths, capacity=8192)"
 
 
@@ -37,6 +39,7 @@ def steps() -> list[Step]:
         Step("TRL's pack_dataset, its default window", partial(_race_pack_dataset, None)),
         Step("grain, first fit", partial(_race_grain, "first", 256)),
         Step("grain, best fit", partial(_race_grain, "best", 1024)),
+        Step("llm-foundry's collator", _race_llm_foundry),
     ]
 
 
@@ -159,6 +162,36 @@ def _race_grain(fit: grain.Fit, num_bins: int) -> list[Row]:
     name = grain.FIRST_FIT if fit == "first" else grain.BEST_FIT
     settings = f"{num_bins} bins, no shuffle, read without threads"
     return [_race_tokens(documents, documents.arrays, "arrays", name, settings, call, fill)]
+
+
+def _race_llm_foundry() -> list[Row]:
+    """Race llm-foundry's packing collator: one padded batch of documents in, packed rows of tensors out."""
+    documents = Documents.draw(lognormal_lengths(BATCH_DOCUMENTS))
+    packing = vl.pack(documents.lengths, capacity=CAPACITY)
+    call = llm_foundry.packer(documents.arrays, CAPACITY, packing.num_packs)
+    theirs = call()
+    kept = int((theirs["attention_mask"] == 1).sum())
+
+    def pack_and_collate() -> object:
+        return vl.collate(documents.arrays, vl.pack(documents.lengths, capacity=CAPACITY)).to_torch()
+
+    our_fill = checks.fill_of_ids(packing.to_lists(), documents.lengths, CAPACITY)
+    ours, peer = alternate(pack_and_collate, call, rounds=5)
+    return [
+        Race(
+            section=SECTION,
+            what=f"pack a batch of {BATCH_DOCUMENTS:,} documents into {packing.num_packs:,} rows of tensors",
+            ours=Contestant(name="varlen", call="vl.pack, vl.collate, to_torch", samples=ours, fill=our_fill),
+            peer=Contestant(
+                name=llm_foundry.NAME,
+                call=f"as many rows, from a padded batch; {1 - kept / documents.num_tokens:.1%} of the tokens "
+                "are left for its next batch",
+                samples=peer,
+                fill=kept / (packing.num_packs * CAPACITY),
+            ),
+            tokens=documents.num_tokens,
+        )
+    ]
 
 
 def _race_tokens(

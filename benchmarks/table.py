@@ -27,6 +27,9 @@ TITLES = {
     "scale": "A hundred million lengths",
     "demo": "The demo",
     "windows": "Packing by windows",
+    "reading": "Reading and tokenizing",
+    "offline": "Packing files",
+    "fast_axolotl": "fast-axolotl",
     "startup": "Starting up",
 }
 

@@ -88,9 +88,28 @@ def as_list(column: Column) -> list[Any]:
     if isinstance(column, list):
         return column
     try:
-        return list(column.to_pylist())
+        return _numbers(column) if str(column.type) in _LISTS else list(column.to_pylist())
     except Exception:  # text that isn't UTF-8, dates beyond Python's, keys that stand twice in an object
         return [_value(value) for value in column]
+
+
+_LISTS = {
+    f"{kind}<{name}: int{bits}>"
+    for kind in ("list", "large_list")
+    for name in ("item", "element")
+    for bits in (32, 64)
+}
+"""Arrow types of token ids."""
+
+
+def _numbers(column: Any) -> list[Any]:
+    """Return lists of whole numbers, many times as fast as Arrow makes them one by one."""
+    values = column.flatten()
+    if column.null_count or values.null_count:
+        return list(column.to_pylist())
+    numbers = values.to_numpy().tolist()
+    bounds = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
+    return [numbers[a:b] for a, b in zip(bounds, bounds[1:])]
 
 
 def _value(value: Any) -> Any:

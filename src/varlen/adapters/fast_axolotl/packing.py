@@ -1,4 +1,4 @@
-"""The packing functions and the reader of fast-axolotl, with its names, arguments and outputs, over varlen's own.
+"""The packing functions of fast-axolotl, with its names, arguments and outputs, over varlen's packer.
 
 Two spellings are served: the one of its documentation (tensors in, one tensor out) and that of its release
 0.2.0, which takes `eos_token_id` and returns a dictionary of lists. Where the original panics or loses tokens
@@ -10,35 +10,21 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from varlen.adapters.fast_axolotl.lists import are_plain, join
 from varlen.batch.collate import collate
-from varlen.errors import DocumentsError, OverlongDocumentError, SettingError, SourceError
+from varlen.errors import DocumentsError, OverlongDocumentError, SettingError
 from varlen.pack.api import as_choice, pack
 from varlen.pack.lengths import as_count
-from varlen.source.files import File, Format, find_files
-from varlen.source.formats import all_columns
 from varlen.types import Packing
 
 Sequences = Sequence[Any]
 """Token ids of each sequence: lists, numpy arrays or torch tensors."""
 Policy = Literal["error", "truncate", "drop"]
 _POLICIES = ("error", "truncate", "drop")
-OnError = Literal["raise", "skip"]
-_TYPES: dict[str, Format] = {
-    "jsonl": "jsonl",
-    "json": "json",
-    "parquet": "parquet",
-    "arrow": "arrow",
-    "feather": "arrow",
-    "csv": "csv",
-    "text": "text",
-}
 
 
 class LeakWarning(UserWarning):
@@ -121,16 +107,17 @@ def pack_sequences(
             raise SettingError(f"max_length must hold a token, its eos and a padding token; got {width}")
         _check_lengths(sequences, width - 2, overlong)
         most = width - 2 if overlong == "truncate" else None  # the eos stays
-        cut = [np.asarray(sequence)[:most].tolist() for sequence in sequences]
+        cut = [_as_lists(sequence[:most]) for sequence in sequences]
         ended = [[*sequence, eos_token_id, pad_token_id] for sequence in cut]
         labels = [[*sequence, eos_token_id, label_pad_id] for sequence in cut]
         masks = [[1] * (len(sequence) + 1) + [0] for sequence in cut]
         columns = {"given_labels": labels, "mask": masks}
-        rows, packing = _rows(ended, width, overlong, pad_token_id, columns, {"given_labels": label_pad_id})
+        pads = {"given_labels": label_pad_id}
+        rows, packing = _rows(ended, width, overlong, pad_token_id, columns, pads, is_made_here=True)
         packed = {
-            "input_ids": rows["input_ids"].tolist(),
-            "labels": rows["given_labels"].tolist(),
-            "attention_mask": rows["mask"].tolist(),
+            "input_ids": _as_lists(rows["input_ids"]),
+            "labels": _as_lists(rows["given_labels"]),
+            "attention_mask": _as_lists(rows["mask"]),
         }
     if not return_boundaries:
         _warn()
@@ -179,79 +166,6 @@ def concatenate_and_pack(
     return PackedColumns(*(_like(rows[name], input_ids) for name in ("input_ids", "given_labels", "mask")))
 
 
-def streaming_dataset_reader(
-    file_path: str | Path,
-    dataset_type: str | None = None,
-    batch_size: int = 1000,
-    num_threads: int = 4,
-    *,
-    on_error: OnError = "raise",
-) -> Iterator[dict[str, list[Any]]]:
-    """Read a file in batches of rows, column by column, in bounded memory.
-
-    Args:
-        file_path: a file, a folder, a glob or a URL; plain, .gz or .zst.
-        dataset_type: format of the files, as "jsonl", "parquet", "arrow", "csv", "json" or "text" (a row a line);
-            None goes by their names.
-        batch_size: rows of a batch; the last one may hold fewer.
-        num_threads: taken for compatibility; the order of rows doesn't depend on it.
-        on_error: "raise" at a row that can't be read, where the original leaves rows out and prints a line; or
-            "skip" them, with a warning that lists them at the end.
-
-    Yields:
-        For each batch the values of every column that the first row has, by name. CSV values are text.
-
-    Raises:
-        SourceError: no such file, or a row that can't be read.
-        SettingError: a setting out of range.
-
-    >>> import pathlib, tempfile
-    >>> path = pathlib.Path(tempfile.mkdtemp(), "a.jsonl")
-    >>> _ = path.write_text('{"input_ids": [1, 2]}' + chr(10) + '{"input_ids": [3]}')
-    >>> list(streaming_dataset_reader(path, batch_size=100))
-    [{'input_ids': [[1, 2], [3]]}]
-    """
-    as_choice(on_error, "on_error", ("raise", "skip"))
-    size = as_count(batch_size, "batch_size")
-    as_count(num_threads, "num_threads", least=0)
-    files = find_files(file_path)
-    if dataset_type is not None and dataset_type != "hf_dataset":
-        kind = _TYPES.get(dataset_type.split(".")[0])
-        if kind is None:
-            raise SettingError(f"dataset_type must be one of {', '.join(_TYPES)}; got {dataset_type!r}")
-        files = [replace(file, format=kind) for file in files]
-    return _batches(files, size, on_error)
-
-
-def _batches(files: Sequence[File], size: int, on_error: OnError) -> Iterator[dict[str, list[Any]]]:
-    """Yield the rows of files in batches of one size; where a file has other columns, a new batch begins."""
-    waiting: dict[str, list[Any]] = {}
-    skipped: list[str] = []
-    for file in files:
-        for columns, faults in all_columns(file):
-            if faults and on_error == "raise":
-                raise SourceError(str(faults[0]))
-            skipped += map(str, faults)
-            if waiting and waiting.keys() != columns.keys():
-                yield waiting
-                waiting = {}
-            for name, values in columns.items():
-                waiting.setdefault(name, []).extend(values)
-            while _rows_of(waiting) >= size:
-                yield {name: values[:size] for name, values in waiting.items()}
-                waiting = {name: values[size:] for name, values in waiting.items()}
-    if _rows_of(waiting):
-        yield waiting
-    if skipped:
-        more = f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else ""
-        warnings.warn(f"{len(skipped):,} rows were skipped: {'; '.join(skipped[:5])}{more}", stacklevel=2)
-
-
-def _rows_of(columns: Mapping[str, list[Any]]) -> int:
-    """Count the rows of columns."""
-    return max(map(len, columns.values()), default=0)
-
-
 def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None:
     """Refuse what is no sequence, and sequences that are too long unless a policy is named.
 
@@ -286,9 +200,24 @@ def _rows(
     pad_id: int,
     columns: Mapping[str, Sequences],
     pads: Mapping[str, int],
-) -> tuple[dict[str, npt.NDArray[Any]], Packing]:
-    """Pack sequences next-fit; returns ids and columns as rows, and the packing."""
+    *,
+    is_made_here: bool = False,
+) -> tuple[dict[str, Any], Packing]:
+    """Pack sequences next-fit; returns ids and columns as rows, lists where lists were given, and the packing.
+
+    Args:
+        sequences: token ids.
+        width: of a row.
+        overlong: what becomes of sequences longer than that.
+        pad_id: at padding.
+        columns: values beside the ids.
+        pads: of columns, where not 0.
+        is_made_here: the columns are known to fit the sequences.
+    """
     packing = pack([len(sequence) for sequence in sequences], width, "next_fit", overlong)
+    if are_plain([sequences] if is_made_here else [sequences, *columns.values()]):
+        rows = {name: join(column, packing, pads.get(name, 0)) for name, column in columns.items()}
+        return {"input_ids": join(sequences, packing, pad_id), **rows}, packing
     batch = collate(sequences, packing, columns=columns, pad_id=pad_id, column_pads=pads)
     return {"input_ids": batch.input_ids, **batch.columns}, packing
 
@@ -306,13 +235,18 @@ def _boundaries(packing: Packing, padding: int) -> Boundaries:
     return rows
 
 
-def _like(rows: npt.NDArray[Any], given: Sequences) -> Any:
+def _as_lists(values: Any) -> Any:
+    """Return an array or tensor as lists; what isn't one stays as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _like(rows: Any, given: Sequences) -> Any:
     """Rows in the form of the sequences given: a tensor or an array of their dtype, else lists."""
     first = given[0] if len(given) else None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
         return torch.from_numpy(rows).to(first.device, first.dtype)
-    return rows.astype(first.dtype) if isinstance(first, np.ndarray) else rows.tolist()
+    return rows.astype(first.dtype) if isinstance(first, np.ndarray) else _as_lists(rows)
 
 
 def _warn() -> None:
