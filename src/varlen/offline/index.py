@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -96,6 +97,7 @@ def build_store(
             on_progress(done, total, "tokenizing")
         listed = [shard for number in sorted(shards) for shard in shards[number]]
         if sum(shard["num_tokens"] for shard in listed) == 0:
+            shutil.rmtree(partial)  # nobody resumes this
             raise SourceError(_nothing(source, listed))
         finish(
             partial,

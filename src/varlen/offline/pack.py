@@ -123,6 +123,11 @@ def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> N
     Raises:
         SettingError: the data, the tokens and the output aren't apart.
     """
+    for place in (output, tokens):
+        if place is not None and place.name in ("", ".."):
+            raise SettingError(
+                f"{place} has no name that a result could take; name a new folder, such as packed"
+            )
     if tokens is not None and tokens.absolute() == output.absolute():
         raise SettingError(f"tokens and output are the same folder, {output}; name two")
     if isinstance(source, Path):
@@ -130,18 +135,13 @@ def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> N
     else:
         read = {Path(file.path).parent for file in source.files if not file.is_remote}
         written = [output, tokens] if tokens else [output]
-    places = {place for path in written for place in (path.resolve(), _made_in(path))}
+    places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
     for folder in sorted(read):
         found = places.intersection([folder.resolve(), *folder.resolve().parents])
         if found:
             raise SettingError(
                 f"{folder} is to be read, but {found.pop()} is to be written; name an output outside the data"
             )
-
-
-def _made_in(folder: Path) -> Path:
-    """Return where a folder is made, as it is found on the disk."""
-    return partial_of(folder).resolve() if folder.name not in ("", "..") else folder.resolve()
 
 
 def _write(

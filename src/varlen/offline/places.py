@@ -44,10 +44,6 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     Raises:
         SettingError: a file is there, a folder that isn't empty, or the folder around can't be written.
     """
-    if folder.name in ("", ".."):
-        raise SettingError(
-            f"{folder} has no name that a result could take; name a new folder, such as packed"
-        )
     if folder.suffix in (".parquet", ".arrow", ".jsonl"):
         raise SettingError(
             f"{folder} names a file, but a packed set is a folder of them; pass {folder.with_suffix('')}"
