@@ -34,7 +34,9 @@ def main() -> None:
     app()
 
 
-def _verb(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+def _verb(
+    function: Callable[_Arguments, None], interrupted: str = "nothing was written"
+) -> Callable[_Arguments, None]:
     """Make a verb end in one sentence, not a traceback, where the fault is known."""
 
     @wraps(function)
@@ -46,7 +48,7 @@ def _verb(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
         except VarlenError as error:
             _stop(str(error), FAILED)
         except KeyboardInterrupt:
-            _stop("interrupted; nothing was written", INTERRUPTED)
+            _stop(f"interrupted; {interrupted}", INTERRUPTED)
 
     return run
 
@@ -80,4 +82,4 @@ def _flowing(function: Callable[..., None]) -> str:
 
 app.command(help=_flowing(demo))(_verb(demo))
 app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
-app.command(help=_flowing(pack))(_verb(pack))
+app.command(help=_flowing(pack))(_verb(pack, "the same command again goes on where it stopped"))

@@ -85,7 +85,11 @@ def pack(
         int | None, typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]")
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Over the Ray cluster of RAY_ADDRESS, or this machine's.")
+        bool,
+        typer.Option(
+            "--ray",
+            help="Over the Ray cluster of RAY_ADDRESS, whose machines must share the folders, or this machine's.",
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a set made from something else.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -12,10 +13,10 @@ from typing import Any
 from varlen import __version__
 from varlen.errors import SourceError
 from varlen.offline.crew import Crew
-from varlen.offline.places import check_output, disk_faults, finish, working_folder, write_json
+from varlen.offline.places import WORK, check_output, disk_faults, finish, tidy, working_folder, write_json
 from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, ShardWriter, TokenStore, open_store, read_manifest
+from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store, read_manifest
 from varlen.source.tokenizer import digest
 
 OnProgress = Callable[[int, int, str], None]
@@ -81,6 +82,7 @@ def build_store(
     print_ = digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
     manifest = read_manifest(folder)
     if manifest is not None and manifest.get("fingerprint") == print_:
+        tidy(folder)
         return open_store(folder)
     check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
@@ -95,9 +97,8 @@ def build_store(
             on_progress(done, total, "tokenizing")
         listed = [shard for number in sorted(shards) for shard in shards[number]]
         if sum(shard["num_tokens"] for shard in listed) == 0:
+            shutil.rmtree(partial)  # nobody resumes this
             raise SourceError(_nothing(source, listed))
-        for number in shards:
-            (partial / f"{number:05d}.json").unlink()
         finish(
             partial,
             folder,
@@ -143,9 +144,10 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
         SettingError: the disk is full.
     """
     (source, folder), (number, part) = shared, task
-    note = folder / f"{number:05d}.json"
-    if note.is_file():  # an earlier run finished this part
-        return number, list(json.loads(note.read_bytes()))
+    note = folder / WORK / f"{number:05d}.json"
+    finished = _finished(folder, note)
+    if finished is not None:
+        return number, finished
     shards: list[dict[str, Any]] = []
     with disk_faults(folder):
         writer: ShardWriter | None = None
@@ -155,7 +157,7 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
                     shards.append(_closed(writer, number, len(shards)))
                     writer = None
                 if writer is None:
-                    writer = ShardWriter(folder / _name(number, len(shards)))
+                    writer = ShardWriter(folder / _name(number, len(shards)), folder / WORK)
                 writer.append(documents)
             if writer is not None:
                 shards.append(_closed(writer, number, len(shards)))
@@ -165,6 +167,17 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
                 writer.abandon()
         write_json(note, shards)
     return number, shards
+
+
+def _finished(folder: Path, note: Path) -> list[dict[str, Any]] | None:
+    """Return the shards that an earlier run made of a part, if they are there and whole."""
+    try:
+        shards: list[dict[str, Any]] = json.loads(note.read_bytes())
+        for shard in shards:
+            Shard(folder / shard["name"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return shards
 
 
 def _name(part: int, shard: int) -> str:

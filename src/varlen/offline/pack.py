@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +12,24 @@ from varlen import __version__
 from varlen.errors import LedgerError, SettingError, SourceError
 from varlen.offline.crew import Crew
 from varlen.offline.index import OnProgress, build_store, quiet, source_marks
-from varlen.offline.places import check_output, finish, working_folder
-from varlen.offline.plan import Plan, check_lengths
+from varlen.offline.places import (
+    WORK,
+    check_output,
+    disk_faults,
+    finish,
+    partial_of,
+    tidy,
+    working_folder,
+)
+from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
-from varlen.offline.write import PartCounts, write_part
+from varlen.offline.write import PartCounts, opened_store, write_part
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store, read_manifest
 from varlen.source.tokenizer import digest
 
 SKIPPED = "skipped.log"
+_TOKENS = "tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +78,9 @@ def pack_source(
     a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
     """
     crew = crew or Crew()
+    output = output.resolve() if output.is_symlink() else output
+    tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
+    _check_places(source, output, tokens)
     if isinstance(source, Path):
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
@@ -80,38 +91,73 @@ def pack_source(
     wanted = digest(json.dumps([__version__, marks, settings.to_json()], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
+        tidy(output)
         return PackedSet(folder=output, manifest=manifest, was_there=True)
     check_output(output, overwrite=overwrite)
-    if tokens is not None and tokens.absolute() == output.absolute():
-        raise SettingError(f"tokens and output are the same folder, {output}; name two")
-    with working_folder(output, wanted) as partial:
+    with working_folder(output, wanted, keep=_TOKENS) as partial:
+        check_output(output, overwrite=overwrite)  # the run that had the lock may have finished
         if not isinstance(source, Path):
-            kept = partial / "tokens" if tokens is None else tokens
-            store = build_store(source, kept, marks, crew=crew, on_progress=on_progress, overwrite=overwrite)
-        manifest = _write(store, partial, settings, crew, on_progress)
+            kept = partial / WORK / _TOKENS if tokens is None else tokens
+            store = build_store(
+                source,
+                kept,
+                marks,
+                crew=crew,
+                on_progress=on_progress,
+                overwrite=overwrite or tokens is None,
+            )
+        try:
+            manifest = _write(store, partial, settings, crew, on_progress)
+        finally:
+            opened_store.cache_clear()  # open files would keep a removed store's space
         manifest["fingerprint"], manifest["source"] = wanted, marks
-        _gather_skipped(store, partial / SKIPPED)
-        shutil.rmtree(partial / "tokens", ignore_errors=True)
+        with disk_faults(output):
+            _gather_skipped(store, partial / SKIPPED)
         finish(partial, output, manifest)
     return PackedSet(folder=output, manifest=manifest, was_there=False)
+
+
+def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> None:
+    """Refuse to write where something is read from.
+
+    Raises:
+        SettingError: the data, the tokens and the output aren't apart.
+    """
+    for place in (output, tokens):
+        if place is not None and place.name in ("", ".."):
+            raise SettingError(
+                f"{place} has no name that a result could take; name a new folder, such as packed"
+            )
+    if tokens is not None and tokens.absolute() == output.absolute():
+        raise SettingError(f"tokens and output are the same folder, {output}; name two")
+    if isinstance(source, Path):
+        read, written = {source}, [output]
+    else:
+        read = {Path(file.path).parent for file in source.files if not file.is_remote}
+        written = [output, tokens] if tokens else [output]
+    places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
+    for folder in sorted(read):
+        found = places.intersection([folder.resolve(), *folder.resolve().parents])
+        if found:
+            raise SettingError(
+                f"{folder} is to be read, but {found.pop()} is to be written; name an output outside the data"
+            )
 
 
 def _write(
     store: TokenStore, partial: Path, settings: PackSettings, crew: Crew, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Write all parts; returns the manifest."""
-    if settings.overlong == "error" and settings.method != "wrapped":
-        check_lengths(store, settings.capacity)
     plan = Plan(store, settings)
     total = max(int(store.manifest["num_tokens"]), 1)
     parts: list[PartCounts] = []
     done = 0
     on_progress(0, total, "packing")
-    for counts in crew.run(write_part, (store.folder, partial, settings), plan):
+    for counts in crew.run(write_part, (store.folder, store.fingerprint, partial, settings), plan):
         parts.append(counts)
         done += counts.num_tokens
         on_progress(done, total, "packing")
-    parts.sort(key=lambda counts: counts.name)
+    parts.sort(key=lambda counts: (len(counts.name), counts.name))
     if not parts:
         raise SourceError(
             f"no document is left to pack: all {int(store.manifest['num_documents']):,} are longer than "

@@ -1,4 +1,17 @@
-"""Where results go: under another name until they are whole, one run at a time, and never half of them."""
+"""Where results go: under another name until they are whole, one run at a time, and never half of them.
+
+::
+
+    OUT.partial/               becomes OUT by one rename, when it is whole
+      part-00000.parquet ...   what goes with it
+      .work/                   what doesn't: removed after the rename
+        lock                   held while a run works
+        state.json             what the run makes
+        part-00000.json ...    notes of finished tasks, which a later run takes over
+
+A file's content is on the disk before the file gets its name, and a note is written after what it speaks of, so
+that a note can be believed after a power cut too.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +20,22 @@ import fcntl
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from varlen.errors import SettingError
 from varlen.source.store import read_manifest
+from varlen.source.writing import sync
 
-PARTIAL = ".partial"
+WORK = ".work"
+_PARTIAL = ".partial"
 _STATE = "state.json"
+_LOCK = "lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+"""What file systems of many machines say where they have no locks: then it is up to the user."""
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -46,39 +65,78 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         raise SettingError(f"{folder} can't be written: no permission in {around}")
 
 
+def partial_of(folder: Path) -> Path:
+    """Return where a result is made until it is whole."""
+    return folder.with_name(folder.name + _PARTIAL)
+
+
 @contextmanager
-def working_folder(folder: Path, fingerprint: str) -> Iterator[Path]:
+def working_folder(folder: Path, fingerprint: str, *, keep: str = _LOCK) -> Iterator[Path]:
     """Give the folder in which a result is made, with what an earlier run of the same left there.
+
+    What failed before anything was finished leaves nothing.
 
     Args:
         folder: where the result is to stand.
         fingerprint: of all that decides the bytes; what another left is removed.
+        keep: but for what begins so among the work.
 
     Raises:
         SettingError: another run works on it, or it can't be written.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
+    partial = partial_of(folder)
     with disk_faults(folder):
-        partial.mkdir(parents=True, exist_ok=True)
-        with (partial / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise SettingError(
-                    f"another run is writing {folder}; wait for it, or name another folder"
-                ) from error
+        lock = _locked(partial, folder)
+    try:
+        with disk_faults(folder):
             if _left_by(partial) != fingerprint:
-                for entry in partial.iterdir():
-                    if entry.name != ".lock":
-                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-                write_json(partial / _STATE, {"fingerprint": fingerprint})
-            yield partial
+                _clear(partial, keep)
+                write_json(partial / WORK / _STATE, {"fingerprint": fingerprint})
+        yield partial
+    except BaseException:
+        if all(note.name == _STATE for note in partial.rglob("*.json")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        lock.close()
+
+
+def _locked(partial: Path, folder: Path) -> IO[str]:
+    """Return the open lock of a folder, which is made if need be; closing it, or dying, gives it back."""
+    while True:
+        (partial / WORK).mkdir(parents=True, exist_ok=True)
+        path = partial / WORK / _LOCK
+        lock = path.open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise SettingError(
+                f"another run is writing {folder}; wait for it, or name another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                lock.close()
+                raise
+        # The run before may have finished since, and renamed the folder with the lock in it.
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            return lock
+        lock.close()
+
+
+def _clear(partial: Path, keep: str) -> None:
+    """Remove what a run that made something else left."""
+    for entry in [*partial.iterdir(), *(partial / WORK).iterdir()]:
+        if entry.name not in (WORK, _LOCK) and not (
+            entry.parent.name == WORK and entry.name.startswith(keep)
+        ):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _left_by(partial: Path) -> str | None:
     """Return the fingerprint of the run that left a folder."""
     try:
-        return str(json.loads((partial / _STATE).read_bytes())["fingerprint"])
+        return str(json.loads((partial / WORK / _STATE).read_bytes())["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -90,20 +148,37 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
         SettingError: it can't be written.
     """
     with disk_faults(folder):
-        for entry in list(partial.iterdir()):  # left from tasks that were interrupted
-            if entry.name.startswith(".") or entry.name == _STATE:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for left in partial.glob(".*.part"):  # of a manifest, by a run that ended just then
+            left.unlink()
         write_json(partial / "manifest.json", manifest)
         if folder.exists():
-            shutil.rmtree(folder)
+            replaced = partial / WORK / "replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.replace(replaced)
         partial.replace(folder)
+        sync(folder.absolute().parent)
+    tidy(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what the making of a finished result left beside it."""
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Return a name for a file in the making that no other process, on any machine, gives it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    part = unfinished(path)
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        sync(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager

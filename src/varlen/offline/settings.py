@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from varlen.errors import SettingError
+from varlen.pack.lengths import as_count
 from varlen.types import Method, Overlong
 
 OutputFormat = Literal["parquet", "arrow"]
@@ -53,11 +54,14 @@ class PackSettings:
             if getattr(self, name) not in allowed:
                 raise SettingError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         for name, least in {"capacity": 1, "window": 1, "part_tokens": 1, "seed": 0}.items():
-            if getattr(self, name) < least:
-                raise SettingError(f"{name} must be at least {least}, got {getattr(self, name):,}")
-        for name in ("capacity", "part_tokens"):
-            if getattr(self, name) >= 2**31 - 1:
-                raise SettingError(f"{name} must be below 2^31 - 1, got {getattr(self, name):,}")
+            object.__setattr__(self, name, as_count(getattr(self, name), name, least, 2**63 - 1))
+        if self.max_documents is not None:
+            object.__setattr__(self, "max_documents", as_count(self.max_documents, "max_documents"))
+        if self.capacity + self.part_tokens >= 2**31:  # a part ends with the row that fills it
+            raise SettingError(
+                f"capacity and part_tokens must be below 2^31 together, got {self.capacity:,} and "
+                f"{self.part_tokens:,}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return all settings by name."""

@@ -5,21 +5,37 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
+from queue import SimpleQueue
+from typing import IO
 
-from varlen.offline.crew import outcome, receive, send
+from varlen.errors import SettingError
+from varlen.offline.crew import NOT_FOUND, outcome, receive, send
 
 
 def main() -> None:
     """Run tasks until there are none; what they print goes to the standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    tasks = sys.stdin.buffer
+    inbox: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
     try:
-        function, shared = pickle.loads(receive(tasks))
-        while True:
-            send(answers, pickle.dumps(outcome(function, shared, pickle.loads(receive(tasks)))))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        function, shared = pickle.loads(inbox.get())
+    except Exception as error:  # it is what the user handed over
+        send(answers, pickle.dumps((False, SettingError(NOT_FOUND.format(error=error)))))
+        inbox.get()
         return
+    while True:
+        send(answers, pickle.dumps(outcome(function, shared, pickle.loads(inbox.get()))))
+
+
+def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:
+    """Pass messages on; once whoever sent them is gone, nobody waits for what is being done."""
+    try:
+        while True:
+            inbox.put(receive(tasks))
+    except (EOFError, OSError):
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.offline.places import disk_faults, write_json
+from varlen.errors import SourceError
+from varlen.offline.places import WORK, disk_faults, unfinished, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.source.store import TokenStore, open_store
-from varlen.source.writing import list_column, write_table
+from varlen.source.writing import list_column, sync, write_table
 
 _IGNORED = -100
 _ROW_GROUP_TOKENS = 1 << 20
@@ -36,25 +36,30 @@ class PartCounts:
     sha256: str
 
 
-def write_part(shared: tuple[Path, Path, PackSettings], part: PartPlan) -> PartCounts:
+def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> PartCounts:
     """Write one part, unless an earlier run did.
+
+    Args:
+        shared: folder and fingerprint of the token store, where the parts go, and how they are to be.
+        part: its rows.
 
     Raises:
         SettingError: the disk is full, or the folder can't be written.
         SourceError: the token store is damaged.
     """
-    store_folder, folder, settings = shared
-    note = folder / f".part-{part.number:05d}.json"
+    store_folder, fingerprint, folder, settings = shared
     name = f"part-{part.number:05d}.{settings.format}"
-    if note.is_file() and (folder / name).is_file():
-        return PartCounts(**json.loads(note.read_bytes()))
-    columns, labels = _columns(_store(store_folder), part, settings)
+    note = folder / WORK / f"{name}.json"
+    written = _written(folder, note)
+    if written is not None:
+        return written
+    columns, labels = _columns(opened_store(store_folder, fingerprint), part, settings)
     with disk_faults(folder):
-        partial = folder / f".{name}.{os.getpid()}.part"
+        partial = unfinished(folder / WORK / name)
         try:
             write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
-            with partial.open("rb") as written:
-                sha256 = hashlib.file_digest(written, "sha256").hexdigest()
+            sync(partial)
+            sha256 = _sha256(partial)
             partial.replace(folder / name)
         finally:
             partial.unlink(missing_ok=True)
@@ -73,10 +78,35 @@ def write_part(shared: tuple[Path, Path, PackSettings], part: PartPlan) -> PartC
     return counts
 
 
-@lru_cache(maxsize=4)
-def _store(folder: Path) -> TokenStore:
-    """Open a store once a process."""
-    return open_store(folder)
+def _written(folder: Path, note: Path) -> PartCounts | None:
+    """Return what an earlier run wrote, if it is there and whole."""
+    try:
+        counts = PartCounts(**json.loads(note.read_bytes()))
+        return counts if _sha256(folder / counts.name) == counts.sha256 else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=2)
+def opened_store(folder: Path, fingerprint: str) -> TokenStore:
+    """Open a store once a process.
+
+    Args:
+        folder: of the store.
+        fingerprint: of what it holds, since another may come to stand at the same place.
+
+    Raises:
+        SourceError: it holds something else.
+    """
+    store = open_store(folder)
+    if store.fingerprint != fingerprint:
+        raise SourceError(f"{folder} was replaced while it was read; pack it again")
+    return store
 
 
 def _row_bounds(part: PartPlan) -> npt.NDArray[np.int64]:

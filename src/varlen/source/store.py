@@ -18,7 +18,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,11 +31,13 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, Mask, targets_of
+from varlen.source.writing import sync
 from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
 _OPEN_SHARDS = 64
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
+_HEAD_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +53,12 @@ class ShardCounts:
 
 
 class ShardWriter:
-    """Writes one shard under another name, and gives it its own when it is whole."""
+    """Writes one shard under another name, in `work`, and gives it its own when it is whole."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, work: Path | None = None) -> None:
         self._folder = folder
-        self._partial = folder.with_name(f".{folder.name}.part")
-        shutil.rmtree(self._partial, ignore_errors=True)
+        # A run that was killed may have left a process that still writes this shard.
+        self._partial = (work or folder.parent) / f".{folder.name}.{uuid.uuid4().hex[:12]}.part"
         self._partial.mkdir(parents=True)
         self._tokens = (self._partial / "tokens.bin").open("wb")
         self._mask: Any = None
@@ -112,15 +116,18 @@ class ShardWriter:
             has_mask=self._mask is not None,
         )
         (self._partial / "shard.json").write_text(json.dumps(asdict(counts)))
+        for file in self._partial.iterdir():
+            sync(file)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._partial.replace(self._folder)
         return counts
 
     def abandon(self) -> None:
         """Remove what has been written."""
-        self._tokens.close()
-        if self._mask is not None:
-            self._mask.close()
+        for file in (self._tokens, self._mask):
+            if file is not None:
+                with suppress(OSError):  # a full disk, again
+                    file.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
@@ -158,6 +165,24 @@ class Shard:
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
         self._path = folder
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Refuse files that were cut.
+
+        Raises:
+            SourceError: they were.
+        """
+        sizes = {self._tokens: self.counts.num_tokens * self._dtype.itemsize}
+        if self._mask is not None:
+            sizes[self._mask] = self.counts.num_tokens
+        is_whole = len(self.offsets) == self.counts.num_documents + 1
+        is_whole = is_whole and int(self.offsets[-1]) == self.counts.num_tokens
+        if not is_whole or any(os.fstat(file).st_size != size for file, size in sizes.items()):
+            raise SourceError(
+                f"{self._path} is damaged: it doesn't hold the {self.counts.num_tokens:,} tokens of "
+                f"{self.counts.num_documents:,} documents that were written; index the data again"
+            )
 
     def __del__(self) -> None:
         """Close the files."""
@@ -182,7 +207,10 @@ class Shard:
         return np.frombuffer(self._read(self._mask, start, stop), dtype=np.uint8)
 
     def _read(self, file: int, start: int, stop: int) -> bytes:
-        content = os.pread(file, stop - start, start)
+        try:
+            content = os.pread(file, stop - start, start)
+        except OSError as error:
+            raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
         if len(content) != stop - start:
             raise SourceError(f"{self._path} is damaged: {stop:,} bytes were written, but it ends before")
         return content
@@ -196,7 +224,8 @@ class TokenStore:
         self.manifest = manifest
         self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
         self.documents: IntArray = np.array([s["num_documents"] for s in manifest["shards"]], dtype=np.int64)
-        self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / self.shards[index]))
+        names = self.shards  # and not self, which would keep files open until a collection of garbage
+        self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
 
     @property
     def fingerprint(self) -> str:
@@ -271,9 +300,13 @@ def open_store(folder: str | Path) -> TokenStore:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder that varlen wrote, or None where it is something else."""
+    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        with (folder / "manifest.json").open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if b'"varlen"' not in head:
+                return None
+            manifest = json.loads(head + file.read())
     except (OSError, ValueError, RecursionError):
         return None
     return manifest if isinstance(manifest, dict) and "varlen" in manifest else None

@@ -27,9 +27,7 @@ def are_plain(columns: Sequence[Any]) -> bool:
     return True
 
 
-def join(
-    sequences: Sequence[list[int]], packing: Packing, pad: int
-) -> list[list[int]]:  # house: lists are the point
+def join(sequences: Sequence[Any], packing: Packing, pad: int) -> Any:
     """Return the rows of a packing, padded to its capacity: a list of lists, of lists."""
     rows: list[Any] = []
     bounds = packing.offsets.tolist()

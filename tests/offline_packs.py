@@ -1,0 +1,132 @@
+"""Documents to pack offline, what rows say they hold, and runs that end too early."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from varlen.offline import index as index_module
+from varlen.offline.crew import Crew
+from varlen.offline.pack import PackedSet, pack_source
+from varlen.offline.settings import PackSettings
+from varlen.source.source import Source, open_source
+
+WORDS = ["tokens", "of", "a", "document", "that", "nobody", "loses,", "wherever", "it", "is", "cut"]
+
+
+def write_texts(path: Path, count: int = 60, seed: int = 0) -> list[str]:
+    """Write a JSONL file of texts of 1 to 24 words; returns them."""
+    random = np.random.default_rng(seed)
+    texts = [f"{n} " + " ".join(random.choice(WORDS, random.integers(1, 24))) for n in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return texts
+
+
+def write_chats(path: Path, count: int = 24) -> None:
+    """Write a JSONL file of chats."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n} + {n}?"},
+                {"role": "assistant", "content": "It is " + " ".join([str(2 * n)] * (1 + n % 5))},
+            ]
+        }
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def small_parts(monkeypatch: Any, tokens: int = 1 << 24) -> None:
+    """Have sources cut into parts of 2 kB, and shards closed early."""
+    monkeypatch.setattr(index_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(index_module, "SHARD_TOKENS", tokens)
+
+
+def pack(data: Any, output: Path, *, processes: int = 1, tokenizer: Any = None, **settings: Any) -> PackedSet:
+    """Pack texts with the byte tokenizer into rows of 256, several parts."""
+    source: Source | Path = data if isinstance(data, Source) else open_source(data, tokenizer)
+    more = {name: settings.pop(name) for name in ("tokens", "overwrite", "crew") if name in settings}
+    more.setdefault("crew", Crew(processes=processes))
+    chosen = PackSettings(**{"capacity": 256, "part_tokens": 1000, **settings})
+    return pack_source(source, output, chosen, **more)
+
+
+def table_of(folder: Path) -> pa.Table:
+    """Read all rows of a set, part by part."""
+    tables = []
+    for path in sorted(folder.glob("part-*")):
+        if path.suffix == ".parquet":
+            tables.append(pq.read_table(path))
+        else:
+            with pa.OSFile(str(path)) as file:
+                tables.append(pa.ipc.open_stream(file).read_all())
+    return pa.concat_tables(tables)
+
+
+def documents_of(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Return ids and labels of every piece, row by row."""
+    found = []
+    for row in table_of(folder).to_pylist():
+        at = 0
+        for length in row["seq_lengths"]:
+            found.append((row["input_ids"][at : at + length], row["labels"][at : at + length]))
+            at += length
+        assert at == len(row["input_ids"]) == len(row["labels"])
+    return found
+
+
+def text_ids(text: str) -> list[int]:
+    """Return what the byte tokenizer makes of a text."""
+    return [*text.encode(), 256]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return the digest of every file of a folder by its name, hidden ones too."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+class DyingTokenizer:
+    """Bytes of a text; ends its process, by a signal, at a text that begins so, as long as a file is there."""
+
+    def __init__(self, first: str, trigger: Path) -> None:
+        self._first, self._trigger = first, trigger
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """Encode."""
+        if self._trigger.exists() and any(text.startswith(self._first) for text in texts):
+            self._trigger.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [list(text.encode()) for text in texts]
+
+
+class RefusingTokenizer:
+    """Fails when it is asked for anything but to be tried."""
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        """Fail."""
+        if texts != ["a"]:
+            raise AssertionError("nothing is to be tokenized")
+        return [[1]]
+
+
+def main() -> None:
+    """Pack what the arguments name as a process of its own that can be killed: data, output, processes, tokens."""
+    index_module.PART_BYTES = 2000
+    pack(Path(sys.argv[1]), Path(sys.argv[2]), processes=int(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()
