@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from varlen.errors import SourceError
 from varlen.source.files import File
@@ -76,10 +76,8 @@ class _Reader:
 
     def __init__(self, stream: BinaryIO, file: File) -> None:
         csv.field_size_limit(_MOST_FIELD_CHARACTERS)
-        # Text is decoded strictly; quotes may hold line ends, which csv must see as they are.
-        text = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig", newline="")
-        self._text = text  # kept: an unreferenced wrapper would close the stream
-        self._rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
+        lines = _lines(stream, file.path)
+        self._rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",", strict=True)
         self._path = file.path
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
@@ -91,7 +89,7 @@ class _Reader:
                 bad = error.object[error.start]
                 where = place(self._path, "line", begins)
                 raise SourceError(
-                    f"{where} or one soon after is not valid UTF-8 (byte 0x{bad:02x})"
+                    f"{where} is not valid UTF-8 (byte 0x{bad:02x}); nothing after it can be read"
                 ) from error
             except csv.Error as error:
                 where = place(self._path, "line", begins)
@@ -99,10 +97,25 @@ class _Reader:
                     f"{where} is not valid CSV: {error}; nothing after it can be read"
                 ) from error
             if row is None:
-                self._text.detach()
                 return
             if row:
                 yield begins, row
+
+
+def _lines(stream: BinaryIO, path: str) -> Iterator[str]:
+    """Yield lines with their ends as they are, since quotes may hold them; decoded one by one, to name the row."""
+    mark = "\ufeff"
+    while line := stream.readline(_MOST_FIELD_CHARACTERS):
+        if len(line) >= _MOST_FIELD_CHARACTERS:
+            raise SourceError(
+                f"{path} holds a line of more than {_MOST_FIELD_CHARACTERS >> 20:,} MB; is it CSV?"
+            )
+        text = line.decode().removeprefix(mark)
+        mark = ""
+        if text.count("\r") > text.endswith("\r\n"):  # line ends of old, or within quotes
+            yield from io.StringIO(text, newline="")
+        else:
+            yield text
 
 
 def _names(reader: _Reader) -> list[str]:
