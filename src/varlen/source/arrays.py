@@ -123,12 +123,17 @@ class _Stream:
 @contextmanager
 def _archive(file: File) -> Iterator[zipfile.ZipFile]:
     """Open an archive; whatever is wrong with it names the file."""
-    try:
-        with open_seekable(file) as stored, zipfile.ZipFile(stored) as archive:
-            yield archive
-    except VarlenError:
-        raise
-    except Exception as error:  # zipfile, its four ways to pack and numpy's headers raise a dozen kinds
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        why = f"is not a readable .npz file: {said}" if file.size else "is empty (0 bytes), not an .npz file"
-        raise SourceError(f"{file.path} {why}") from error
+    with open_seekable(file) as stored:
+        try:
+            with zipfile.ZipFile(stored) as archive:
+                yield archive
+        except VarlenError:
+            raise
+        except Exception as error:  # zipfile, its four ways to pack and numpy's headers raise a dozen kinds
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            why = (
+                f"is not a readable .npz file: {said}"
+                if file.size
+                else "is empty (0 bytes), not an .npz file"
+            )
+            raise SourceError(f"{file.path} {why}") from error

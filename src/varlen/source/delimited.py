@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from varlen.errors import SourceError
 from varlen.source.files import File
@@ -24,8 +23,8 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or two columns have the same name.
     """
-    with open_plain(file) as stream, closing(_Reader(stream, file)) as reader:
-        return _names(reader)
+    with open_plain(file) as stream:
+        return _names(_Reader(stream, file))
 
 
 def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
@@ -38,7 +37,8 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     Raises:
         SourceError: the file can't be read any further.
     """
-    with open_plain(file) as stream, closing(_Reader(stream, file)) as reader:
+    with open_plain(file) as stream:
+        reader = _Reader(stream, file)
         names = _names(reader)
         places = [names.index(name) for name in wanted]
         values: list[list[str]] = [[] for _ in wanted]
@@ -76,15 +76,9 @@ class _Reader:
 
     def __init__(self, stream: BinaryIO, file: File) -> None:
         csv.field_size_limit(_MOST_FIELD_CHARACTERS)
-        # Text is decoded strictly; quotes may hold line ends, which csv must see as they are.
-        text = io.TextIOWrapper(cast(io.BufferedReader, stream), encoding="utf-8-sig", newline="")
-        self._text = text
-        self._rows = csv.reader(text, delimiter="\t" if file.format == "tsv" else ",", strict=True)
+        lines = _lines(stream, file.path)
+        self._rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",", strict=True)
         self._path = file.path
-
-    def close(self) -> None:
-        """Let go of the stream, which isn't this object's to close."""
-        self._text.detach()
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         while True:
@@ -95,7 +89,7 @@ class _Reader:
                 bad = error.object[error.start]
                 where = place(self._path, "line", begins)
                 raise SourceError(
-                    f"{where} or one soon after is not valid UTF-8 (byte 0x{bad:02x})"
+                    f"{where} is not valid UTF-8 (byte 0x{bad:02x}); nothing after it can be read"
                 ) from error
             except csv.Error as error:
                 where = place(self._path, "line", begins)
@@ -106,6 +100,22 @@ class _Reader:
                 return
             if row:
                 yield begins, row
+
+
+def _lines(stream: BinaryIO, path: str) -> Iterator[str]:
+    """Yield lines with their ends as they are, since quotes may hold them; decoded one by one, to name the row."""
+    mark = "\ufeff"
+    while line := stream.readline(_MOST_FIELD_CHARACTERS):
+        if len(line) >= _MOST_FIELD_CHARACTERS:
+            raise SourceError(
+                f"{path} holds a line of more than {_MOST_FIELD_CHARACTERS >> 20:,} MB; is it CSV?"
+            )
+        text = line.decode().removeprefix(mark)
+        mark = ""
+        if text.count("\r") > text.endswith("\r\n"):  # line ends of old, or within quotes
+            yield from io.StringIO(text, newline="")
+        else:
+            yield text
 
 
 def _names(reader: _Reader) -> list[str]:

@@ -23,6 +23,8 @@ _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "z
 _REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar"}
 """First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
 _BUFFER_BYTES = 1 << 20
+_UNPACKED_BYTES = 1 << 16
+"""Unpacked at a time, and lost where a compressed file turns out to be damaged."""
 
 
 def open_stored(file: File) -> BinaryIO:
@@ -72,12 +74,12 @@ def open_plain(file: File) -> Iterator[BinaryIO]:
     with faults(file), open_stored(file) as stored:
         if compression == "gzip":
             with gzip.GzipFile(fileobj=stored, mode="rb") as stream:
-                yield cast(BinaryIO, io.BufferedReader(stream, _BUFFER_BYTES))
+                yield cast(BinaryIO, io.BufferedReader(stream, _UNPACKED_BYTES))
         elif compression == "zstd":
             import pyarrow as pa
 
             with pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd") as unpacked:
-                yield cast(BinaryIO, io.BufferedReader(unpacked, _BUFFER_BYTES))
+                yield cast(BinaryIO, io.BufferedReader(unpacked, _UNPACKED_BYTES))
         else:
             yield stored
 

@@ -1,0 +1,250 @@
+"""Every format, plain and packed, gives the same documents as an independent writer put in."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+
+from varlen.errors import SourceError
+from varlen.source.source import open_source
+
+TEXTS = ["one", 'two\nlines, "quoted"', "żółć 🦆\ttab", "", "last\r\nline"]
+
+
+def texts_of(data, **options) -> list[str]:
+    source = open_source(data, append_eos=False, **options)
+    found = []
+    for part in source.parts():
+        for documents in source.read(part):
+            bounds = documents.offsets.tolist()
+            found += [bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:])]
+    return found
+
+
+def rows_of() -> list[dict[str, object]]:
+    return [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+
+
+def as_csv(delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, ["id", "text"], delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows_of())
+    return text.getvalue().encode()
+
+
+def as_arrow(opened: Callable[..., pa.ipc.RecordBatchStreamWriter]) -> bytes:
+    sink, table = io.BytesIO(), pa.Table.from_pylist(rows_of())
+    with opened(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return sink.getvalue()
+
+
+def as_feather(compression: str) -> bytes:
+    sink = io.BytesIO()
+    feather.write_feather(pa.Table.from_pylist(rows_of()), sink, compression=compression)
+    return sink.getvalue()
+
+
+def as_parquet(**options) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows_of()), sink, row_group_size=2, **options)
+    return sink.getvalue()
+
+
+def as_lines(end: str = "\n") -> bytes:
+    return "".join(json.dumps(row) + end for row in rows_of()).encode()
+
+
+def saved_by_hugging_face():
+    try:
+        import datasets
+    except ImportError:
+        pytest.skip("the library that saves data sets is not installed")
+    return datasets
+
+
+FILES = {
+    "a.jsonl": as_lines(),
+    "crlf.jsonl": as_lines("\r\n"),
+    "blank.ndjson": b"\n" * 1500 + as_lines("\n\n \n"),
+    "bom.jsonl": b"\xef\xbb\xbf" + as_lines(),
+    "no_end.jsonl": as_lines().rstrip(b"\n"),
+    "a.json": json.dumps(rows_of()).encode(),
+    "pretty.json": json.dumps(rows_of(), indent=4, ensure_ascii=False).encode(),
+    "bom.json": b"\xef\xbb\xbf" + json.dumps(rows_of()).encode(),
+    "lines.json": as_lines(),
+    "spaced.json": b" " * (3 << 20) + as_lines("\n" * 9999),
+    "a.csv": as_csv(","),
+    "bom.csv": b"\xef\xbb\xbf" + as_csv(","),
+    "a.tsv": as_csv("\t"),
+    "a.parquet": as_parquet(),
+    "zstd.parquet": as_parquet(compression="zstd", use_dictionary=False),
+    "summed.parquet": as_parquet(write_page_checksum=True, data_page_version="2.0"),
+    "file.arrow": as_arrow(pa.ipc.new_file),
+    "stream.arrow": as_arrow(pa.ipc.new_stream),
+    "a.feather": as_feather("lz4"),
+    "plain.feather": as_feather("uncompressed"),
+}
+
+
+def packed(content: bytes, suffix: str) -> bytes:
+    if suffix == ".gz":  # of two members
+        return gzip.compress(content[:9]) + gzip.compress(content[9:])
+    codec = pa.Codec("zstd")  # two frames
+    return (
+        b"".join(codec.compress(piece, asbytes=True) for piece in (content[:9], content[9:]))
+        if suffix
+        else content
+    )
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", list(FILES))
+def test_every_format_gives_the_texts_that_were_written(tmp_path, name, suffix):
+    (tmp_path / f"{name}{suffix}").write_bytes(packed(FILES[name], suffix))
+
+    assert texts_of(tmp_path) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("name", ["input_ids", "ids", "tokens"])
+def test_arrays_of_ids_are_cut_at_their_offsets(tmp_path, save, name, suffix):
+    sink = io.BytesIO()
+    save(sink, offsets=[0, 2, 2, 5], seq_lengths=[9], **{name: np.array([1, 2, 3, 4, 5], ">u2")})
+    (tmp_path / f"a.npz{suffix}").write_bytes(packed(sink.getvalue(), suffix))
+
+    source = open_source(tmp_path)
+    [documents] = source.read(source.parts()[0])
+
+    assert documents.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert documents.offsets.tolist() == [0, 2, 2, 5]
+
+
+def test_one_object_alone_is_one_document(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "alone"}, indent=2))
+
+    assert texts_of(tmp_path) == ["alone"]
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ("auto", ["a\nb", "c"]),
+        ("file", ["a\r\nb\r\n \r\nc\n"]),
+        ("paragraph", ["a\nb", "c"]),
+        ("line", ["a", "b", "c"]),
+    ],
+)
+def test_a_text_file_is_cut_as_asked(tmp_path, cut, expected):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\r\n \r\nc\n")
+
+    assert texts_of(tmp_path, text_cut=cut) == expected
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "file.arrow", "a.csv"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_urls_give_the_same_by_file_folder_and_glob(tmp_path, scheme, name, suffix):
+    folder = f"file://{tmp_path}/in" if scheme == "file" else f"memory://{tmp_path.name}"
+    for inner in ("x", "y"):
+        with fsspec.open(f"{folder}/{inner}/{name}{suffix}", "wb") as sink:
+            sink.write(packed(FILES[name], suffix))
+
+    assert texts_of(f"{folder}/x/{name}{suffix}") == TEXTS
+    assert texts_of(folder) == TEXTS * 2
+    assert texts_of(f"{folder}/*/{name}{suffix}") == TEXTS * 2
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_data_set_saved_by_its_own_library_is_read_and_what_was_cached_in_it_is_not(tmp_path, rows):
+    datasets = saved_by_hugging_face()
+    datasets.Dataset.from_list(rows_of()).save_to_disk(tmp_path / "in", num_shards=rows)
+    (tmp_path / "in" / "cache-0.arrow").write_bytes(FILES["stream.arrow"])
+
+    assert texts_of(tmp_path / "in") == TEXTS
+    assert texts_of(f"file://{tmp_path}/in") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl.gz", gzip.compress(as_lines())[:-9], "ends too early: the compressed file is truncated"),
+        ("a.jsonl.zst", packed(as_lines(), ".zst")[:-9], "ends too early: the compressed file is truncated"),
+        ("a.jsonl.gz", gzip.compress(as_lines())[:-8] + b"\0" * 8, "is damaged: CRC check failed"),
+        ("a.jsonl.gz", as_lines(), "is not a gzip file, though its name says so"),
+        ("a.parquet", as_parquet()[:-9], "is not a Parquet file, or is damaged"),
+        ("a.parquet", as_lines(), "is not a Parquet file, or is damaged"),
+        ("a.arrow", as_arrow(pa.ipc.new_file)[:-9], "is not an Arrow file, or is damaged"),
+        ("a.arrow", as_arrow(pa.ipc.new_stream)[:700], "is not an Arrow file, or is damaged"),
+        ("a.npz", as_lines(), "is not a readable .npz file: File is not a zip file"),
+        ("a.csv", b"text\na\n\"b\n", "line 3 is not valid CSV: unexpected end of data; nothing after it can be read"),
+        ("a.csv", b"text,id\na,1\nb\n", "line 3 has 1 fields, but the first line names 2: `text`, `id`"),
+        ("a.csv", b'text,text\na,"b\n', "has 2 columns called `text`"),
+        ("a.csv", b'text\na\n"\n\n"\n\xff\n', "line 6 is not valid UTF-8 .byte 0xff."),
+        ("a.json", b'[{"text": "a"}, {"text": "b"}', "ends after value 2 without the ] of its array"),
+        ("a.json", b'[{"text": "a"}, {"te', "value 2 is not valid JSON: Unterminated string"),
+        ("a.json", b'[{"text": "a"}] 5', "goes on after the end of its array"),
+        ("a.json", b'[{"text": "a"}, {"text": "\xff"}]', "value 2 or what follows it is not valid UTF-8 .byte 0xff"),
+        ("a.json", b'[{"text": "a"}, {"body": "b"}]', "value 2 has no `text`; it has `body`"),
+        ("a.json", b"[1, 2]", "value 1 is a JSON number, not an object"),
+        ("a.txt", b"\xff\xfea\0", "line 1 is not UTF-8 text .byte 0 is 0xff."),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xed\xa0\x80"}\n', "line 2 is not valid UTF-8"),
+        ("a.parquet", b"", "is empty .0 bytes."),
+        ("a.npz", b"PK\x05\x06" + bytes(18), "has no column of documents: .* found none"),
+    ],
+)  # fmt: skip
+def test_a_faulty_file_is_named_and_what_is_wrong_with_it(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+
+    for url in (str(tmp_path / name), f"file://{tmp_path / name}"):
+        with pytest.raises(SourceError, match=said) as caught:
+            texts_of(url)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_what_was_read_before_a_fault_is_kept_where_faults_are_skipped(tmp_path):
+    lines = "".join(json.dumps({"text": f"{n:09}"}) + "\n" for n in range(20_000)).encode()
+    contents = {
+        "a.jsonl.gz": gzip.compress(lines)[:-2000],
+        "a.json": b"[" + lines.replace(b"\n", b",") + b"\xff",
+        "a.csv": b"text\n" + b"".join(b"%09d\n" % n for n in range(20_000)) + b'"',
+    }
+    for name, content in contents.items():
+        folder: Path = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+
+        texts = texts_of(folder, on_error="skip")
+
+        assert texts == [f"{n:09}" for n in range(len(texts))]
+        assert len(texts) > (8000 if name == "a.jsonl.gz" else 19_999), (name, len(texts))
+
+
+def test_an_arrow_file_whose_text_points_out_of_it_is_refused_by_row(tmp_path):
+    bounds = pa.py_buffer(np.array([0, 2, 1_000_000_000, 4], dtype=np.int32))
+    column = pa.Array.from_buffers(pa.string(), 3, [None, bounds, pa.py_buffer(b"abcd")])
+    batch = pa.record_batch([column], names=["text"])
+    with pa.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+
+    source = open_source(tmp_path, on_error="skip", append_eos=False)
+    [documents] = source.read(source.parts()[0])
+
+    assert bytes(documents.tokens.tolist()) == b"ab"
+    assert [str(fault).split("arrow ")[1].split(":")[0] for fault in documents.faults] == [
+        "row 2 is damaged",
+        "row 3 is damaged",
+    ]
