@@ -117,7 +117,7 @@ class RefusingTokenizer:
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         """Fail."""
-        if texts != ["a"]:
+        if len(texts) > 1:  # a first text is tried when a function is handed over
             raise AssertionError("nothing is to be tokenized")
         return [[1]]
 

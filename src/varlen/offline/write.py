@@ -63,8 +63,9 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
             partial.replace(folder / name)
         finally:
             partial.unlink(missing_ok=True)
-        running = np.concatenate([[0], np.cumsum(labels != _IGNORED)])
-        targets = np.diff(running[_row_bounds(part)])
+        bounds = _row_bounds(part).tolist()
+        rows = zip(bounds, bounds[1:])
+        targets = np.array([np.count_nonzero(labels[start:stop] != _IGNORED) for start, stop in rows])
         counts = PartCounts(
             name=name,
             num_packs=len(part.offsets) - 1,
