@@ -40,6 +40,7 @@ SECTIONS = (
     "reading",
     "offline",
     "fast_axolotl",
+    "utilization",
 )
 
 

@@ -30,6 +30,7 @@ TITLES = {
     "reading": "Reading and tokenizing",
     "offline": "Packing files",
     "fast_axolotl": "fast-axolotl",
+    "utilization": "Utilization",
     "startup": "Starting up",
 }
 

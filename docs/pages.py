@@ -1,14 +1,17 @@
-"""The pages' Python, run block by block, and what it prints beside what the page says that it prints.
+"""The pages' Python and shell commands, run block by block, and what they print beside what the page says.
 
-A page's blocks share their names, as in a notebook. A block of `text` right below a block of `python` is what
-that block prints. `python docs/pages.py` writes into every page what its blocks print now.
+A page's blocks share their names and their folder, as in a notebook; blocks of `sh` are run by the shell. A block of
+`text` right below one of them is what it prints. `python docs/pages.py` writes into every page what its blocks print now.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
@@ -71,7 +74,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def run(page: Path) -> list[Printed]:
-    """Run the Python blocks of a page in a folder of their own.
+    """Run the Python and shell blocks of a page in a folder of their own.
 
     Args:
         page: the page.
@@ -85,13 +88,14 @@ def run(page: Path) -> list[Printed]:
     records = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for block, after in zip(found, [*found[1:], None]):
-            if block.language != "python":
+            if block.language not in ("python", "sh"):
                 continue
             below = (
                 after is not None and after.language == "text" and not text[block.stop : after.start].strip()
             )
             output = after if below else None
-            printed, failed = _execute(block, page, names)
+            is_shell = block.language == "sh"
+            printed, failed = _execute_in_shell(block) if is_shell else _execute(block, page, names)
             records.append(Printed(block, output.code if output else "", printed, output, failed))
             if failed:
                 break
@@ -110,6 +114,13 @@ def _execute(block: Block, page: Path, names: dict[str, Any]) -> tuple[str, bool
             stream.write(traceback.format_exc(limit=-1))
             return stream.getvalue(), True
     return stream.getvalue(), False
+
+
+def _execute_in_shell(block: Block) -> tuple[str, bool]:
+    """Run commands of this environment; returns what they printed, errors last, and whether one failed."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    run = subprocess.run(["sh", "-e"], input=block.code, env=environment, capture_output=True, text=True)
+    return run.stdout + (run.stderr if run.returncode else ""), run.returncode != 0
 
 
 def differences(page: Path) -> list[str]:
