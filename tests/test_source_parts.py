@@ -1,4 +1,4 @@
-"""However a file is cut into parts, its documents are the same, in order, each once; messages count from its start."""
+"""However a file is cut, its documents are the same, in order, each once; messages count from its start."""
 
 from __future__ import annotations
 
@@ -107,6 +107,19 @@ def test_the_first_fault_of_a_batch_is_raised_whoever_found_it(tmp_path):
         read_texts(open_source(tmp_path), 1 << 20)
     faults = read_texts(open_source(tmp_path, append_eos=False, on_error="skip"), 1 << 20)[1]
     assert [fault.split("line ")[1][0] for fault in faults] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_first_object_without_fields_is_a_fault_and_hides_no_other_row(tmp_path, name):
+    (tmp_path / name).write_text('{}\n{"text": "a"}\n')
+
+    texts, faults = read_texts(open_source(tmp_path, on_error="skip", append_eos=False), 1 << 20)
+
+    assert texts == ["a"]
+    assert faults[0].endswith(" 1 has no `text`; it has none")
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(SourceError, match="begins with an object without any field"):
+        read_texts(open_source(tmp_path), 1 << 20)
 
 
 def test_small_files_share_a_part_and_large_ones_are_cut_in_the_order_of_their_names(tmp_path):

@@ -34,7 +34,8 @@ def column_names(file: File) -> list[str]:
     """
     with open_plain(file) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
-        return first_names(as_object(value, place(file.path, "value", number)) for number, value in values)
+        rows = (as_object(value, place(file.path, "value", number)) for number, value in values)
+        return first_names(rows, file.path)
 
 
 def read(file: File, fields: Fields) -> Iterator[Rows]:
