@@ -7,10 +7,10 @@ JSON object of counts; the number and the bytes of the file at hand lie in FOLDE
 from __future__ import annotations
 
 import csv
-import faulthandler
 import gzip
 import io
 import json
+import signal
 import sys
 import traceback
 from collections import Counter
@@ -28,7 +28,8 @@ import pytest
 from reading_oracle import check
 
 from varlen.errors import VarlenError
-from varlen.source.source import open_source
+from varlen.source.files import find_files
+from varlen.source.source import Source, open_source
 
 TEXTS = ["one", "", "two\nlines", 'say "hi", you', "żółć 🦆", "tab\there", "x" * 40, "a\\b", "[1]", "5"]
 WORDS = [
@@ -192,15 +193,15 @@ def mutant(number: int) -> tuple[str, bytes]:
     return kind + compression, packed(content, compression) if is_late else content
 
 
-def read_one(path: Path, content: bytes, cut: int) -> Counter[str]:
+def read_one(path: Path, content: bytes, cut: int, settings: Source) -> Counter[str]:
     """Read a file in both ways of taking errors, and check what comes out."""
     path.write_bytes(content)
     counts: Counter[str] = Counter(files=1)
     if not content:
         with pytest.raises(VarlenError, match=r"is empty \(0 bytes\)"):
-            open_source(path)
+            find_files(path)
         return counts
-    source = open_source(path, append_eos=False, text_cut="line")
+    source = replace(settings, files=tuple(find_files(path)))
     for on_error in ("raise", "skip"):
         outcome = check(replace(source, on_error=on_error), content, cut)
         counts[f"{on_error}: {outcome}"] += 1
@@ -210,19 +211,22 @@ def read_one(path: Path, content: bytes, cut: int) -> Counter[str]:
 def main(first: int, count: int, folder: Path) -> int:
     """Read files; returns 1 at the first that is read wrongly."""
     counts: Counter[str] = Counter()
-    for number in range(first, first + count):
-        name, content = mutant(number)
-        (folder / "at.txt").write_text(f"{number} {name}")
-        faulthandler.dump_traceback_later(LONGEST_S, exit=True)
-        try:
-            counts += read_one(folder / name, content, cut=number % 2)
-        except BaseException:
-            print(
-                f"file {number} ({name}) is read wrongly:\n{content!r}\n{traceback.format_exc()}",
-                file=sys.stderr,
-            )
-            return 1
-    faulthandler.cancel_dump_traceback_later()
+    (folder / "whole.jsonl").write_bytes(_lines([{"text": "a"}]))
+    settings = open_source(folder / "whole.jsonl", append_eos=False, text_cut="line")
+    with (folder / "at.txt").open("w") as note:
+        for number in range(first, first + count):
+            name, content = mutant(number)
+            note.seek(0)
+            note.write(f"{number:>10} {name:<20}")
+            note.flush()
+            signal.alarm(LONGEST_S)  # ends the process, wherever it hangs
+            try:
+                counts += read_one(folder / name, content, number % 2, settings)
+            except BaseException:
+                said = f"file {number} ({name}) is read wrongly:\n{content!r}\n{traceback.format_exc()}"
+                print(said, file=sys.stderr)
+                return 1
+    signal.alarm(0)
     print(json.dumps(counts))
     return 0
 

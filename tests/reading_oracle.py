@@ -145,7 +145,7 @@ def text_of(row: Any) -> Any:
 
 def with_names(rows: list[Any]) -> Iterator[Any]:
     """Yield the texts of rows, of which the first object must have one."""
-    names = next((list(row) for row in rows if isinstance(row, dict)), None)
+    names = next((list(row) for row in rows if isinstance(row, dict) and row), None)
     if {"input_ids", "messages", "conversations"}.intersection(names or ()):
         yield OTHER
     elif rows and (names is None or "text" not in names):

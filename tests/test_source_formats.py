@@ -63,6 +63,12 @@ def as_parquet(**options) -> bytes:
     return sink.getvalue()
 
 
+def as_arrays() -> bytes:
+    sink = io.BytesIO()
+    np.savez(sink, ids=[1], offsets=[0, 1])
+    return sink.getvalue()
+
+
 def as_lines(end: str = "\n") -> bytes:
     return "".join(json.dumps(row) + end for row in rows_of()).encode()
 
@@ -189,6 +195,7 @@ def test_a_data_set_saved_by_its_own_library_is_read_and_what_was_cached_in_it_i
         ("a.parquet", as_lines(), "is not a Parquet file, or is damaged"),
         ("a.arrow", as_arrow(pa.ipc.new_file)[:-9], "is not an Arrow file, or is damaged"),
         ("a.arrow", as_arrow(pa.ipc.new_stream)[:700], "is not an Arrow file, or is damaged"),
+        ("a.npz", as_arrays().replace(b"ids.npy", b"x" * 7, 1), "File name in directory 'ids.npy' and header"),
         ("a.npz", as_lines(), "is not a readable .npz file: File is not a zip file"),
         ("a.csv", b"text\na\n\"b\n", "line 3 is not valid CSV: unexpected end of data; nothing after it can be read"),
         ("a.csv", b"text,id\na,1\nb\n", "line 3 has 1 fields, but the first line names 2: `text`, `id`"),

@@ -109,6 +109,19 @@ def test_the_first_fault_of_a_batch_is_raised_whoever_found_it(tmp_path):
     assert [fault.split("line ")[1][0] for fault in faults] == ["2", "3", "4"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_first_object_without_fields_is_a_fault_and_hides_no_other_row(tmp_path, name):
+    (tmp_path / name).write_text('{}\n{"text": "a"}\n')
+
+    texts, faults = read_texts(open_source(tmp_path, on_error="skip", append_eos=False), 1 << 20)
+
+    assert texts == ["a"]
+    assert faults[0].endswith(" 1 has no `text`; it has none")
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(SourceError, match="begins with an object without any field"):
+        read_texts(open_source(tmp_path), 1 << 20)
+
+
 def test_small_files_share_a_part_and_large_ones_are_cut_in_the_order_of_their_names(tmp_path):
     for name, size in (("a", 10), ("b", 10), ("c", 400), ("d", 10), ("e", 60), ("f", 60)):
         lines = [json.dumps({"text": f"{name}{n}"}) + "\n" for n in range(size // 10)]
@@ -164,3 +177,31 @@ def test_a_packed_table_is_one_part_since_each_would_unpack_it_whole(tmp_path):
 
     assert len(source.parts(100)) == 1
     assert read_texts(source, 100)[0] == ["abc"] * 100
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "file.arrow", "stream.arrow"])
+def test_large_batches_are_cut_without_losing_a_row_and_their_faults_are_numbered(tmp_path, name):
+    texts = [None if n in (8200, 17_000, 19_998) else f"{n:05}" for n in range(20_000)]
+    table = pa.table({"text": texts})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name, row_group_size=16_000)
+    else:
+        opened = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+        with opened(tmp_path / name, table.schema) as file:
+            file.write_table(table, max_chunksize=16_000)
+
+    found, faults = read_texts(open_source(tmp_path, on_error="skip", append_eos=False), 1 << 30)
+
+    assert found == [text for text in texts if text]
+    assert [fault.split(" holds")[0].split(" row ")[1] for fault in faults] == ["8,201", "17,001", "19,999"]
+
+
+def test_a_table_that_breaks_off_says_after_which_row(tmp_path):
+    table = pa.table({"text": ["abc" * 9] * 90})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=30)
+    content = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(content[:-300])
+
+    with pytest.raises(SourceError, match=r"is damaged: .* \(after row 60\)"):
+        read_texts(open_source(tmp_path, append_eos=False), 1 << 30)

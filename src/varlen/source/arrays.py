@@ -17,6 +17,7 @@ import numpy.typing as npt
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
 from varlen.source.opening import open_seekable
+from varlen.source.remote import first_line
 from varlen.source.rows import Rows, listed
 
 _BATCH_VALUES = 1 << 20
@@ -130,7 +131,7 @@ def _archive(file: File) -> Iterator[zipfile.ZipFile]:
         except VarlenError:
             raise
         except Exception as error:  # zipfile, its four ways to pack and numpy's headers raise a dozen kinds
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            said = first_line(error)
             why = (
                 f"is not a readable .npz file: {said}"
                 if file.size

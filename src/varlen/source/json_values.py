@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -23,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 _BATCH_ROWS = 4096
 _CUT_SHORT = 64
 """A fault this near to the end of what has been read may be one of what is still missing."""
-_BLANKS = " \t\r\n"
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def column_names(file: File) -> list[str]:
@@ -34,7 +35,8 @@ def column_names(file: File) -> list[str]:
     """
     with open_plain(file) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
-        return first_names(as_object(value, place(file.path, "value", number)) for number, value in values)
+        rows = (as_object(value, place(file.path, "value", number)) for number, value in values)
+        return first_names(rows, file.path)
 
 
 def read(file: File, fields: Fields) -> Iterator[Rows]:
@@ -118,10 +120,9 @@ class _Values:
     def _next(self) -> str:
         """Skip blanks and return the next character, or nothing at the end; it isn't taken."""
         while True:
-            while self._at < len(self._buffer):
-                if self._buffer[self._at] not in _BLANKS:
-                    return self._buffer[self._at]
-                self._at += 1
+            self._at = _BLANKS.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
             self._drop()
             if not self._more():
                 return ""

@@ -32,22 +32,23 @@ def column_names(file: File) -> list[str]:
     """
     with open_plain(file) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
-        return first_names(
+        rows = (
             parse(line, place(file.path, "line", number)) for number, line in lines if line.strip(_BLANKS)
         )
+        return first_names(rows, file.path)
 
 
-def first_names(rows: Iterator[tuple[dict[str, Any], Fault | None]]) -> list[str]:
+def first_names(rows: Iterator[tuple[dict[str, Any], Fault | None]], path: str) -> list[str]:
     """Return the names that the first row in order has; none where there is no row.
 
     Raises:
-        SourceError: none of the first thousand is in order; says what is wrong with the first.
+        SourceError: none of the first thousand is in order and has a field; says what is wrong with the first.
     """
     first_fault: Fault | None = None
     for row, fault in islice(rows, _MOST_TRIED):
-        if fault is None:
+        if row:
             return list(row)
-        first_fault = first_fault or fault
+        first_fault = first_fault or fault or Fault(where=path, why="begins with an object without any field")
     if first_fault is not None:
         raise SourceError(str(first_fault))
     return []

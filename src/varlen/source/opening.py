@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 from varlen.errors import SourceError
 from varlen.source.files import Compression, File
-from varlen.source.remote import open_remote, remote_faults, remote_mark
+from varlen.source.remote import first_line, open_remote, remote_faults, remote_mark
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar"}
@@ -117,12 +117,10 @@ def faults(file: File) -> Iterator[None]:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise SourceError(f"{file.path} {_broken(str(error))}") from error
         except OSError as error:
-            said = str(error.strerror or error)
+            said = error.strerror or first_line(error)
             if "compress" in said.lower():
                 raise SourceError(f"{file.path} {_broken(said)}") from error
-            raise SourceError(
-                f"{file.path} can't be read: {said.splitlines()[0] if said else 'no reason given'}"
-            ) from error
+            raise SourceError(f"{file.path} can't be read: {said}") from error
 
 
 def _broken(said: str) -> str:

@@ -10,6 +10,15 @@ from typing import Any, BinaryIO, cast
 
 from varlen.errors import MissingExtraError, SourceError, VarlenError
 
+_MOST_CHARACTERS = 200
+"""Of what a library says that a sentence repeats: some say all that they have read."""
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, short enough for a sentence; its kind where it says nothing."""
+    said = next(iter(str(error).splitlines()), "").rstrip(". ")
+    return (said if len(said) <= _MOST_CHARACTERS else said[:_MOST_CHARACTERS] + "…") or type(error).__name__
+
 
 @contextmanager
 def remote_faults(url: str) -> Iterator[None]:
@@ -26,8 +35,7 @@ def remote_faults(url: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingExtraError(f"{url} can't be opened: {error}") from error
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SourceError(f"{url} can't be read: {said}") from error
+        raise SourceError(f"{url} can't be read: {first_line(error)}") from error
 
 
 def list_remote(url: str) -> list[tuple[str, str, int]]:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
 from varlen.source.opening import compression_of, open_seekable
+from varlen.source.remote import first_line
 from varlen.source.rows import Fault, Rows, place
 
 _BATCH_BYTES = 4 << 20
@@ -92,7 +93,7 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
                 sound.append(_alone(batch.slice(index, 1)))
                 numbers.append(before + index + 1)
             except pa.ArrowException as error:
-                said = str(error).splitlines()[0]
+                said = first_line(error)
                 why = "holds text that is not valid UTF-8" if "UTF8" in said else f"is damaged: {said}"
                 faults.append(Fault(where=place(file.path, "row", number), why=why, number=number))
         columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
@@ -178,8 +179,7 @@ def _table_faults(file: File) -> Iterator[None]:
         if isinstance(error, VarlenError) or getattr(error, "errno", None) is not None:
             raise
         kind = "a Parquet" if file.format == "parquet" else "an Arrow"
-        said = str(error).splitlines()[0].rstrip(". ") if str(error) else type(error).__name__
-        why = f"is not {kind} file, or is damaged: {said}"
+        why = f"is not {kind} file, or is damaged: {first_line(error)}"
         raise SourceError(
             f"{file.path} {why if file.size else f'is empty (0 bytes), not {kind} file'}"
         ) from error

@@ -115,10 +115,14 @@ def _made(tokenizer: Any) -> Tokenizer:
         return _from_transformers(tokenizer, str(getattr(tokenizer, "name_or_path", "")) or "tokenizer")
     if callable(tokenizer):
         name = getattr(tokenizer, "__qualname__", type(tokenizer).__name__)
-        function = _by_batch(tokenizer)
-        ids = [list(map(int, row)) for row in function([_PROBE])]  # two functions may have one name
-        mark = digest(json.dumps([name, ids]))
-        return FunctionTokenizer(function=function, name=name, specials=Specials(), fingerprint=mark)
+        made = FunctionTokenizer(
+            function=_by_batch(tokenizer), name=name, specials=Specials(), fingerprint=""
+        )
+        try:
+            ids = made.encode([_PROBE])[0].tolist()
+        except SettingError:  # it may know other letters alone
+            ids = []
+        return replace(made, fingerprint=digest(json.dumps([name, ids])))
     raise SettingError(
         'tokenizer must be "bytes", a file, a folder, a tokenizer object or a function from text to ids; '
         f"got {type(tokenizer).__name__}"

@@ -266,11 +266,11 @@ def _are_ids(row: npt.NDArray[Any]) -> bool:
 
 
 def is_cuttable(encode: Callable[[str], list[int]]) -> bool:
-    """Try whether a text's ids are those of its parts, where a line end or a space stands before the cut.
+    """Try whether a text's ids are those of its parts, where a line end or a bracket stands before the cut.
 
     True for byte-level vocabularies; not where a mark is put before every text's first word.
     """
-    probes = (("user\n", "Hello there"), ("user\n\n", "Hi, you"))
+    probes = (("user\n", "Hello there"), ("user>", "Hi, you"))
     return all(encode(a + b) == encode(a) + encode(b) for a, b in probes)
 
 

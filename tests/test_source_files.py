@@ -1,0 +1,208 @@
+"""What files, folders, globs and URLs stand for, in which order, and a sentence where they stand for none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from varlen.errors import MissingExtraError, SourceError
+from varlen.source.files import File, find_files, kind_of
+from varlen.source.opening import fingerprint
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+
+
+def names_of(data) -> list[str]:
+    return [file.name for file in find_files(data)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.jsonl", ("jsonl", None)),
+        ("A.JSON.GZ", ("json", "gzip")),
+        ("a.b.csv.zst", ("csv", "zstd")),
+        ("a.tsv.zstd", ("tsv", "zstd")),
+        ("a.pq", ("parquet", None)),
+        ("a.feather", ("arrow", None)),
+        ("a.npz", ("npz", None)),
+        ("a.py", ("text", None)),
+        ("a.gz", ("text", "gzip")),
+        ("jsonl", ("text", None)),
+    ],
+)
+def test_the_end_of_a_name_says_format_and_compression(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_a_folder_gives_its_files_sorted_and_leaves_out_what_is_hidden_unknown_or_about_the_data(tmp_path):
+    touch(
+        tmp_path,
+        "b.jsonl",
+        "a/z.parquet",
+        "a/.hidden.jsonl",
+        ".git/x.jsonl",
+        "c.bin",
+        "README.md",
+        "LICENSE.txt",
+    )
+    touch(tmp_path, "notes.md", "dataset_info.json", "readme.txt.gz", "d.txt.zst")
+
+    assert names_of(tmp_path) == ["a/z.parquet", "b.jsonl", "d.txt.zst", "notes.md"]
+
+
+def test_a_readme_is_data_where_a_folder_holds_nothing_but_text(tmp_path):
+    touch(tmp_path, "README.md", "a.txt")
+
+    assert names_of(tmp_path) == ["README.md", "a.txt"]
+
+
+def test_globs_and_several_entries_give_their_files_in_the_order_they_were_named(tmp_path, monkeypatch):
+    touch(tmp_path, "in/b.csv", "in/a.csv", "in/deep/c.csv", "d.csv")
+    monkeypatch.chdir(tmp_path)
+
+    assert names_of([tmp_path / "d.csv", f"{tmp_path}/in/*.csv"]) == ["d.csv", "a.csv", "b.csv"]
+    assert names_of("in/**/*.csv") == ["a.csv", "b.csv", "deep/c.csv"]
+    assert names_of("*/[ab].csv") == ["in/a.csv", "in/b.csv"]
+    assert names_of("in/../*/?.csv") == ["in/a.csv", "in/b.csv"]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "no data was named"),
+        ("missing", "does not exist; pass a JSONL"),
+        ("~nobody-of-this-name/a.jsonl", "can't be a path or a glob"),
+        ("in/**.csv", "can't be a path or a glob"),
+        ("x" * 5000, "can't be read: File name too long"),
+        ("a\0b", "does not exist"),
+        ("in/*.json", "no file matches"),
+        ("empty", "is a folder without any"),
+        (["in/a.csv", "in/*.csv"], "in/a.csv is named twice"),
+        ("memory://nowhere-at-all/x.jsonl", "does not exist"),
+        ("memory://nowhere-at-all/*.jsonl", "no file matches"),
+        ("nothing://a", "nothing://a can't be read: Protocol not known"),
+    ],
+)
+def test_where_nothing_is_found_a_sentence_says_so(tmp_path, monkeypatch, data, said):
+    touch(tmp_path, "in/a.csv")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(SourceError, match=said):
+        find_files(data)
+
+
+def test_a_file_system_whose_package_is_missing_is_named(monkeypatch):
+    def no_such(name: str) -> None:
+        raise ImportError("Install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", no_such)
+
+    with pytest.raises(MissingExtraError, match="gs://a/b can't be opened: Install gcsfs"):
+        find_files("gs://a/b")
+
+
+def test_files_that_are_all_empty_are_an_error_and_one_beside_others_is_none(tmp_path):
+    for name in ("a.jsonl", "b.csv"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(SourceError, match=r"a\.jsonl is empty \(0 bytes\), and so are the 1 files beside it"):
+        find_files(tmp_path)
+    with pytest.raises(SourceError, match=r"b\.csv is empty \(0 bytes\); was it"):
+        find_files(tmp_path / "b.csv")
+
+    touch(tmp_path, "c.txt")
+
+    assert names_of(tmp_path) == ["a.jsonl", "b.csv", "c.txt"]
+
+
+def save_set(folder: Path, names: list[object], state: object = None) -> Path:
+    touch(folder, "dataset_info.json", "cache-1.arrow", "b.arrow", "a.arrow")
+    described = {"_data_files": [{"filename": name} for name in names]} if state is None else state
+    (folder / "state.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_a_saved_data_set_gives_the_files_that_it_names_in_its_order(tmp_path):
+    assert names_of(save_set(tmp_path, ["b.arrow", "a.arrow"])) == ["b.arrow", "a.arrow"]
+
+
+@pytest.mark.parametrize(
+    ("names", "state", "said"),
+    [
+        (["c.arrow"], None, "names c.arrow, which isn't there"),
+        ([None], None, "names None, which isn't there"),
+        (["/etc/hostname"], None, "which isn't there"),
+        ([], None, "names no files"),
+        ([], {}, "no list `_data_files`"),
+        ([], {"_data_files": 5}, "is not a list of files"),
+        ([], {"_data_files": [5]}, "is not a list of files"),
+        ([], [], "doesn't describe a saved data set"),
+    ],
+)
+def test_a_saved_data_set_that_is_not_whole_is_an_error(tmp_path, names, state, said):
+    with pytest.raises(SourceError, match=said):
+        find_files(save_set(tmp_path, names, state))
+
+
+def save_splits(folder: Path, *splits: str) -> Path:
+    for split in splits:
+        save_set(folder / split, ["a.arrow"])
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    return folder
+
+
+def test_of_several_splits_train_is_taken_and_without_it_one_must_be_named(tmp_path):
+    several = save_splits(tmp_path / "x", "train", "test")
+    assert [file.path for file in find_files(several)] == [str(several / "train" / "a.arrow")]
+    assert names_of(save_splits(tmp_path / "y", "dev")) == ["a.arrow"]
+
+    with pytest.raises(SourceError, match=r"holds several splits \(dev, test\); name one"):
+        find_files(save_splits(tmp_path / "z", "dev", "test"))
+    with pytest.raises(SourceError, match=r"holds several splits \(test, train\); name one"):
+        find_files(f"file://{several}")
+    (several / "train").rename(several / "elsewhere")
+    with pytest.raises(SourceError, match="names the split train, which isn't there"):
+        find_files(several)
+
+
+def test_a_url_gives_names_sizes_and_no_local_path(tmp_path):
+    for name, content in (("b.jsonl", b"12"), ("in/a.csv.gz", b"123"), ("README.md", b"1")):
+        with fsspec.open(f"memory://{tmp_path.name}/{name}", "wb") as file:
+            file.write(content)
+
+    files = find_files(f"memory://{tmp_path.name}")
+
+    assert [(file.name, file.size, file.format) for file in files] == [
+        ("b.jsonl", 2, "jsonl"),
+        ("in/a.csv.gz", 3, "csv"),
+    ]
+    assert all(file.is_remote for file in files)
+    assert names_of(f"memory://{tmp_path.name}/b.jsonl") == ["b.jsonl"]
+
+
+def test_a_fingerprint_changes_with_the_content_and_not_with_the_name(tmp_path):
+    marks = []
+    for name, content in (("a.txt", "one"), ("b.txt", "one"), ("c.txt", "two")):
+        (tmp_path / name).write_text(content)
+        marks.append(fingerprint(find_files(tmp_path / name)[0]))
+
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_a_file_that_is_gone_when_it_is_opened_is_an_error(tmp_path):
+    touch(tmp_path, "a.jsonl")
+    [file] = find_files(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
+
+    with pytest.raises(SourceError, match=r"a\.jsonl can't be read: No such file"):
+        fingerprint(file)
+    with pytest.raises(SourceError, match="memory://gone/a can't be read"):
+        fingerprint(File(path="memory://gone/a", name="a", size=1, format="text"))

@@ -1,0 +1,181 @@
+"""Token stores: what is written comes back, wide ids and late masks too; a damaged store is an error, said."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen.errors import SourceError
+from varlen.source.documents import Documents
+from varlen.source.rows import Fault
+from varlen.source.store import Shard, ShardWriter, TokenStore, open_store, shard_counts
+
+Batch = list[tuple[list[int], list[int] | None]]
+
+
+def documents_of(batch: Batch, faults: int = 0) -> Documents:
+    tokens = [token for ids, _ in batch for token in ids]
+    marks = [mark for ids, mask in batch for mark in (mask or [1] * len(ids))]
+    has_mask = any(mask is not None for _, mask in batch)
+    return Documents(
+        tokens=np.array(tokens, dtype=np.int32),
+        offsets=np.cumsum([0, *(len(ids) for ids, _ in batch)]).astype(np.int64),
+        loss_mask=np.array(marks, dtype=np.uint8) if has_mask else None,
+        faults=tuple(Fault(where=f"a.jsonl line {n}", why="is bad") for n in range(faults)),
+    )
+
+
+def write_store(folder: Path, shards: list[list[Batch]]) -> TokenStore:
+    listed: list[dict[str, Any]] = []
+    for number, batches in enumerate(shards):
+        writer = ShardWriter(folder / f"{number}")
+        for batch in batches:
+            writer.append(documents_of(batch))
+        counts = writer.close()
+        listed.append({"name": f"{number}", "num_documents": counts.num_documents})
+    manifest = {"varlen": "1", "kind": "tokens", "format": 1, "fingerprint": "f", "shards": listed}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return open_store(folder)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Batch]:
+    most = draw(st.sampled_from([9, 65_535, 65_536, 2**31 - 1]))
+    found = []
+    for _ in range(draw(st.integers(0, 3))):
+        documents = draw(st.lists(st.lists(st.integers(0, most), max_size=4), max_size=4))
+        masked = draw(st.booleans())
+        found.append([(ids, [draw(st.integers(0, 1)) for _ in ids] if masked else None) for ids in documents])
+    return found
+
+
+@given(st.lists(batches(), min_size=1, max_size=3), st.data())
+def test_pieces_of_documents_come_back_in_the_order_asked_for(tmp_path_factory, shards, data):
+    store = write_store(tmp_path_factory.mktemp("store"), shards)
+    flat = [[document for batch in shard for document in batch] for shard in shards]
+    places = [(s, d) for s, shard in enumerate(flat) for d in range(len(shard))]
+    asked = data.draw(st.lists(st.sampled_from(places), max_size=6)) if places else []
+    pieces = []
+    for s, d in asked:
+        start = data.draw(st.integers(0, len(flat[s][d][0])))
+        pieces.append((s, d, start, data.draw(st.integers(start, len(flat[s][d][0])))))
+
+    which = np.array(pieces, dtype=np.int64).reshape(-1, 4)
+    tokens, mask = store.gather(which[:, 0], which[:, 1], which[:, 2], which[:, 3] - which[:, 2])
+
+    assert store.documents.tolist() == [len(shard) for shard in flat]
+    assert store.lengths(which[:, 0], which[:, 1]).tolist() == [len(flat[s][d][0]) for s, d in asked]
+    assert tokens.tolist() == [token for s, d, a, b in pieces for token in flat[s][d][0][a:b]]
+    marks = [m for s, d, a, b in pieces for m in (flat[s][d][1] or [1] * len(flat[s][d][0]))[a:b]]
+    assert (mask.tolist() if mask is not None else [1] * len(marks)) == marks
+
+
+@pytest.mark.parametrize(("late", "dtype"), [(65_535, "uint16"), (65_536, "int32")])
+def test_ids_are_written_narrow_until_one_is_too_wide(tmp_path, late, dtype):
+    writer = ShardWriter(tmp_path / "0")
+    for ids in ([1, 65_535], [], [late], [7]):
+        writer.append(documents_of([(ids, None)]))
+
+    counts = writer.close()
+    shard = Shard(tmp_path / "0")
+
+    assert (counts.dtype, counts.num_tokens, counts.num_documents) == (dtype, 4, 4)
+    assert shard.read_tokens(0, 4).tolist() == [1, 65_535, late, 7]
+    assert (tmp_path / "0" / "tokens.bin").stat().st_size == 4 * np.dtype(dtype).itemsize
+    assert shard.read_mask(0, 4) is None
+
+
+def test_a_mask_that_begins_late_is_one_before_it_and_targets_leave_out_first_tokens(tmp_path):
+    writer = ShardWriter(tmp_path / "0")
+    writer.append(documents_of([([1, 2, 3], None), ([], None)]))
+    writer.append(documents_of([([4, 5], [1, 0]), ([6, 7, 8], [1, 0, 1])], faults=2))
+    writer.append(documents_of([([9], None)]))
+
+    counts = writer.close()
+
+    assert Shard(tmp_path / "0").read_mask(0, 9).tolist() == [1, 1, 1, 1, 0, 1, 0, 1, 1]
+    assert np.load(tmp_path / "0" / "targets.npy").tolist() == [2, 0, 0, 1, 0]
+    assert (counts.num_targets, counts.num_skipped, counts.has_mask) == (3, 2, True)
+    assert (tmp_path / "0" / "skipped.log").read_text() == "a.jsonl line 0 is bad\na.jsonl line 1 is bad\n"
+    assert shard_counts(tmp_path / "0") == counts
+
+
+def test_a_shard_stands_under_its_name_only_when_it_is_whole(tmp_path):
+    writer = ShardWriter(tmp_path / "0")
+    writer.append(documents_of([([1], [1])]))
+    assert not (tmp_path / "0").exists()
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+    assert shard_counts(tmp_path / "0") is None
+
+    ShardWriter(tmp_path / "0").close()
+
+    assert Shard(tmp_path / "0").offsets.tolist() == [0]
+
+
+def saved(array: Any) -> bytes:
+    sink = io.BytesIO()
+    np.save(sink, np.asarray(array))
+    return sink.getvalue()
+
+
+COUNTS = {
+    "num_documents": 2,
+    "num_tokens": 3,
+    "num_targets": 1,
+    "num_skipped": 0,
+    "dtype": "uint16",
+    "has_mask": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokens.bin", None),
+        ("tokens.bin", b"\x01"),
+        ("loss_mask.bin", None),
+        ("loss_mask.bin", b""),
+        ("offsets.npy", None),
+        ("offsets.npy", b""),
+        ("offsets.npy", b"\x93NUMPY"),
+        ("offsets.npy", saved([0, 2])),
+        ("offsets.npy", saved([0, 2, 5])),
+        ("offsets.npy", saved([0, 4, 3])),
+        ("offsets.npy", saved([0.0, 2.0, 3.0])),
+        ("offsets.npy", saved([0, None, 3])),
+        ("shard.json", None),
+        ("shard.json", b"{"),
+        ("shard.json", b"[]"),
+        ("shard.json", b'{"num_documents": 2}'),
+        ("shard.json", json.dumps(COUNTS | {"dtype": "object"}).encode()),
+        ("shard.json", json.dumps(COUNTS | {"dtype": []}).encode()),
+        ("shard.json", json.dumps(COUNTS | {"num_tokens": 4}).encode()),
+        ("manifest.json", None),
+        ("manifest.json", b"[]"),
+        ("manifest.json", b'{"varlen": 1, "kind": "packs"}'),
+        ("manifest.json", b'{"varlen": 1, "kind": "tokens", "format": 99}'),
+        ("manifest.json", b'{"varlen": 1, "kind": "tokens", "format": 1}'),
+        ("manifest.json", b'{"varlen": 1, "kind": "tokens", "format": 1, "shards": [5]}'),
+        ("manifest.json", b'{"varlen": 1, "kind": "tokens", "format": 1, "shards": [{"name": "0"}]}'),
+    ],
+)
+def test_a_damaged_store_is_an_error_that_names_its_folder(tmp_path, name, content):
+    write_store(tmp_path, [[[([1, 2], [0, 1]), ([3], [1])]]])
+    assert json.loads((tmp_path / "0" / "shard.json").read_text()) == COUNTS
+
+    path = tmp_path / name if name == "manifest.json" else tmp_path / "0" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(SourceError) as caught:
+        open_store(tmp_path).gather(np.zeros(2, np.int64), np.arange(2), [0, 0], np.array([2, 1]))
+    assert str(tmp_path) in str(caught.value)
