@@ -53,7 +53,7 @@ def small_parts(monkeypatch: Any, tokens: int = 1 << 24) -> None:
 
 def pack(data: Any, output: Path, *, processes: int = 1, tokenizer: Any = None, **settings: Any) -> PackedSet:
     """Pack texts with the byte tokenizer into rows of 256, several parts."""
-    source: Source | Path = data if isinstance(data, Source) else open_source(data, tokenizer)
+    source = data if isinstance(data, Source) else open_source(data, tokenizer, append_eos=tokenizer is None)
     more = {name: settings.pop(name) for name in ("tokens", "overwrite", "crew") if name in settings}
     more.setdefault("crew", Crew(processes=processes))
     chosen = PackSettings(**{"capacity": 256, "part_tokens": 1000, **settings})
