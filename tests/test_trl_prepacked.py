@@ -98,25 +98,31 @@ def loss_of_each_document(folder):
     return total / count
 
 
-@pytest.mark.parametrize("kind", ["texts", "chats"])
-def test_the_loss_is_that_of_the_documents_one_by_one(tmp_path, kind):
-    (write_texts if kind == "texts" else write_chats)(tmp_path / "a.jsonl", 30)
-    done = pack(tmp_path / "a.jsonl", tmp_path / "out", capacity=512)
-    rows = done.manifest["num_packs"]
+@pytest.fixture
+def packed(tmp_path):
+    """Texts, of which all is trained on, and chats, of which the answers are; and the number of rows."""
+    (tmp_path / "in").mkdir()
+    write_texts(tmp_path / "in" / "a.jsonl", 12)
+    write_chats(tmp_path / "in" / "b.jsonl", 12)
+    done = pack(tmp_path / "in", tmp_path / "out", capacity=320)
+    assert done.manifest["num_packs"] > 2
+    return tmp_path / "out", done.manifest["num_packs"]
 
-    (loss,) = trained(tmp_path / "out", tmp_path, rows=rows)
 
-    assert rows > 2
-    assert loss == pytest.approx(loss_of_each_document(tmp_path / "out"), abs=1e-5)
+def test_the_loss_is_that_of_the_documents_one_by_one(tmp_path, packed):
+    folder, rows = packed
+
+    (loss,) = trained(folder, tmp_path, rows=rows)
+
+    assert loss == pytest.approx(loss_of_each_document(folder), abs=1e-5)
 
 
-def test_without_the_boundaries_the_loss_is_another(tmp_path):
-    write_texts(tmp_path / "a.jsonl", 30)
-    rows = pack(tmp_path / "a.jsonl", tmp_path / "out", capacity=512).manifest["num_packs"]
-    alone = loss_of_each_document(tmp_path / "out")
+@pytest.mark.parametrize(
+    "broken", [{"padding_free": False}, {"columns": ("input_ids", "labels")}], ids=["padded", "unmarked"]
+)
+def test_without_the_boundaries_the_loss_is_another(tmp_path, packed, broken):
+    folder, rows = packed
 
-    (padded,) = trained(tmp_path / "out", tmp_path, rows=rows, padding_free=False)
-    (unmarked,) = trained(tmp_path / "out", tmp_path, rows=rows, columns=("input_ids", "labels"))
+    (loss,) = trained(folder, tmp_path, rows=rows, **broken)
 
-    assert abs(padded - alone) > 1e-3
-    assert abs(unmarked - alone) > 1e-3
+    assert abs(loss - loss_of_each_document(folder)) > 1e-3
