@@ -190,18 +190,14 @@ def test_a_worker_that_is_killed_ends_the_run_in_a_sentence_and_a_rerun_goes_on(
 def test_a_run_that_is_killed_leaves_no_process_and_no_lock(tmp_path, data, whole, root):
     script = root / "tests" / "offline_packs.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    run = subprocess.Popen(
-        [sys.executable, script, data, tmp_path / "out", "2"], env=environment, stderr=subprocess.DEVNULL
-    )
-    work = tmp_path / "out.partial" / ".work"
-    deadline = time.monotonic() + 60
-    while not list(work.rglob("00*.json")) and time.monotonic() < deadline and run.poll() is None:
-        time.sleep(0.005)
-    workers = children_of(run.pid)
+    command = [sys.executable, script, data, tmp_path / "out", "2"]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"something is finished\n"
+        workers = children_of(run.pid)
+        run.kill()
 
-    run.kill()
-    run.wait()
-
+    assert list((tmp_path / "out.partial" / ".work").rglob("0*.json"))
+    deadline = time.monotonic() + 30
     assert not (tmp_path / "out").exists()
     assert workers
     while any(map(is_running, workers)) and time.monotonic() < deadline:
