@@ -53,7 +53,7 @@ def small_parts(monkeypatch: Any, tokens: int = 1 << 24) -> None:
 
 def pack(data: Any, output: Path, *, processes: int = 1, tokenizer: Any = None, **settings: Any) -> PackedSet:
     """Pack texts with the byte tokenizer into rows of 256, several parts."""
-    source: Source | Path = data if isinstance(data, Source) else open_source(data, tokenizer)
+    source = data if isinstance(data, Source) else open_source(data, tokenizer, append_eos=tokenizer is None)
     more = {name: settings.pop(name) for name in ("tokens", "overwrite", "crew") if name in settings}
     more.setdefault("crew", Crew(processes=processes))
     chosen = PackSettings(**{"capacity": 256, "part_tokens": 1000, **settings})
@@ -123,9 +123,18 @@ class RefusingTokenizer:
 
 
 def main() -> None:
-    """Pack what the arguments name as a process of its own that can be killed: data, output, processes, tokens."""
+    """Pack data, output and processes of the arguments; says when something is finished, and goes on when told."""
+
+    def wait(done: int, total: int, text: str) -> None:
+        if done:
+            print("something is finished", flush=True)
+            sys.stdin.read()
+
     index_module.PART_BYTES = 2000
-    pack(Path(sys.argv[1]), Path(sys.argv[2]), processes=int(sys.argv[3]))
+    settings = PackSettings(capacity=256, part_tokens=1000)
+    data, output, processes = sys.argv[1:]
+    crew = Crew(processes=int(processes))
+    pack_source(open_source(data), Path(output), settings, crew=crew, on_progress=wait)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -330,6 +331,15 @@ def test_tokens_survive_a_change_of_settings_after_documents_were_too_long(tmp_p
 
     assert done.manifest["ledger"]["split_documents"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+def test_no_file_stays_open_after_a_run(tmp_path, data):
+    pack(data, tmp_path / "first")  # what libraries open once
+    before = len(list(Path("/dev/fd").iterdir()))
+
+    pack(data, tmp_path / "out")
+
+    assert len(list(Path("/dev/fd").iterdir())) == before
 
 
 def test_a_damaged_store_is_refused_by_name(tmp_path, data):

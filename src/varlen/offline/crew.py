@@ -230,7 +230,7 @@ def _over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterab
             try:
                 is_done, value = ray.get(done[0])
             except ray.exceptions.RayError as error:
-                said = str(error).strip().partition("\n")[0]
+                said = str(error).strip().rpartition("\n")[2]
                 raise WorkerDiedError(f"Ray lost a part ({type(error).__name__}: {said}); {_KEPT}") from error
             if not is_done:
                 raise value

@@ -61,8 +61,10 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     around = folder.absolute().parent
     while not around.exists():
         around = around.parent
-    if not around.is_dir() or not os.access(around, os.W_OK):
-        raise SettingError(f"{folder} can't be written: no permission in {around}")
+    if not around.is_dir():
+        raise SettingError(f"{folder} can't be written: {around} is a file; name another folder")
+    if not os.access(around, os.W_OK):
+        raise SettingError(f"{folder} can't be written: no permission in {around}; name another folder")
 
 
 def partial_of(folder: Path) -> Path:

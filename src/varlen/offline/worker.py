@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import threading
 from queue import SimpleQueue
 from typing import IO
@@ -18,7 +17,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     inbox: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    tasks = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
+    threading.Thread(target=_listen, args=(tasks, inbox), daemon=True).start()
     try:
         function, shared = pickle.loads(inbox.get())
     except Exception as error:  # it is what the user handed over

@@ -1,0 +1,240 @@
+"""`varlen pack` on the command line: what it prints, and one sentence and exit code 2 for what can't be packed."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from offline_packs import contents, text_ids, write_chats, write_texts
+
+from varlen.cli import app as app_module
+from varlen.offline import write as write_module
+
+VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()", "pack"]
+
+
+def run(*arguments, **settings):
+    return subprocess.run(
+        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=120, **settings
+    )
+
+
+@pytest.fixture
+def pack(tmp_path, monkeypatch, capfd):
+    """Run the verb in this process, in a folder of its own; returns exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        try:
+            app_module.app(["pack", *map(str, arguments), "--processes", "1"])
+        except SystemExit as ended:
+            code = ended.code
+        out, said = capfd.readouterr()
+        return code, out, "".join(line for line in said.splitlines(keepends=True) if " %  " not in line)
+
+    return call
+
+
+def one_sentence(result, code=2):
+    assert result[0] == code, result
+    assert result[1] == ""
+    (line,) = result[2].strip().splitlines()
+    assert line.startswith("varlen: ")
+    return line.removeprefix("varlen: ")
+
+
+def test_help_shows_an_example_and_loads_no_library():
+    script = (
+        "import sys\nfrom varlen.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n    assert not {'torch', 'numba', 'numpy', 'pyarrow', 'ray'} & set(sys.modules)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script, "pack", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+    assert shown.returncode == 0, shown.stderr
+    assert "Example:  varlen pack 'chats/*.jsonl' -o packed --capacity 8192" in shown.stdout
+    for option in ("--tokens", "--on-error", "--ray", "--overwrite", "--in-order"):
+        assert option in shown.stdout
+
+
+def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
+    texts = write_texts(tmp_path / "a.jsonl")
+    tokens = sum(map(len, map(text_ids, texts)))
+
+    code, out, said = pack("a.jsonl", "-o", "packed", "--capacity", 1024)
+
+    assert (code, said) == (0, "")
+    rows = json.loads((tmp_path / "packed" / "manifest.json").read_bytes())["num_packs"]
+    first, *_, place, how = out.splitlines()
+    assert first == (
+        f"60 documents, {tokens:,} tokens -> {rows} rows of 1,024, {100 * tokens / (rows * 1024):.2f} % full, "
+        f"{tokens - 60:,} tokens to train on"
+    )
+    assert place == "packed: 1 parquet files and manifest.json. To read them:"
+    assert how == '  datasets.load_dataset("parquet", data_files="packed/*.parquet", split="train")'
+    assert pack("a.jsonl", "-o", "packed", "--capacity", 1024)[1].startswith(
+        "packed was finished already, from the same data and settings:\n60 documents"
+    )
+
+
+def test_with_json_the_manifest_alone_is_printed(tmp_path, pack):
+    write_texts(tmp_path / "a.jsonl")
+
+    code, out, _ = pack(
+        "a.jsonl", "-o", "packed", "--json", "--format", "arrow", "--in-order", "--position-ids"
+    )
+
+    assert code == 0
+    manifest = json.loads(out)
+    assert manifest == json.loads((tmp_path / "packed" / "manifest.json").read_bytes())
+    assert (
+        manifest["settings"] | {"format": "arrow", "shuffle": False, "position_ids": True}
+        == manifest["settings"]
+    )
+
+
+def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
+    write_chats(tmp_path / "a.jsonl", 3)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.writelines(['{"messages": 3}\n', "{\n", '{"messages": [{"role": "user"}]}\n'])
+
+    code, out, said = pack("a.jsonl", "-o", "packed", "--on-error", "skip")
+
+    assert (code, said) == (0, "")
+    lines = out.splitlines()
+    at = lines.index("  3 records skipped:")
+    for number, line in zip((4, 5, 6), sorted(lines[at + 1 : at + 4])):
+        assert f"line {number}" in line
+    listed = (tmp_path / "packed" / "skipped.log").read_text().splitlines()
+    assert [line.strip() for line in lines[at + 1 : at + 4]] == listed
+
+
+def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n' + '{"text": 1}\n' * 25)
+
+    out = pack("a.jsonl", "-o", "packed", "--on-error", "skip")[1]
+
+    assert "  25 records skipped:" in out
+    assert out.count("    a.jsonl line") == 10
+    assert "    all of them in packed/skipped.log" in out
+    assert len((tmp_path / "packed" / "skipped.log").read_text().splitlines()) == 25
+
+
+def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (0, 3, 40, 50)))
+    long = {
+        "split": "  2 documents cut into pieces",
+        "truncate": "  2 documents cut short (60 tokens lost)",
+        "drop": "  2 documents dropped (92 tokens lost)",
+    }
+
+    for overlong, words in long.items():
+        out = pack("a.jsonl", "-o", overlong, "--capacity", 16, "--overlong", overlong)[1]
+        assert words in out.splitlines()
+        assert "  1 empty documents left out" in out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["missing.jsonl", "-o", "out"], "missing.jsonl does not exist"),
+        (["b.jsonl", "-o", "out"], "found `body`"),
+        (["a.jsonl", "-o", "out", "--column", "text=body"], "has no column `body`"),
+        (
+            ["a.jsonl", "-o", "out", "--column", "text"],
+            "--column takes ROLE=NAME, such as text=body; got 'text'",
+        ),
+        (["a.jsonl", "-o", "out", "--column", "words=text"], "columns can be named for"),
+        (["a.jsonl", "-o", "out", "--capacity", "0"], "capacity must be a whole number from 1"),
+        (["a.jsonl", "-o", "out", "--max-documents", "0"], "max_documents must be a whole number from 1"),
+        (
+            ["a.jsonl", "-o", "out", "--capacity", "8"],
+            "(57 of 60 documents are too long); pass --overlong split",
+        ),
+        (["a.jsonl", "-o", "out", "--overlong", "keep"], "overlong must be one of"),
+        (["a.jsonl", "-o", "out", "--on-error", "stop"], 'on_error must be "raise" or "skip"'),
+        (["a.jsonl", "-o", "out", "--tokenizer", "no/such/thing"], "there is no tokenizer no/such/thing"),
+        (["a.jsonl", "-o", "b.jsonl"], "b.jsonl names a file, but a packed set is a folder of them; pass b"),
+        (["a.jsonl", "-o", "out.parquet"], "pass out"),
+        (["a.jsonl", "-o", "file"], "file is a file; name a folder"),
+        (["a.jsonl", "-o", "file/out"], "file/out can't be written: /"),
+        (["a.jsonl", "-o", "."], "name a new folder"),
+        (["c.jsonl", "-o", "out"], "line 2"),
+    ],
+)
+def test_what_cannot_be_packed_ends_in_one_sentence_and_exit_code_two(tmp_path, pack, arguments, said):
+    write_texts(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"body": "a"}\n')
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "file").write_text("")
+
+    assert said in one_sentence(pack(*arguments))
+
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"a.jsonl", "b.jsonl", "c.jsonl", "file", "out.partial"}
+    assert ("out.partial" in left) == ("too long" in said)  # its tokens, for another --overlong
+
+
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack, monkeypatch):
+    write_texts(tmp_path / "a.jsonl")
+
+    def write_table(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write_module, "write_table", write_table)
+        assert "out.partial can't be written: the disk is full" in one_sentence(pack("a.jsonl", "-o", "out"))
+
+    assert pack("a.jsonl", "-o", "out")[0] == 0
+    assert sorted(contents(tmp_path)) == ["a.jsonl", "out/manifest.json", "out/part-00000.parquet"]
+
+
+def test_files_that_may_not_grow_are_one_sentence_in_processes_too(tmp_path):
+    write_texts(tmp_path / "a.jsonl", 2000)
+
+    def little():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    for processes in (1, 2):
+        ended = run("a.jsonl", "-o", "out", "--processes", processes, cwd=tmp_path, preexec_fn=little)
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr.splitlines()[-1].endswith("can't be written: File too large")
+        assert "Traceback" not in ended.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_an_interrupt_ends_in_one_line_and_the_same_command_goes_on(tmp_path):
+    write_texts(tmp_path / "a.jsonl", 20_000)
+    command = [*VARLEN, "a.jsonl", "-o", "out", "--processes", "2", "--capacity", "512"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out.partial" / ".work" / "state.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    os.killpg(process.pid, signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+
+    assert (process.returncode, out) == (130, "")
+    assert said.splitlines()[-1] == "varlen: interrupted; the same command again goes on where it stopped"
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+    assert run("a.jsonl", "-o", "out", "--processes", 1, "--capacity", 512, cwd=tmp_path).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
