@@ -1,7 +1,8 @@
 """The pages' Python and shell commands, run block by block, and what they print beside what the page says.
 
 A page's blocks share their names and their folder, as in a notebook; blocks of `sh` are run by the shell. A block
-of `text` right below one of them is what it prints. `python docs/pages.py` writes into every page what its blocks print now.
+of `text` right below one of them is what it prints. `python docs/pages.py` writes into every page what its blocks
+print now.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
         f"60 documents, {tokens:,} tokens -> {rows} rows of 1,024, {100 * tokens / (rows * 1024):.2f} % full, "
         f"{tokens - 60:,} tokens to train on"
     )
-    assert place == "packed: 1 parquet files and manifest.json. To read them:"
+    assert place == "packed: 1 parquet file and manifest.json. To read the rows:"
     assert how == '  datasets.load_dataset("parquet", data_files="packed/*.parquet", split="train")'
     assert pack("a.jsonl", "-o", "packed", "--capacity", 1024)[1].startswith(
         "packed was finished already, from the same data and settings:\n60 documents"
@@ -142,7 +142,7 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
     for overlong, words in long.items():
         out = pack("a.jsonl", "-o", overlong, "--capacity", 16, "--overlong", overlong)[1]
         assert words in out.splitlines()
-        assert "  1 empty documents left out" in out.splitlines()
+        assert "  1 document left out: no tokens" in out.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
         (["a.jsonl", "-o", "out", "--column", "text=body"], "has no column `body`"),
         (
             ["a.jsonl", "-o", "out", "--column", "text"],
-            "--column takes ROLE=NAME, such as text=body; got 'text'",
+            "--column must be of the form ROLE=NAME, such as text=body; got 'text'",
         ),
         (["a.jsonl", "-o", "out", "--column", "words=text"], "columns can be named for"),
         (["a.jsonl", "-o", "out", "--capacity", "0"], "capacity must be a whole number from 1"),

@@ -222,7 +222,7 @@ def test_spans_mark_the_tokens_that_hold_any_of_their_characters():
 
 def test_what_the_library_cannot_encode_is_an_error_of_varlen():
     backend = Tokenizer(
-        models.WordLevel({"a": 0, "user": 1, "Hello": 2, "there": 3, "Hi": 4, ",": 5, "you": 6})
+        models.WordLevel({"a": 0, "user": 1, "Hello": 2, "there": 3, "Hi": 4, ",": 5, "you": 6, ">": 7})
     )
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     made = load_tokenizer(backend)

@@ -147,32 +147,37 @@ def pack(
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
     """Say what was packed, what became of every token, and how to read it."""
     ledger, settings = manifest["ledger"], manifest["settings"]
-    documents = ledger["documents_in"]
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     print(
-        f"{documents:,} documents, {ledger['tokens_in']:,} tokens -> {manifest['num_packs']:,} rows of "
+        f"{_many(ledger['documents_in'], 'document')}, {_many(ledger['tokens_in'], 'token')} -> "
+        f"{_many(manifest['num_packs'], 'row')} of "
         f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
-        f"{manifest['num_targets']:,} tokens to train on"
+        f"{_many(manifest['num_targets'], 'token')} to train on"
     )
     notes = {
-        "empty_documents": "empty documents left out",
-        "split_documents": "documents cut into pieces",
-        "truncated_documents": f"documents cut short ({ledger['truncated']:,} tokens lost)",
-        "dropped_documents": f"documents dropped ({ledger['dropped']:,} tokens lost)",
+        "empty_documents": "left out: no tokens",
+        "split_documents": "cut into pieces",
+        "truncated_documents": f"cut short ({_many(ledger['truncated'], 'token')} lost)",
+        "dropped_documents": f"dropped ({_many(ledger['dropped'], 'token')} lost)",
     }
     for key, words in notes.items():
         if ledger[key]:
-            print(f"  {ledger[key]:,} {words}")
+            print(f"  {_many(ledger[key], 'document')} {words}")
     if manifest["packs_without_target"]:
-        print(f"  {manifest['packs_without_target']:,} rows hold nothing to train on")
+        print(f"  {_many(manifest['packs_without_target'], 'row')} with nothing to train on")
     if manifest["num_skipped"]:
-        print(f"  {manifest['num_skipped']:,} records skipped:")
+        print(f"  {_many(manifest['num_skipped'], 'record')} skipped:")
         with (folder / "skipped.log").open(encoding="utf-8") as listed:
             for _, line in zip(range(10), listed):
                 print(f"    {line.rstrip()}")
         if manifest["num_skipped"] > 10:
             print(f"    all of them in {folder / 'skipped.log'}")
     name = settings["format"]
-    print(f"{folder}: {len(manifest['parts']):,} {name} files and manifest.json. To read them:")
+    print(f"{folder}: {_many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
     print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')
+
+
+def _many(number: int, noun: str) -> str:
+    """Write a number of things."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
