@@ -38,14 +38,18 @@ class Race:
     target: float | None = None
     """Times as fast as the peer that varlen must be; None where a row is only shown."""
     note: str = ""
+    by_wall: bool = False
+    """Both use all cores, so that what counts is when they are done."""
 
     @property
     def ratio(self) -> float:
         """Times as fast as the peer: the median over rounds, in wall or processor time, whichever is less.
 
         Wall time alone would flatter varlen on a busy machine, where long calls lose their core more often
-        than short ones.
+        than short ones. Where both use all cores it is what counts.
         """
+        if self.by_wall:
+            return _median_ratio(self.peer.samples.wall_s, self.ours.samples.wall_s)
         return min(
             _median_ratio(self.peer.samples.wall_s, self.ours.samples.wall_s),
             _median_ratio(self.peer.samples.cpu_s, self.ours.samples.cpu_s),

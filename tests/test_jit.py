@@ -237,7 +237,7 @@ def pack(count):
     packing = vl.pack([1 + i % 7 for i in range(count)], capacity=16)
     return [packing.num_packs, packing.document_ids[:9].tolist(), "numba" in sys.modules]
 few = pack(100_000)
-many = [pack(100_000) for _ in range(9)][-1]
+many = [pack(100_000) for _ in range(40)][-1]
 print(json.dumps({"total": 5, "few": few, "many": many}))
 """
 

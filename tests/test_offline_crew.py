@@ -11,7 +11,7 @@ import pytest
 from offline_packs import contents, pack, small_parts, write_texts
 
 from varlen.errors import SettingError, SourceError, WorkerDiedError
-from varlen.offline import crew as crew_module
+from varlen.offline import processes as processes_module
 from varlen.offline.crew import Crew
 from varlen.source.source import open_source
 from varlen.source.tokenize import load_tokenizer, train_bpe
@@ -71,8 +71,10 @@ def test_results_of_all_tasks_come_once_and_errors_come_across():
 
 
 def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
-    started, start = [], crew_module._start
-    monkeypatch.setattr(crew_module, "_start", lambda threads: started.append(start(threads)) or started[-1])
+    started, start = [], processes_module._start
+    monkeypatch.setattr(
+        processes_module, "_start", lambda threads: started.append(start(threads)) or started[-1]
+    )
 
     results = Crew(processes=2).run(add, 1, range(10**9))
     next(results)

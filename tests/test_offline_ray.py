@@ -9,7 +9,8 @@ import pytest
 from offline_packs import contents, pack, small_parts, write_texts
 
 from varlen.errors import MissingExtraError, OverlongDocumentError, SettingError, SourceError, WorkerDiedError
-from varlen.offline.crew import Crew, _task
+from varlen.offline.cluster import _task
+from varlen.offline.crew import Crew
 
 HAS_RAY = find_spec("ray") is not None
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,13 +47,13 @@ def sized(expected_s: float) -> Iterator[None]:
     global _spent_s
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
     small = not loaded and _spent_s + expected_s <= PATIENCE_S
-    if small:
-        _spent_s += expected_s
-    token = _in_python.set(small)
+    token, begun = _in_python.set(small), time.perf_counter()
     try:
         yield
     finally:
         _in_python.reset(token)
+        if small:
+            _spent_s += min(time.perf_counter() - begun, expected_s)
 
 
 def kernel(room: str, file: str, name: str) -> Callable[..., Any]:

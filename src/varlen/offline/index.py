@@ -12,7 +12,7 @@ from typing import Any
 
 from varlen import __version__
 from varlen.errors import SourceError
-from varlen.offline.crew import Crew
+from varlen.offline.crew import Team
 from varlen.offline.places import WORK, check_output, disk_faults, finish, tidy, working_folder, write_json
 from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
@@ -61,7 +61,7 @@ def build_store(
     folder: Path,
     marks: dict[str, Any],
     *,
-    crew: Crew,
+    team: Team,
     on_progress: OnProgress,
     overwrite: bool = False,
 ) -> TokenStore:
@@ -71,7 +71,7 @@ def build_store(
         source: what to read.
         folder: of the store.
         marks: of `source_marks`.
-        crew: who does it.
+        team: who does it.
         on_progress: called with bytes read, bytes of all files, and words.
         overwrite: replace a store made from something else.
 
@@ -91,7 +91,9 @@ def build_store(
         shards: dict[int, list[dict[str, Any]]] = {}
         done, total = 0, max(sum(sizes), 1)
         on_progress(0, total, "tokenizing")
-        for number, found in crew.run(index_part, (source, partial), enumerate(parts)):
+        for number, found in team.run(
+            index_part, (source, partial), enumerate(parts), is_one=len(parts) == 1
+        ):
             shards[number] = found
             done += sizes[number]
             on_progress(done, total, "tokenizing")

@@ -10,8 +10,8 @@ from typing import Any
 
 from varlen import __version__
 from varlen.errors import LedgerError, SettingError, SourceError
-from varlen.offline.crew import Crew
-from varlen.offline.index import OnProgress, build_store, quiet, source_marks
+from varlen.offline.crew import Crew, Team
+from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import (
     WORK,
     check_output,
@@ -77,16 +77,31 @@ def pack_source(
     Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
     a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
     """
-    crew = crew or Crew()
     output = output.resolve() if output.is_symlink() else output
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
     _check_places(source, output, tokens)
+    with (crew or Crew()).hired() as team:
+        return _packed(source, output, settings, tokens, team, overwrite, on_progress)
+
+
+def _packed(
+    source: Source | Path,
+    output: Path,
+    settings: PackSettings,
+    tokens: Path | None,
+    team: Team,
+    overwrite: bool,
+    on_progress: OnProgress,
+) -> PackedSet:
+    """Pack, unless an earlier run did; arguments as in `pack_source`."""
     if isinstance(source, Path):
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
         _refuse_cut_rows(source)
         on_progress(0, 1, "looking at the files")
+        if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
+            team.start()  # while the files are looked at
         marks = source_marks(source)
     wanted = digest(json.dumps([__version__, marks, settings.to_json()], sort_keys=True))
     manifest = read_manifest(output)
@@ -102,12 +117,12 @@ def pack_source(
                 source,
                 kept,
                 marks,
-                crew=crew,
+                team=team,
                 on_progress=on_progress,
                 overwrite=overwrite or tokens is None,
             )
         try:
-            manifest = _write(store, partial, settings, crew, on_progress)
+            manifest = _write(store, partial, settings, team, on_progress)
         finally:
             opened_store.cache_clear()  # open files would keep a removed store's space
         manifest["fingerprint"], manifest["source"] = wanted, marks
@@ -145,7 +160,7 @@ def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> N
 
 
 def _write(
-    store: TokenStore, partial: Path, settings: PackSettings, crew: Crew, on_progress: OnProgress
+    store: TokenStore, partial: Path, settings: PackSettings, team: Team, on_progress: OnProgress
 ) -> dict[str, Any]:
     """Write all parts; returns the manifest."""
     plan = Plan(store, settings)
@@ -153,7 +168,7 @@ def _write(
     parts: list[PartCounts] = []
     done = 0
     on_progress(0, total, "packing")
-    for counts in crew.run(write_part, (store.folder, store.fingerprint, partial, settings), plan):
+    for counts in team.run(write_part, (store.folder, store.fingerprint, partial, settings), plan):
         parts.append(counts)
         done += counts.num_tokens
         on_progress(done, total, "packing")

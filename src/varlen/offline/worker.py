@@ -6,10 +6,10 @@ import os
 import pickle
 import threading
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 from varlen.errors import SettingError
-from varlen.offline.crew import NOT_FOUND, outcome, receive, send
+from varlen.offline.tasks import NOT_FOUND, outcome, receive, send
 
 
 def main() -> None:
@@ -19,14 +19,20 @@ def main() -> None:
     inbox: SimpleQueue[bytes] = SimpleQueue()
     tasks = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
     threading.Thread(target=_listen, args=(tasks, inbox), daemon=True).start()
-    try:
-        function, shared = pickle.loads(inbox.get())
-    except Exception as error:  # it is what the user handed over
-        send(answers, pickle.dumps((False, SettingError(NOT_FOUND.format(error=error)))))
-        inbox.get()
-        return
+    head: Any = None
     while True:
-        send(answers, pickle.dumps(outcome(function, shared, pickle.loads(inbox.get()))))
+        message = inbox.get()
+        kind, content = message[:4], message[4:]
+        if kind == b"head":
+            head = content
+            continue
+        if isinstance(head, bytes):
+            try:
+                head = pickle.loads(head)
+            except Exception as error:  # it is what the user handed over
+                send(answers, pickle.dumps((False, SettingError(NOT_FOUND.format(error=error)))))
+                continue
+        send(answers, pickle.dumps(outcome(head[0], head[1], pickle.loads(content))))
 
 
 def _listen(tasks: IO[bytes], inbox: SimpleQueue[bytes]) -> None:

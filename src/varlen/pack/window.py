@@ -19,6 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from varlen import jit
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
 from varlen.pack.api import DEFAULT_WORK, as_choice, item_work, pack
 from varlen.pack.arrange import arrange, audit, checksum
@@ -29,6 +30,8 @@ from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
+_SPREAD_PIECE_S = 5e-6
+"""What a reference takes to spread one piece, at most."""
 _MOST = 2**63 - 1
 """Most records, and most tokens, that a stream can have: they outgrow the 32 bits of one call to `vl.pack`."""
 
@@ -280,6 +283,10 @@ class WindowPacker:
 
         Packs that come out full are mixed at random, and what doesn't is packed again.
         """
+        with jit.sized(len(pieces) * _SPREAD_PIECE_S):
+            return self._spread_sized(pieces)
+
+    def _spread_sized(self, pieces: Waiting) -> Packs:
         lengths, most = pieces.lengths, self._max_documents or LARGEST
         items = Items(slots=slots_of(lengths, self._multiple), sizes=None, item_of=None)
         fewest = assign("best_fit_decreasing", items, None, self._capacity, most)[1]

@@ -45,7 +45,17 @@ def write_table(
         return
     import pyarrow.parquet as pq
 
-    pq.write_table(table, path, compression="zstd", compression_level=1, row_group_size=group_rows)
+    # Bytes of ids of the same rank lie together: as small as with a dictionary, in half the time.
+    split = [f"{name}.list.element" for name in table.column_names]
+    pq.write_table(
+        table,
+        path,
+        compression="zstd",
+        compression_level=1,
+        row_group_size=group_rows,
+        use_dictionary=False,
+        use_byte_stream_split=split,
+    )
 
 
 def sync(path: Path) -> None:

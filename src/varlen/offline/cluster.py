@@ -1,0 +1,89 @@
+"""Run tasks over a Ray cluster: the one that RAY_ADDRESS names, or one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from varlen.errors import MissingExtraError, SettingError, WorkerDiedError
+from varlen.offline.tasks import KEPT, outcome
+
+Result = TypeVar("Result")
+
+
+def over_ray(function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]) -> Iterator[Result]:
+    """Yield the results of all tasks as they are done, in any order.
+
+    Args:
+        function: of a module, so that other machines find it by its name.
+        shared: its first argument.
+        tasks: its second arguments.
+
+    Raises:
+        WorkerDiedError: Ray lost a task.
+    """
+    ray = _connected()
+    handed = ray.put((Path.cwd(), function, shared))
+    remote = ray.remote(_task)
+    most = 2 * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+    waiting = iter(tasks)
+    running: list[Any] = []
+    try:
+        while True:
+            while len(running) < most and (task := next(waiting, None)) is not None:
+                running.append(remote.remote(handed, task))
+            if not running:
+                return
+            done, running = ray.wait(running, num_returns=1)
+            try:
+                is_done, value = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                said = str(error).strip().rpartition("\n")[2]
+                raise WorkerDiedError(f"Ray lost a part ({type(error).__name__}: {said}); {KEPT}") from error
+            if not is_done:
+                raise value
+            yield value
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _connected() -> Any:
+    """Return Ray, connected to the cluster of RAY_ADDRESS, or to one that it starts here."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError(
+            '--ray takes Ray, not installed here; run: pip install "varlen[ray]"'
+        ) from error
+    if not ray.is_initialized():
+        os.environ.setdefault(
+            "RAY_USAGE_STATS_ENABLED", "0"
+        )  # nobody asked for this call to be told to others
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = os.environ.get("RAY_ADDRESS", "this machine")
+            said = str(error).strip().partition("\n")[0]
+            raise SettingError(
+                f"no Ray cluster at {where} ({said}); set RAY_ADDRESS to one, or leave --ray out"
+            ) from error
+    return ray
+
+
+def _task(handed: Any, task: Any) -> tuple[bool, Any]:
+    """Run a task on a machine of a cluster: one processor is what it was given."""
+    folder, function, shared = handed
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        os.chdir(folder)  # what paths are relative to
+    except OSError:
+        return False, SettingError(
+            f"{folder} isn't there on {platform.node()}; over Ray, all machines must share the folders of the data "
+            "and of the output"
+        )
+    return outcome(function, shared, task)

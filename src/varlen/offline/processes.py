@@ -1,0 +1,177 @@
+"""Processes of this machine that run tasks, hired once for all the work of a run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from typing import IO, Any, TypeVar, cast
+
+from varlen.errors import SettingError, WorkerDiedError
+from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
+
+Result = TypeVar("Result")
+
+
+class Workers:
+    """A number of fresh interpreters, each started when there is a task for it or when `start` asks for all."""
+
+    def __init__(self, count: int) -> None:
+        self._each = max((os.cpu_count() or 1) // count, 1)
+        self._workers: list[_Worker | None] = [None] * count
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def start(self) -> None:
+        """Start all of them, while something else is done here."""
+        for place in range(len(self._workers)):
+            self._hired(place)
+
+    def _hired(self, place: int) -> _Worker | None:
+        with self._lock:  # so that none starts behind the back of who stops them
+            if not self._stopped.is_set() and self._workers[place] is None:
+                self._workers[place] = _Worker(self._each)
+            return self._workers[place]
+
+    def run(
+        self, function: Callable[[Any, Any], Result], shared: Any, tasks: Iterable[Any]
+    ) -> Iterator[Result]:
+        """Yield the results of all tasks as they are done, in any order; after a failure nobody is left.
+
+        Args:
+            function: of a module, so that other processes find it by its name.
+            shared: its first argument; handed to each process once.
+            tasks: its second arguments; taken one by one as there is room.
+
+        Raises:
+            SettingError: something that can't be handed to another process.
+        """
+        try:
+            head = pickle.dumps((function, shared))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SettingError(NOT_FOUND.format(error=error)) from error
+        waiting, taking = iter(tasks), threading.Lock()
+        results: Queue[Any] = Queue()
+
+        def take() -> Any:
+            with taking:
+                return None if self._stopped.is_set() else next(waiting, None)
+
+        def serve(place: int) -> None:
+            try:
+                while (task := take()) is not None:
+                    worker = self._hired(place)
+                    if worker is None:
+                        break
+                    results.put(worker.ask(head, task))
+            except BaseException as error:  # from the iterator of tasks: it belongs to the caller
+                results.put((False, error))
+            results.put(None)
+
+        places = range(len(self._workers))
+        threads = [threading.Thread(target=serve, args=(place,), daemon=True) for place in places]
+        is_over = False
+        try:
+            for thread in threads:
+                thread.start()
+            running = len(threads)
+            while running:
+                result = results.get()
+                if result is None:
+                    running -= 1
+                    continue
+                is_done, value = result
+                if not is_done:
+                    raise value
+                yield value
+            is_over = True
+        finally:
+            if not is_over:
+                self._kill()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+
+    def _kill(self) -> None:
+        """Stop everybody, whatever they do."""
+        self._stopped.set()
+        with self._lock:
+            for worker in self._workers:
+                if worker is not None:
+                    worker.process.kill()
+
+    def close(self) -> None:
+        """Leave neither a process nor a pipe behind."""
+        self._kill()
+        for worker in self._workers:
+            if worker is not None:
+                worker.close()
+
+
+class _Worker:
+    """A process that runs one task at a time."""
+
+    def __init__(self, threads: int) -> None:
+        self.process = _start(threads)
+        self._head = b""
+
+    def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:
+        """Have a task done; returns what `outcome` said, or that the process is gone.
+
+        Args:
+            head: the function and what its tasks share, sent if they aren't those of the task before.
+            task: of that function.
+        """
+        given = pickle.dumps(task)
+        try:
+            to = cast(IO[bytes], self.process.stdin)
+            if head != self._head:
+                send(to, b"head" + head)
+                self._head = head
+            send(to, b"task" + given)
+            answer = receive(cast(IO[bytes], self.process.stdout))
+        except (EOFError, OSError):
+            self.process.wait()
+            return False, _death(self.process.returncode)
+        return cast(tuple[bool, Any], pickle.loads(answer))
+
+    def close(self) -> None:
+        """Wait for the end, and close the pipes, once nobody asks any more."""
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what it had not read yet
+                    pipe.close()
+
+
+def _start(threads: int) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that waits for tasks: no fork, and no need for a guard in the user's script.
+
+    It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+        "RAYON_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+    }
+    command = [sys.executable, "-m", "varlen.offline.worker"]
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+    except OSError as error:
+        raise WorkerDiedError(
+            f"no other process can be started ({error.strerror or error}); what is finished is kept: run the same "
+            "again with fewer processes"
+        ) from error
+
+
+def _death(code: int | None) -> WorkerDiedError:
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+    return WorkerDiedError(f"a process that worked on a part {how} (out of memory?); {KEPT}")
