@@ -249,7 +249,9 @@ def test_labels_and_padding_that_unsigned_ids_can_not_hold_are_not_wrapped_aroun
 def test_labels_of_tensors_of_bytes_are_not_wrapped_around() -> None:
     ids = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
 
-    columns = concatenate_and_pack(ids, [torch.tensor([-100, 2, 3])], [torch.ones(3, dtype=torch.int64)], 5, 0)
+    columns = concatenate_and_pack(
+        ids, [torch.tensor([-100, 2, 3])], [torch.ones(3, dtype=torch.int64)], 5, 0
+    )
 
     assert columns.input_ids.dtype == torch.uint8
     assert columns.labels.tolist() == [[-100, 2, 3, -100, -100]]

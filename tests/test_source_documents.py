@@ -234,7 +234,8 @@ def test_tools_of_a_prompt_with_a_completion_are_given_to_the_template(tmp_path)
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHATS[0], "tools": tools}))
 
     joined, whole = (
-        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE)) for name in ("a.jsonl", "b.jsonl")
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.jsonl", "b.jsonl")
     )
 
     assert each(joined)[1] == each(whole)[0] != each(joined)[0]
@@ -253,7 +254,8 @@ def test_what_a_table_adds_as_null_to_calls_and_tools_is_not_trained_on(tmp_path
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     table, lines = (
-        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE)) for name in ("a.parquet", "a.jsonl")
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.parquet", "a.jsonl")
     )
 
     assert each(table) == each(lines)
