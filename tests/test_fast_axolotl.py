@@ -232,3 +232,26 @@ def test_the_training_loop_of_the_documentation_runs_and_so_does_the_way_out() -
         len(part) - 1 for part in sequences
     )
     assert torch.allclose(together, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
+def test_labels_and_padding_that_unsigned_ids_can_not_hold_are_not_wrapped_around(kind: Any) -> None:
+    ids, labels, masks = [np.array([1, 2, 3], kind)], [np.array([-100, 2, 3])], [np.array([1, 1, 1])]
+
+    columns = concatenate_and_pack(ids, labels, masks, 5, 0)
+    rows = pack_sequences(ids, 5, -1)
+
+    assert columns.input_ids.dtype == kind
+    assert columns.labels.tolist() == [[-100, 2, 3, -100, -100]]
+    assert rows.tolist() == [[1, 2, 3, -1, -1]]
+
+
+def test_labels_of_tensors_of_bytes_are_not_wrapped_around() -> None:
+    ids = [torch.tensor([1, 2, 3], dtype=torch.uint8)]
+
+    columns = concatenate_and_pack(
+        ids, [torch.tensor([-100, 2, 3])], [torch.ones(3, dtype=torch.int64)], 5, 0
+    )
+
+    assert columns.input_ids.dtype == torch.uint8
+    assert columns.labels.tolist() == [[-100, 2, 3, -100, -100]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chats import GEMMA, LLAMA
 from hypothesis import given
@@ -214,3 +216,47 @@ def test_tools_that_only_some_rows_have_are_given_to_the_template(tmp_path):
 
     starts = [bytes(i for i in ids if i < 256).decode()[:5] for ids in documents]
     assert starts == ["hi;he", "hi;he", "[add]", "[sub]", "hi;he"]
+
+
+TOOLS_TEMPLATE = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_tools_of_a_prompt_with_a_completion_are_given_to_the_template(tmp_path):
+    tools = [{"name": "add"}]
+    first, then = CHATS[0][:1], CHATS[0][1:]
+    rows = [{"prompt": first, "completion": then}, {"prompt": first, "completion": then, "tools": tools}]
+    rows.append({"prompt": "a hammer and", "completion": " nails", "tools": "of texts nothing is said"})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHATS[0], "tools": tools}))
+
+    joined, whole = (
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.jsonl", "b.jsonl")
+    )
+
+    assert each(joined)[1] == each(whole)[0] != each(joined)[0]
+    assert bytes(each(joined)[2][:-1]) == b"a hammer and nails"
+
+
+def test_what_a_table_adds_as_null_to_calls_and_tools_is_not_trained_on(tmp_path):
+    def row(name, argument):
+        call = {"function": {"name": name, "arguments": {argument: 1}}}
+        tool = {"name": name, "parameters": {argument: {"type": "integer"}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "q"}, said], "tools": [tool]}
+
+    rows = [row("f", "x"), row("g", "y")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    table, lines = (
+        read_all(open_source(tmp_path / name, chat_template=TOOLS_TEMPLATE))
+        for name in ("a.parquet", "a.jsonl")
+    )
+
+    assert each(table) == each(lines)
+    assert supervised(table) == supervised(lines)

@@ -255,3 +255,31 @@ def test_an_arrow_file_whose_text_points_out_of_it_is_refused_by_row(tmp_path):
         "row 2 is damaged",
         "row 3 is damaged",
     ]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_truncated_compressed_file_says_how_far_it_was_read(tmp_path, name, suffix):
+    count = 50_000
+    texts = [f"{number * 7919 % 100_003}" * 9 for number in range(count)]
+    lines = {
+        "a.jsonl": "\n".join(json.dumps({"text": text}) for text in texts),
+        "a.json": json.dumps([{"text": text} for text in texts]),
+        "a.csv": "\n".join(["text", *texts]),
+        "a.txt": "\n\n".join(texts),
+    }[name]
+    whole = packed(lines.encode(), suffix)
+    (tmp_path / (name + suffix)).write_bytes(whole[: len(whole) * 3 // 4])
+    read: list[str] = []
+
+    source = open_source(tmp_path / (name + suffix), append_eos=False)
+    with pytest.raises(SourceError, match=r"truncated.*\(after (line|value) [0-9,]+\)$") as raised:
+        for part in source.parts():
+            for documents in source.read(part):
+                bounds = documents.offsets.tolist()
+                read += [bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:])]
+
+    last = int(str(raised.value).rpartition(" ")[2].strip(")").replace(",", ""))
+    rows = {"a.csv": last - 1, "a.txt": last // 2 + 1}.get(name, last)
+    assert read == texts[:rows]
+    assert 0 < rows < count

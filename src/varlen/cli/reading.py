@@ -36,7 +36,7 @@ def as_source(
         manifest = read_manifest(Path(data[0]))
         if manifest is not None and manifest.get("kind") == "tokens":
             return Path(data[0])
-    end: int | str | None = int(eos) if eos is not None and eos.isdigit() else eos
+    end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
     return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
 
 

@@ -71,6 +71,35 @@ def well_formed(text: str) -> str:
     return text
 
 
+def without_nulls(value: Any, *, is_chat: bool) -> Any:
+    """Return a value of a table without what its objects hold as null: there, that is how a key is absent.
+
+    A column of a table gives every object all keys that any row's has, so a call's `arguments` would name those of
+    all other calls, and a model would learn to write them.
+
+    Args:
+        value: messages, or tools.
+        is_chat: of messages, leave out what their calls hold; their own nulls are `as_messages`' to judge.
+    """
+    if not is_chat:
+        return _pruned(value)
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: _pruned(held) if key in _CALLS else held for key, held in message.items()}
+        if isinstance(message, dict) and any(message.get(call) for call in _CALLS)
+        else message
+        for message in value
+    ]
+
+
+def _pruned(value: Any) -> Any:
+    """Return a value without the nulls of objects, however deep they lie."""
+    if isinstance(value, dict):
+        return {key: _pruned(held) for key, held in value.items() if held is not None}
+    return [_pruned(entry) for entry in value] if isinstance(value, list) else value
+
+
 def _from_json(text: str) -> object:
     """Read a list of messages that was kept as text."""
     try:

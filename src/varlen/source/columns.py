@@ -21,12 +21,12 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths"),
     "messages": ("tools",),
-    "prompt": (),
+    "prompt": ("tools",),
     "text": (),
 }
 _ALSO_CALLED = {"messages": "conversations"}
 """A second usual name, taken where the first is absent."""
-ROLES = tuple(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind]))
+ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ def find_columns(
     for kind in kinds or _NEEDED:
         names = {role: _name(role, named, present) for role in (*_NEEDED[kind], *_OPTIONAL[kind])}
         if all(names[role] for role in _NEEDED[kind]):
-            if are_fields and kind == "messages":
+            if are_fields and "tools" in _OPTIONAL[kind]:
                 names["tools"] = names["tools"] or "tools"
             return Columns(kind=kind, names={role: name for role, name in names.items() if name})
     raise SourceError(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chat import ChatTemplate, Rendered, prompt_and_completion
-from varlen.source.chat_messages import as_messages
+from varlen.source.chat_messages import as_messages, without_nulls
 from varlen.source.columns import Columns
 from varlen.source.ready import ready_documents
 from varlen.source.rows import Fault, Rows, as_list, json_kind
@@ -96,16 +96,21 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     values = {role: as_list(rows.columns[name]) for role, name in columns.names.items()}
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
+    for role, column in values.items():
+        if not isinstance(rows.columns[columns.names[role]], list):
+            values[role] = [without_nulls(value, is_chat=role != "tools") for value in column]
+    tools = values.get("tools", [None] * len(rows))
     if columns.kind == "messages":
-        tools = values.get("tools", [None] * len(rows))
         steps: list[Callable[[], Rendered]] = [
             lambda m=m, t=t: encoding.template.render(as_messages(m), _tools(t))  # type: ignore[misc]
             for m, t in zip(values["messages"], tools)
         ]
     else:
         steps = [
-            lambda p=p, c=c: prompt_and_completion(p, c, encoding.template)  # type: ignore[misc]
-            for p, c in zip(values["prompt"], values["completion"])
+            lambda p=p, c=c, t=t: prompt_and_completion(  # type: ignore[misc]
+                p, c, encoding.template, None if isinstance(p, str) else _tools(t)
+            )
+            for p, c, t in zip(values["prompt"], values["completion"], tools)
         ]
     # What a template renders has a beginning of its own; a prompt that is plain text has none.
     is_plain = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from varlen.errors import SourceError
 from varlen.source import arrays, delimited, json_values, jsonl, plain_text, tables
 from varlen.source.columns import Columns, Fields, find_columns
 from varlen.source.files import File
@@ -22,7 +24,7 @@ def rows_of(
     """
     if file.format == "text":
         columns = find_columns(["text"], named, file.path)
-        yield from ((rows, columns) for rows in plain_text.read(file, text_cut))
+        yield from ((rows, columns) for rows in _placed(plain_text.read(file, text_cut)))
         return
     names = column_names(file)
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
@@ -43,22 +45,42 @@ def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault,
         return
     is_text = file.format == "text"
     for rows in (
-        plain_text.read(file, "line") if is_text else _read(file, Fields(needed=tuple(names)), 0, None)
+        _placed(plain_text.read(file, "line"))
+        if is_text
+        else _read(file, Fields(needed=tuple(names)), 0, None)
     ):
         yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
 
 
 def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
     """Yield what is wanted of a file of rows."""
-    if file.format == "jsonl":
-        return jsonl.read(file, fields, start, stop)
-    if file.format == "json":
-        return json_values.read(file, fields)
     if file.format in ("parquet", "arrow"):
         return tables.read(file, fields.names, start, stop)
+    if file.format == "jsonl":
+        return _placed(jsonl.read(file, fields, start, stop))
+    if file.format == "json":
+        return _placed(json_values.read(file, fields))
     if file.format == "npz":
-        return arrays.read(file, fields.names)
-    return delimited.read(file, fields.names)
+        return _placed(arrays.read(file, fields.names))
+    return _placed(delimited.read(file, fields.names))
+
+
+def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
+    """Yield rows; where a file can't be unpacked or read on, say how far it was read.
+
+    Raises:
+        SourceError: it can't.
+    """
+    last: Rows | None = None
+    try:
+        for rows in read:
+            last = rows if len(rows) else last
+            yield rows
+    except SourceError as error:
+        if last is None or not isinstance(error.__cause__, EOFError | OSError | zlib.error):
+            raise
+        after = last.where(len(last) - 1).removeprefix(last.path).strip()
+        raise SourceError(f"{error} (after {after})" if after else str(error)) from error
 
 
 def column_names(file: File) -> list[str]:

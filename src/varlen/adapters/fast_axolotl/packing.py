@@ -101,7 +101,7 @@ def pack_sequences(
     if eos_token_id is None:
         _check_lengths(sequences, width, overlong)
         rows, packing = _rows(list(sequences), width, overlong, pad_token_id, {}, {})
-        packed: Any = _like(rows["input_ids"], sequences)
+        packed: Any = _like(rows["input_ids"], sequences, pad_token_id)
     else:
         if width < 3:
             raise SettingError(f"max_length must hold a token, its eos and a padding token; got {width}")
@@ -163,7 +163,8 @@ def concatenate_and_pack(
     columns = {"given_labels": list(labels), "mask": list(attention_masks)}
     rows, _ = _rows(list(input_ids), width, overlong, pad_token_id, columns, {"given_labels": label_pad_id})
     _warn()
-    return PackedColumns(*(_like(rows[name], input_ids) for name in ("input_ids", "given_labels", "mask")))
+    pads = {"input_ids": pad_token_id, "given_labels": label_pad_id, "mask": 0}
+    return PackedColumns(*(_like(rows[name], input_ids, pad) for name, pad in pads.items()))
 
 
 def _check_lengths(sequences: Sequences, longest: int, overlong: Policy) -> None:
@@ -240,13 +241,25 @@ def _as_lists(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _like(rows: Any, given: Sequences) -> Any:
-    """Rows in the form of the sequences given: a tensor or an array of their dtype, else lists."""
+def _like(rows: Any, given: Sequences, pad: int) -> Any:
+    """Rows in the form of the sequences given: a tensor or an array of their dtype, else lists.
+
+    Where that dtype can't hold the rows or what they are padded with, such as -100 in unsigned numbers, it is int64.
+    """
     first = given[0] if len(given) else None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(first, torch.Tensor):
-        return torch.from_numpy(rows).to(first.device, first.dtype)
-    return rows.astype(first.dtype) if isinstance(first, np.ndarray) else _as_lists(rows)
+        fits = _fits(torch.iinfo(first.dtype), rows, pad)
+        return torch.from_numpy(rows).to(first.device, first.dtype if fits else torch.int64)
+    if isinstance(first, np.ndarray):
+        return rows.astype(first.dtype if _fits(np.iinfo(first.dtype), rows, pad) else np.int64)
+    return _as_lists(rows)
+
+
+def _fits(limits: Any, rows: Any, pad: int) -> bool:
+    """Return whether numbers of a kind can hold these rows and their padding."""
+    values = (pad, int(rows.min()), int(rows.max())) if rows.size else (pad,)
+    return bool(limits.min <= min(values) and max(values) <= limits.max)
 
 
 def _warn() -> None:
