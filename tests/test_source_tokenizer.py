@@ -251,6 +251,31 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path, content, said):
         load_tokenizer(tmp_path / "t.json")
 
 
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-0.5B", "org/name"])
+def test_a_name_with_dots_is_one_of_the_hub(name, monkeypatch):
+    asked = []
+
+    class Hub:
+        @staticmethod
+        def from_pretrained(name, **_settings):
+            asked.append(name)
+            raise OSError("no network")
+
+    monkeypatch.setattr("transformers.AutoTokenizer", Hub)
+    with pytest.raises(SettingError, match=rf"no tokenizer can be loaded from {name}: no network"):
+        load_tokenizer(name)
+
+    assert asked == [name]
+
+
+@pytest.mark.parametrize("name", ["models/tokenizer.json", "./Llama-3.1-8B", "models/spiece.model"])
+def test_a_path_is_never_asked_of_the_hub(name, monkeypatch):
+    monkeypatch.setattr("transformers.AutoTokenizer", None)
+
+    with pytest.raises(SettingError, match="there is no tokenizer"):
+        load_tokenizer(name)
+
+
 def test_where_there_is_no_tokenizer_the_error_says_what_would_do(tmp_path):
     with pytest.raises(SettingError, match=r"there is no tokenizer .*; pass a tokenizer\.json"):
         load_tokenizer(tmp_path / "missing")

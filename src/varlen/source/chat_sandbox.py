@@ -108,7 +108,7 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
         template = environment.from_string(source)
     except TemplateSyntaxError as error:
         raise SettingError(
-            f"the chat template does not compile: line {error.lineno}: {_line(error)}; "
+            f"the chat template does not compile: line {error.lineno}: {_line(error).rstrip('.')}; "
             "take it as it stands in the tokenizer's chat_template"
         ) from error
     except Exception as error:  # nested too deep, a loop that is left from within a block, and the like

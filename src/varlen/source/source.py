@@ -192,7 +192,8 @@ def _template_text(template: str | Path) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        raise SettingError(f"the chat template {template} can't be read: {error}") from error
+        said = getattr(error, "strerror", None) or error
+        raise SettingError(f"the chat template {template} can't be read: {said}") from error
 
 
 def describe(faults: Sequence[Fault], limit: int = 10) -> str:

@@ -37,6 +37,8 @@ _USUAL_EOS = (
 """What ends a document in the usual vocabularies: a tokenizer's JSON file alone doesn't say which token does."""
 _PROBE = "Call me Ishmael. Some years ago - never mind how long\n\tdef f(x): return x**2 + 0.5\nżółć 🦆 你好"
 """A text whose ids tell functions apart."""
+_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")
+"""Endings of files; a name on a hub may end in another, as `Llama-3.1-8B` does."""
 _TEMPLATE_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -140,9 +142,11 @@ def _from_path(path: str | Path) -> Tokenizer:
             **_read_json(place / "tokenizer_config.json"),
         }
         return _from_file(place / "tokenizer.json", config, _template(place, config))
-    if not place.is_dir() and (place.is_absolute() or str(path).count("/") != 1 or place.suffix):
+    looks_local = place.is_absolute() or str(path).count("/") != 1 or place.suffix in _FILES
+    if not place.is_dir() and (looks_local or str(path).startswith((".", "~"))):
         raise SettingError(
-            f'there is no tokenizer {path}; pass a tokenizer.json, a folder that holds one, or "bytes"'
+            f"there is no tokenizer {path}; pass a tokenizer.json, a folder that holds one, a name on the hub "
+            '(org/name), or "bytes"'
         )
     try:
         from transformers import AutoTokenizer
