@@ -271,13 +271,18 @@ def test_a_truncated_compressed_file_says_how_far_it_was_read(tmp_path, name, su
     whole = packed(lines.encode(), suffix)
     (tmp_path / (name + suffix)).write_bytes(whole[: len(whole) * 3 // 4])
     read: list[str] = []
-
     source = open_source(tmp_path / (name + suffix), append_eos=False)
-    with pytest.raises(SourceError, match=r"truncated.*\(after (line|value) [0-9,]+\)$") as raised:
+
+    def read_all() -> None:
         for part in source.parts():
             for documents in source.read(part):
                 bounds = documents.offsets.tolist()
-                read += [bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:])]
+                read.extend(
+                    bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:])
+                )
+
+    with pytest.raises(SourceError, match=r"truncated.*\(after (line|value) [0-9,]+\)$") as raised:
+        read_all()
 
     last = int(str(raised.value).rpartition(" ")[2].strip(")").replace(",", ""))
     rows = {"a.csv": last - 1, "a.txt": last // 2 + 1}.get(name, last)

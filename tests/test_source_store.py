@@ -84,12 +84,12 @@ def test_ids_are_written_narrow_until_one_is_too_wide(tmp_path, late, dtype):
         writer.append(documents_of([(ids, None)]))
 
     counts = writer.close()
-    shard = Shard(tmp_path / "0")
-
     assert (counts.dtype, counts.num_tokens, counts.num_documents) == (dtype, 4, 4)
-    assert shard.read_tokens(0, 4).tolist() == [1, 65_535, late, 7]
     assert (tmp_path / "0" / "tokens.bin").stat().st_size == 4 * np.dtype(dtype).itemsize
-    assert shard.read_mask(0, 4) is None
+    with Shard(tmp_path / "0") as shard:
+        shard.will_need(np.array([0, 1, 3]))
+        assert shard.read_tokens(0, 4).tolist() == [1, 65_535, late, 7]
+        assert shard.read_mask(0, 4) is None
 
 
 def test_a_mask_that_begins_late_is_one_before_it_and_targets_leave_out_first_tokens(tmp_path):
@@ -100,7 +100,8 @@ def test_a_mask_that_begins_late_is_one_before_it_and_targets_leave_out_first_to
 
     counts = writer.close()
 
-    assert Shard(tmp_path / "0").read_mask(0, 9).tolist() == [1, 1, 1, 1, 0, 1, 0, 1, 1]
+    with Shard(tmp_path / "0") as shard:
+        assert shard.read_mask(0, 9).tolist() == [1, 1, 1, 1, 0, 1, 0, 1, 1]
     assert np.load(tmp_path / "0" / "targets.npy").tolist() == [2, 0, 0, 1, 0]
     assert (counts.num_targets, counts.num_skipped, counts.has_mask) == (3, 2, True)
     assert (tmp_path / "0" / "skipped.log").read_text() == "a.jsonl line 0 is bad\na.jsonl line 1 is bad\n"

@@ -68,7 +68,9 @@ class Plan:
     def _packings(self) -> Iterator[Packing]:
         """Yield packs as windows fill, documents named by their places in the order."""
         for stretch in range(-(-self._order.num_documents // STRETCH)):
-            yield self._packer.add(self._store.lengths(*self._order.stretch(stretch)))
+            shards, documents = self._order.stretch(stretch)
+            self._store.will_need(shards, documents)
+            yield self._packer.add(self._store.lengths(shards, documents))
         yield self._packer.flush()
 
     def _rest(self, waiting: list[Packing], number: int) -> Iterator[PartPlan]:

@@ -35,7 +35,7 @@ from varlen.source.writing import sync
 from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
-_OPEN_SHARDS = 64
+_OPEN_SHARDS = 8192
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 _HEAD_BYTES = 64
 
@@ -149,23 +149,27 @@ def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
 
 
 class Shard:
-    """A finished shard, open for reading; reads go to the file, not through a mapping, so memory stays bounded."""
+    """A finished shard: its offsets are mapped, and `with shard:` opens its files.
+
+    Tokens are read and not mapped, so that what a process holds stays bounded however large the store is.
+    """
 
     def __init__(self, folder: Path) -> None:
         counts = shard_counts(folder)
         if counts is None:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
         self.counts = counts
+        self._path = folder
         try:
             self._dtype = _DTYPES[counts.dtype]
-            self.offsets: IntArray = np.load(folder / "offsets.npy", allow_pickle=False)
+            self.offsets: IntArray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
             _check_offsets(self.offsets, counts)
-            self._tokens = os.open(folder / "tokens.bin", os.O_RDONLY)
-            self._mask = os.open(folder / "loss_mask.bin", os.O_RDONLY) if counts.has_mask else None
+            self._check_sizes()
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+            if isinstance(error, SourceError):
+                raise
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
-        self._path = folder
-        self._check_sizes()
+        self._tokens = self._mask = -1
 
     def _check_sizes(self) -> None:
         """Refuse files that were cut.
@@ -173,36 +177,72 @@ class Shard:
         Raises:
             SourceError: they were.
         """
-        sizes = {self._tokens: self.counts.num_tokens * self._dtype.itemsize}
-        if self._mask is not None:
-            sizes[self._mask] = self.counts.num_tokens
-        is_whole = len(self.offsets) == self.counts.num_documents + 1
-        is_whole = is_whole and int(self.offsets[-1]) == self.counts.num_tokens
-        if not is_whole or any(os.fstat(file).st_size != size for file, size in sizes.items()):
+        sizes = {"tokens.bin": self.counts.num_tokens * self._dtype.itemsize}
+        if self.counts.has_mask:
+            sizes["loss_mask.bin"] = self.counts.num_tokens
+        if any((self._path / name).stat().st_size != size for name, size in sizes.items()):
             raise SourceError(
                 f"{self._path} is damaged: it doesn't hold the {self.counts.num_tokens:,} tokens of "
                 f"{self.counts.num_documents:,} documents that were written; index the data again"
             )
 
-    def __del__(self) -> None:
-        """Close the files."""
-        for file in (getattr(self, "_tokens", None), getattr(self, "_mask", None)):
-            if file is not None:
+    def __enter__(self) -> Shard:
+        """Open the files."""
+        try:
+            self._tokens = os.open(self._path / "tokens.bin", os.O_RDONLY)
+            if self.counts.has_mask:
+                self._mask = os.open(self._path / "loss_mask.bin", os.O_RDONLY)
+        except OSError as error:
+            self.__exit__()
+            raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        for file in (self._tokens, self._mask):
+            if file >= 0:
                 os.close(file)
+        self._tokens = self._mask = -1
+
+    def will_need(self, documents: IntArray) -> None:
+        """Have the system read documents in while other things are done; nothing where it can't.
+
+        Reading ahead of single documents would take in megabytes around each of them, so it is switched off.
+
+        Args:
+            documents: int64, ascending numbers in this shard.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        breaks = np.flatnonzero(np.diff(documents) != 1)
+        starts = self.offsets[documents[np.concatenate([[0], breaks + 1])]]
+        stops = self.offsets[documents[np.concatenate([breaks, [len(documents) - 1]])] + 1]
+        for file, size in ((self._tokens, self._dtype.itemsize), (self._mask, 1)):
+            if file >= 0:
+                for start, stop in zip((starts * size).tolist(), (stops * size).tolist()):
+                    if stop > start:  # no bytes would mean all that follow
+                        os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def targets(self) -> IntArray:
         """Return int64 `[documents]`: the labels that each document gives."""
         targets: IntArray = np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
         return targets
 
+    def read_at_random(self) -> None:
+        """Tell the system that documents are read here and there, so that it reads nothing around them."""
+        if hasattr(os, "posix_fadvise"):
+            for file in (self._tokens, self._mask):
+                if file >= 0:
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return tokens [start, stop) of the shard, as they are stored."""
+        """Return tokens [start, stop) of the open shard, as they are stored."""
         size = self._dtype.itemsize
         return np.frombuffer(self._read(self._tokens, start * size, stop * size), dtype=self._dtype)
 
     def read_mask(self, start: int, stop: int) -> Mask | None:
-        """Return which of the tokens [start, stop) are supervised; None: all."""
-        if self._mask is None:
+        """Return which of the tokens [start, stop) of the open shard are supervised; None: all."""
+        if not self.counts.has_mask:
             return None
         return np.frombuffer(self._read(self._mask, start, stop), dtype=np.uint8)
 
@@ -224,7 +264,7 @@ class TokenStore:
         self.manifest = manifest
         self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
         self.documents: IntArray = np.array([s["num_documents"] for s in manifest["shards"]], dtype=np.int64)
-        names = self.shards  # and not self, which would keep files open until a collection of garbage
+        names = self.shards  # and not self, which would keep mappings until a collection of garbage
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
 
     @property
@@ -233,7 +273,7 @@ class TokenStore:
         return str(self.manifest["fingerprint"])
 
     def shard(self, index: int) -> Shard:
-        """Return a shard, the last few dozen of which stay open."""
+        """Return a shard; its offsets stay mapped."""
         return self._open(index)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
@@ -244,6 +284,12 @@ class TokenStore:
             offsets = self.shard(index).offsets
             lengths[at] = offsets[documents[at] + 1] - offsets[documents[at]]
         return lengths
+
+    def will_need(self, shards: IntArray, documents: IntArray) -> None:
+        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        for index in np.unique(shards).tolist():
+            with self.shard(index) as shard:
+                shard.will_need(np.sort(documents[shards == index]))
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
@@ -264,19 +310,20 @@ class TokenStore:
         tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
         mask: Mask | None = None
         for index in np.unique(shards).tolist():
-            shard = self.shard(index)
             pieces = np.flatnonzero(shards == index)
-            first = shard.offsets[documents[pieces]] + np.asarray(starts)[pieces]
-            order = np.argsort(first, kind="stable")
-            if shard.counts.has_mask and mask is None:
-                mask = np.ones(len(tokens), dtype=np.uint8)
-            targets = (ends - lengths)[pieces][order].tolist()
-            sizes = lengths[pieces][order].tolist()
-            for at, size, to in zip(first[order].tolist(), sizes, targets):
-                tokens[to : to + size] = shard.read_tokens(at, at + size)
-                marks = shard.read_mask(at, at + size)
-                if marks is not None and mask is not None:
-                    mask[to : to + size] = marks
+            with self.shard(index) as shard:
+                shard.read_at_random()
+                first = shard.offsets[documents[pieces]] + np.asarray(starts)[pieces]
+                order = np.argsort(first, kind="stable")
+                if shard.counts.has_mask and mask is None:
+                    mask = np.ones(len(tokens), dtype=np.uint8)
+                targets = (ends - lengths)[pieces][order].tolist()
+                sizes = lengths[pieces][order].tolist()
+                for at, size, to in zip(first[order].tolist(), sizes, targets):
+                    tokens[to : to + size] = shard.read_tokens(at, at + size)
+                    marks = shard.read_mask(at, at + size)
+                    if marks is not None and mask is not None:
+                        mask[to : to + size] = marks
         return tokens, mask
 
 
