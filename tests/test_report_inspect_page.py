@@ -21,7 +21,9 @@ LENGTHS = np.r_[RNG.lognormal(5, 1, 4_000).astype(int) + 1, [70_000] * 2]
 
 
 def found(**changes):
-    return inspect_lengths(LENGTHS, **{"name": "chats", **changes})
+    return inspect_lengths(
+        LENGTHS, **{"name": "chats", "arguments": ["chats.jsonl", "-o", "packed"], **changes}
+    )
 
 
 def printed(inspection, width):
@@ -63,6 +65,7 @@ def test_the_page_shows_every_row_at_every_capacity():
         assert share(at.truncation_share) in text
     assert inspection.advice.headline in text
     assert inspection.advice.call in text
+    assert inspection.advice.command in text
     assert "supervised tokens lost by dropping" in text
 
 
