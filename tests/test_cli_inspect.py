@@ -70,6 +70,14 @@ def test_it_says_when_bytes_are_counted_and_only_then(texts):
     assert all("varlen pack " in text for text in runs)
 
 
+def test_a_packed_set_is_not_to_be_packed_over_itself(texts):
+    assert varlen("pack", texts, "-o", "packed", cwd=texts.parent).returncode == 0
+
+    printed = varlen("inspect", "packed", cwd=texts.parent).stdout
+
+    assert "\nvarlen pack packed -o packed-again --capacity" in printed
+
+
 def test_for_lengths_alone_there_is_no_command_to_pack(stored):
     assert "varlen pack" not in varlen("inspect", stored).stdout
 

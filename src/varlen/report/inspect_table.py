@@ -56,9 +56,10 @@ def reading(inspection: Inspection) -> str:
         else ""
     )
     return (
-        f"{measured}Work: that of the heaviest pack over the mean, so how long the others wait for it; attention: the "
-        "same for attention alone, which grows with the square of a document's length. Likeness: of the lengths "
-        "within a pack, 0 where packs are random samples, 1 where each holds documents of one length, as sorting makes them. "
+        f"{measured}Work: that of the heaviest pack over the mean, so how long the others wait for it; attention: "
+        "the same for attention alone, which grows with the square of a document's length. Likeness: of the "
+        "lengths within a pack, 0 where packs are random samples, 1 where each holds documents of one length, as "
+        "sorting makes them. "
         "Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
         "packer, which does what the row says; on three sets of real lengths the fill of their own code (TRL 1.16, "
         "axolotl 0.19, LLaMA-Factory) came out within one point of it."
