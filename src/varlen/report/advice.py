@@ -190,7 +190,8 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
         shuffled = chosen.packing("axolotl_multipack").length_correlation
         likeness = f"likeness of lengths within packs {packed.length_correlation:+.2f}"
         order = (
-            f"so shuffle the documents first: in this order neighbours are alike ({likeness})"
+            f"so shuffle the documents first: in this order neighbours are alike ({likeness}), and "
+            "varlen pack shuffles by itself"
             if packed.length_correlation > shuffled + ALIKE
             else f"so they stay a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
         )
