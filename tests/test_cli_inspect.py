@@ -1,6 +1,7 @@
 """`varlen inspect`: what it prints, what it writes, and one sentence for what is wrong."""
 
 import json
+import shlex
 
 import numpy as np
 import pytest
@@ -41,6 +42,44 @@ def test_a_table_is_printed_and_nothing_written(stored):
     assert "-o report.html shows this in pictures" in run.stdout
     assert "100 %" in run.stderr
     assert [path.name for path in stored.parent.iterdir()] == ["chats.npz"]
+
+
+def test_the_command_that_is_advised_packs_the_same_documents(texts):
+    name = f"my {'long ' * 30}texts.jsonl"
+    (texts.parent / name).write_text(texts.read_text().replace('"text"', '"body"'))
+    given = (name, "--column", "text=body", "--no-eos", "--on-error", "skip", "--capacity", 128)
+
+    run = varlen("inspect", *given, cwd=texts.parent)
+
+    command = next(line for line in run.stdout.splitlines() if line.startswith("varlen pack "))
+    assert command == (
+        f"varlen pack '{name}' -o packed --column text=body --on-error skip --no-eos --capacity 128 "
+        f"--method {command.split('--method ')[1].split()[0]} --overlong split"
+    )
+    packed = varlen(*shlex.split(command)[1:], "--json", cwd=texts.parent)
+    assert packed.returncode == 0, packed.stderr
+    assert json.loads(packed.stdout)["ledger"]["tokens_in"] == sum(map(len, TEXTS))
+
+
+def test_it_says_when_bytes_are_counted_and_only_then(texts):
+    np.savez(texts.parent / "tokens.npz", input_ids=np.arange(900), offsets=np.arange(0, 901, 30))
+
+    runs = [varlen("inspect", name, cwd=texts.parent).stdout for name in ("texts.jsonl", "tokens.npz")]
+
+    assert ["Bytes are counted here" in text for text in runs] == [True, False]
+    assert all("varlen pack " in text for text in runs)
+
+
+def test_a_packed_set_is_not_to_be_packed_over_itself(texts):
+    assert varlen("pack", texts, "-o", "packed", cwd=texts.parent).returncode == 0
+
+    printed = varlen("inspect", "packed", cwd=texts.parent).stdout
+
+    assert "\nvarlen pack packed -o packed-again --capacity" in printed
+
+
+def test_for_lengths_alone_there_is_no_command_to_pack(stored):
+    assert "varlen pack" not in varlen("inspect", stored).stdout
 
 
 def test_one_json_object_is_printed_and_a_report_written_where_it_is_named(texts):

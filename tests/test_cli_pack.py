@@ -81,6 +81,7 @@ def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
         f"60 documents, {tokens:,} tokens -> {rows} rows of 1,024, {100 * tokens / (rows * 1024):.2f} % full, "
         f"{tokens - 60:,} tokens to train on"
     )
+    assert "  tokens are bytes, for want of a --tokenizer" in out
     assert place == "packed: 1 parquet file and manifest.json. To read the rows:"
     assert how == '  datasets.load_dataset("parquet", data_files="packed/*.parquet", split="train")'
     assert pack("a.jsonl", "-o", "packed", "--capacity", 1024)[1].startswith(
@@ -238,3 +239,14 @@ def test_an_interrupt_ends_in_one_line_and_the_same_command_goes_on(tmp_path):
     assert not (tmp_path / "out").exists()
     assert run("a.jsonl", "-o", "out", "--processes", 1, "--capacity", 512, cwd=tmp_path).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+@pytest.mark.parametrize("arguments", [("--tokens", "others"), ("--tokenizer", "no.json"), ("--eos", "1")])
+def test_a_store_of_tokens_takes_no_option_that_would_make_other_tokens(tmp_path, pack, arguments):
+    write_texts(tmp_path / "a.jsonl")
+    pack("a.jsonl", "-o", "packed", "--tokens", "tokens")
+
+    said = one_sentence(pack("tokens", "-o", "again", *arguments))
+
+    assert said.startswith("tokens holds tokens already")
+    assert not (tmp_path / "again").exists()

@@ -230,14 +230,14 @@ def test_figures_go_through_json_and_back():
 
 KEYS = {
     "": "format name distribution padding capacities advice picture batch_documents packed_documents "
-    "window_documents window seed",
+    "window_documents window seed are_bytes",
     "distribution": "documents empty tokens mean median p90 p99 longest longest_share targets targets_share "
     "histogram",
     "padding": "name title cut_at tokens slots padding_share slots_per_token",
     "capacities": "capacity overlong_documents overlong_share truncation_share dropping_share lower_bound packings",
     "packings": "name title kind overlong documents packs tokens fill lost_tokens lost_share lost_targets cut_share "
     "dropped_share attention_imbalance work_imbalance length_correlation",
-    "advice": "capacity method overlong call headline why",
+    "advice": "capacity method overlong call command headline why",
     "picture": "capacity pieces",
 }
 

@@ -101,6 +101,7 @@ def test_packs_of_equal_lengths_are_not_advised_where_others_are_as_full():
 
     assert found.advice.method == "balanced"
     assert found.advised.length_correlation < 0.1
+    assert "balanced mixes lengths" in found.advice.why
     assert found.at(32_768).packing("best_fit_decreasing").length_correlation > 0.9
 
 

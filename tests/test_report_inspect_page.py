@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from test_report_demo import read
 
-from varlen.report.charts import half_octaves
+from varlen.report.charts import Bar, bars, half_octaves
 from varlen.report.inspect_page import inspect_page
 from varlen.report.inspect_table import inspect_table
 from varlen.report.inspection import inspect_lengths
@@ -21,7 +21,9 @@ LENGTHS = np.r_[RNG.lognormal(5, 1, 4_000).astype(int) + 1, [70_000] * 2]
 
 
 def found(**changes):
-    return inspect_lengths(LENGTHS, **{"name": "chats", **changes})
+    return inspect_lengths(
+        LENGTHS, **{"name": "chats", "arguments": ["chats.jsonl", "-o", "packed"], **changes}
+    )
 
 
 def printed(inspection, width):
@@ -63,6 +65,7 @@ def test_the_page_shows_every_row_at_every_capacity():
         assert share(at.truncation_share) in text
     assert inspection.advice.headline in text
     assert inspection.advice.call in text
+    assert inspection.advice.command in text
     assert "supervised tokens lost by dropping" in text
 
 
@@ -162,3 +165,25 @@ def test_names_of_lines_are_a_line_apart():
 
     assert all(b - a >= 17 for a, b in zip(heights, heights[1:]))
     assert heights[-1] <= 292
+
+
+def test_next_to_no_padding_is_drawn_as_next_to_none():
+    rows = [Bar(label="packed", value=0.005, note="0.5 %", kind="varlen")]
+
+    sizes = [
+        float(w) for least in (0.0, 0.1) for w in re.findall(r'width="([\d.]+)"', bars(rows, 900, "x", least))
+    ]
+
+    assert sizes[1] == pytest.approx(sizes[0] / 20, rel=0.01)
+
+
+def test_where_nothing_is_cut_a_sentence_stands_for_the_empty_picture():
+    text = "".join(read(inspect_page(inspect_lengths([50] * 2_000, capacities=[1_000, 2_000]))).text)
+
+    assert "No document is longer than any of these capacities" in text
+
+
+def test_the_page_says_where_bytes_were_counted():
+    pages = [inspect_page(found(are_bytes=given)) for given in (True, False)]
+
+    assert ["Bytes are counted here" in page for page in pages] == [True, False]

@@ -210,6 +210,7 @@ def test_a_data_set_saved_by_its_own_library_is_read_and_what_was_cached_in_it_i
         ("a.txt", b"\xff\xfea\0", "line 1 is not UTF-8 text .byte 0 is 0xff."),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xed\xa0\x80"}\n', "line 2 is not valid UTF-8"),
         ("a.parquet", b"", "is empty .0 bytes."),
+        ("a.csv", b"1,hello\n2,bye\n", "found `1`, `hello` in its first line, where names must stand; name yours"),
         ("a.npz", b"PK\x05\x06" + bytes(18), "has no column of documents: .* found none"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+DATA, MEASURING, OUTPUT = "Documents and tokens", "Measuring", "Output"
 _SHOWN_SKIPS = 5
 _EXCERPTS = 20_000
 """Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
@@ -25,42 +26,79 @@ def inspect_data(
         ),
     ],
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|FILE|FOLDER", help="What counts tokens; bytes needs no file.")
+        str,
+        typer.Option(
+            metavar="bytes|FILE|FOLDER", help="What counts tokens; bytes needs no file.", rich_help_panel=DATA
+        ),
     ] = "bytes",
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROLE=NAME", help="Which column holds what, as text=body; repeatable."),
+        typer.Option(
+            metavar="ROLE=NAME",
+            help="Which column holds what, as text=body; repeatable.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A template for messages, instead of the tokenizer's.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A template for messages, instead of the tokenizer's.", rich_help_panel=DATA
+        ),
     ] = None,
     eos: Annotated[
         str | None,
-        typer.Option(help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]"),
+        typer.Option(
+            help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    no_eos: Annotated[bool, typer.Option("--no-eos", help="Count documents without an end token.")] = False,
+    no_eos: Annotated[
+        bool, typer.Option("--no-eos", help="Count documents without an end token.", rich_help_panel=DATA)
+    ] = False,
     text_cut: Annotated[
         str,
-        typer.Option(metavar="auto|file|paragraph|line", help="What a document is in text files."),
+        typer.Option(
+            metavar="auto|file|paragraph|line", help="What a document is in text files.", rich_help_panel=DATA
+        ),
     ] = "auto",
     on_error: Annotated[
-        str, typer.Option(metavar="raise|skip", help="What becomes of rows that can't be read.")
+        str,
+        typer.Option(
+            metavar="raise|skip", help="What becomes of rows that can't be read.", rich_help_panel=DATA
+        ),
     ] = "raise",
     capacity: Annotated[
         list[int] | None,
         typer.Option(
-            metavar="N", help="Tokens of a pack; repeatable.  [dim]\\[default: some that suit the data][/]"
+            metavar="N",
+            help="Tokens of a pack; repeatable.  [dim]\\[default: some that suit the data][/]",
+            rich_help_panel=MEASURING,
         ),
     ] = None,
-    batch_documents: Annotated[int, typer.Option(metavar="N", help="Documents of a padded batch.")] = 8,
+    batch_documents: Annotated[
+        int, typer.Option(metavar="N", help="Documents of a padded batch.", rich_help_panel=MEASURING)
+    ] = 8,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write a report with pictures there, as HTML."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a report with pictures there, as HTML.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as one JSON object instead of the table.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print all figures as one JSON object instead of the table.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of random batches, shuffles and samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of random batches, shuffles and samples.", rich_help_panel=MEASURING)
+    ] = 0,
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
 
@@ -71,25 +109,23 @@ def inspect_data(
     [bold]Example:[/]  varlen inspect 'chats/*.jsonl' --capacity 4096 --capacity 8192 -o report.html
     """
     from varlen.cli.progress import progress
-    from varlen.cli.reading import lengths_of
+    from varlen.cli.reading import lengths_of, pack_arguments
     from varlen.report.inspection import inspect_lengths
     from varlen.report.page import check_writable, write_page
 
     if output is not None:
         check_writable(output)
+    reading: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "column": column or [],
+        "chat_template": chat_template,
+        "eos": eos,
+        "append_eos": not no_eos,
+        "text_cut": text_cut,
+        "on_error": on_error,
+    }
     with progress() as on_progress:
-        found = lengths_of(
-            data,
-            on_progress,
-            _EXCERPTS if output is not None else 0,
-            tokenizer=tokenizer,
-            column=column or [],
-            chat_template=chat_template,
-            eos=eos,
-            append_eos=not no_eos,
-            text_cut=text_cut,
-            on_error=on_error,
-        )
+        found = lengths_of(data, on_progress, _EXCERPTS if output is not None else 0, **reading)
         inspection = inspect_lengths(
             found.lengths,
             capacities=capacity or None,
@@ -98,6 +134,8 @@ def inspect_data(
             batch_documents=batch_documents,
             seed=seed,
             name=_title(data),
+            arguments=() if found.are_counted else pack_arguments(data, **reading),
+            are_bytes=found.are_bytes,
             on_progress=on_progress,
         )
     if output is not None:
@@ -108,7 +146,7 @@ def inspect_data(
         json.dump(inspection.to_json() | {"skipped": list(found.skipped)}, sys.stdout, indent=1)
         print()
     else:
-        _print_table(inspection, output)
+        _print_table(inspection, output, were_named=bool(capacity))
     _print_skipped(found.skipped)
 
 
@@ -117,7 +155,8 @@ def _title(data: list[str]) -> str:
     return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
 
 
-def _print_table(inspection: Any, output: Path | None) -> None:
+def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> None:
+    """Print what was found, and where more is to be had."""
     from rich.console import Console
 
     from varlen.report.inspect_table import inspect_table
@@ -125,11 +164,13 @@ def _print_table(inspection: Any, output: Path | None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    console.print(inspect_table(inspection))
+    console.print(inspect_table(inspection), crop=False)  # a command is for copying whole
     if output is None:
         console.print("\n-o report.html shows this in pictures.", markup=False)
     else:
         console.print(f"\n{output} shows this in pictures.", markup=False)
+    if not were_named:
+        console.print("--capacity N, repeated, looks at the row lengths that your model and memory can take.")
 
 
 def _print_skipped(skipped: Sequence[str]) -> None:

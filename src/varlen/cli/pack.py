@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+DATA, PACKING, OUTPUT, RUNNING = "Documents and tokens", "Packing", "Output", "Running"
+_BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
+
 
 def pack(
     data: Annotated[
@@ -21,80 +24,123 @@ def pack(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the packed set goes.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FOLDER", help="Where the packed set goes.", rich_help_panel=OUTPUT
+        ),
     ],
-    capacity: Annotated[int, typer.Option(help="Tokens a row can hold.")] = 4096,
+    capacity: Annotated[int, typer.Option(help="Tokens a row can hold.", rich_help_panel=PACKING)] = 4096,
     tokenizer: Annotated[
         str,
-        typer.Option(help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one."),
+        typer.Option(
+            help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one.",
+            rich_help_panel=DATA,
+        ),
     ] = "bytes",
     column: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ROLE=NAME", help="Where a column isn't called as usual: text=body.  Repeatable."
+            metavar="ROLE=NAME",
+            help="Where a column isn't called as usual: text=body.  Repeatable.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     chat_template: Annotated[
         Path | None,
-        typer.Option(help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]"),
+        typer.Option(
+            help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DATA
+        ),
     ] = None,
     supervise: Annotated[
-        str, typer.Option(help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].")
+        str,
+        typer.Option(
+            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DATA
+        ),
     ] = "assistant",
     eos: Annotated[
         str | None,
-        typer.Option(help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]"),
+        typer.Option(
+            help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    no_eos: Annotated[bool, typer.Option("--no-eos", help="Leave documents without an end token.")] = False,
+    no_eos: Annotated[
+        bool, typer.Option("--no-eos", help="Leave documents without an end token.", rich_help_panel=DATA)
+    ] = False,
     text_cut: Annotated[
         str,
         typer.Option(
-            help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/]."
+            help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/].",
+            rich_help_panel=DATA,
         ),
     ] = "auto",
     method: Annotated[
-        str, typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.")
+        str,
+        typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.", rich_help_panel=PACKING),
     ] = "best_fit",
     overlong: Annotated[
         str,
-        typer.Option(help="Documents longer than a row: [bold]error[/], split, truncate or drop."),
+        typer.Option(
+            help="Documents longer than a row: [bold]error[/], split, truncate or drop.",
+            rich_help_panel=PACKING,
+        ),
     ] = "error",
     in_order: Annotated[
-        bool, typer.Option("--in-order", help="Pack documents as they come instead of shuffled.")
+        bool,
+        typer.Option(
+            "--in-order", help="Pack documents as they come instead of shuffled.", rich_help_panel=PACKING
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the shuffle.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the shuffle.", rich_help_panel=PACKING)] = 0,
     max_documents: Annotated[
-        int | None, typer.Option(help="Most documents of a row.  [dim]\\[default: no limit][/]")
+        int | None,
+        typer.Option(help="Most documents of a row.  [dim]\\[default: no limit][/]", rich_help_panel=PACKING),
     ] = None,
-    format_: Annotated[str, typer.Option("--format", help="[bold]parquet[/] or [bold]arrow[/].")] = "parquet",
-    position_ids: Annotated[bool, typer.Option("--position-ids", help="Write position ids too.")] = False,
+    format_: Annotated[
+        str, typer.Option("--format", help="[bold]parquet[/] or [bold]arrow[/].", rich_help_panel=OUTPUT)
+    ] = "parquet",
+    position_ids: Annotated[
+        bool, typer.Option("--position-ids", help="Write position ids too.", rich_help_panel=OUTPUT)
+    ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write which document of the data each piece is, too.")
+        bool,
+        typer.Option(
+            "--trace", help="Write which document of the data each piece is, too.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     tokens: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
             help="Keep the tokens here, or take them from here: pack again without tokenizing.",
+            rich_help_panel=DATA,
         ),
     ] = None,
     on_error: Annotated[
-        str, typer.Option(help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.")
+        str,
+        typer.Option(
+            help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DATA
+        ),
     ] = "raise",
     processes: Annotated[
-        int | None, typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]")
+        int | None,
+        typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
     ] = None,
     ray: Annotated[
         bool,
         typer.Option(
             "--ray",
             help="Over the Ray cluster of RAY_ADDRESS, whose machines must share the folders, or this machine's.",
+            rich_help_panel=RUNNING,
         ),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a set made from something else.")
+        bool,
+        typer.Option("--overwrite", help="Replace a set made from something else.", rich_help_panel=OUTPUT),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the manifest.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Write a packed data set that a trainer reads as it is, without losing a token.
 
@@ -105,7 +151,7 @@ def pack(
     [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
     """
     from varlen.cli.progress import progress
-    from varlen.cli.reading import as_source
+    from varlen.cli.reading import as_source, check_one_store
     from varlen.offline.crew import Crew
     from varlen.offline.pack import pack_source
     from varlen.offline.settings import PackSettings
@@ -131,6 +177,7 @@ def pack(
         text_cut=text_cut,
         on_error=on_error,
     )
+    check_one_store(source, tokens)
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     crew = Crew(processes=count if processes is None else processes, ray=ray)
     with progress() as on_progress:
@@ -141,10 +188,11 @@ def pack(
         json.dump(done.manifest, sys.stdout, indent=1)
         print()
         return
-    _print_summary(done.manifest, done.folder, was_there=done.was_there)
+    are_bytes = not isinstance(source, Path) and source.counts_bytes()
+    _print_summary(done.manifest, done.folder, was_there=done.was_there, are_bytes=are_bytes)
 
 
-def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
+def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
     """Say what was packed, what became of every token, and how to read it."""
     ledger, settings = manifest["ledger"], manifest["settings"]
     if was_there:
@@ -155,6 +203,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
         f"{_many(manifest['num_targets'], 'token')} to train on"
     )
+    if are_bytes:
+        print(f"  {_BYTES}")
     notes = {
         "empty_documents": "left out: no tokens",
         "split_documents": "cut into pieces",

@@ -35,9 +35,26 @@ def as_source(
     if len(data) == 1 and Path(data[0]).is_dir():
         manifest = read_manifest(Path(data[0]))
         if manifest is not None and manifest.get("kind") == "tokens":
+            if tokenizer != "bytes" or column or eos is not None or more.get("chat_template") is not None:
+                raise SettingError(
+                    f"{data[0]} holds tokens already, and --tokenizer, --column, --chat-template and --eos can't "
+                    "change them; leave these out, or name the documents"
+                )
             return Path(data[0])
     end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
     return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
+
+
+def check_one_store(source: Source | Path, tokens: Path | None) -> None:
+    """Refuse a store of tokens as the data where another is named to keep them.
+
+    Raises:
+        SettingError: both are named.
+    """
+    if isinstance(source, Path) and tokens is not None and tokens.resolve() != source.resolve():
+        raise SettingError(
+            f"{source} holds tokens already, and --tokens names {tokens}; leave one of them out"
+        )
 
 
 def lengths_of(
@@ -67,6 +84,34 @@ def lengths_of(
         if isinstance(source, Path)
         else read_lengths(source, on_progress, excerpts)
     )
+
+
+def pack_arguments(
+    data: Sequence[str],
+    *,
+    tokenizer: str,
+    column: Sequence[str],
+    chat_template: Path | None,
+    eos: str | None,
+    append_eos: bool,
+    text_cut: str,
+    on_error: str,
+) -> list[str]:
+    """Return the arguments with which `varlen pack` reads what was read here; arguments as given.
+
+    What stands at its default is left out.
+    """
+    output = "packed-again" if any(Path(path).name == "packed" for path in data) else "packed"
+    options: list[tuple[str, object, object]] = [
+        ("--tokenizer", tokenizer, "bytes"),
+        *(("--column", pair, None) for pair in column),
+        ("--chat-template", chat_template, None),
+        ("--eos", eos, None),
+        ("--text-cut", text_cut, "auto"),
+        ("--on-error", on_error, "raise"),
+    ]
+    given = [word for name, value, usual in options if value != usual for word in (name, str(value))]
+    return [*data, "-o", output, *given, *([] if append_eos else ["--no-eos"])]
 
 
 def _as_columns(columns: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,9 @@ each other, and random where that costs next to nothing.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
 from varlen.report.inspected import (
     AdviceFigures,
     CapacityFigures,
@@ -38,6 +41,7 @@ def advise(
     padding: tuple[PaddingFigures, ...],
     distribution: DistributionFigures,
     batch_documents: int,
+    arguments: Sequence[str] = (),
 ) -> AdviceFigures:
     """Choose a capacity, a method and a policy, and say why.
 
@@ -46,6 +50,7 @@ def advise(
         padding: the ways of padding whole documents, for comparison.
         distribution: of the documents.
         batch_documents: of a padded batch.
+        arguments: with which `varlen pack` would read the same documents and write them; none if it can't.
     """
     chosen = choose_capacity(capacities)
     method = choose_method(chosen)
@@ -58,19 +63,32 @@ def advise(
         method=method,
         overlong=overlong,
         call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{method}"{policy})',
+        command=pack_command(arguments, chosen.capacity, method, overlong) if arguments else "",
         headline=(
             f"Packed at {chosen.capacity:,} by {packed.title}: {fill(packed.fill)} full. Padded in random batches "
-            f"of {batch_documents:,}: {share(1 - random.padding_share)}."
+            f"of {batch_documents:,}: {share(1 - random.padding_share)} full."
         ),
         why=" ".join(
             [
                 _why_capacity(capacities, chosen, distribution),
                 _why_method(chosen, method),
                 *_why_policy(chosen),
-                f"Padded random batches compute {times(random.slots_per_token * packed.fill)} the positions.",
+                f"Padded random batches compute {times(random.slots_per_token * packed.fill)} the positions of "
+                "these packs.",
             ]
         ),
     )
+
+
+def pack_command(arguments: Sequence[str], capacity: int, method: Method, overlong: Overlong) -> str:
+    """Write a command that packs as chosen, to be pasted into a shell.
+
+    >>> pack_command(["my chats.jsonl", "-o", "packed"], 2048, "best_fit", "split")
+    "varlen pack 'my chats.jsonl' -o packed --capacity 2048 --method best_fit --overlong split"
+    """
+    policy = [] if overlong == "error" else ["--overlong", overlong]
+    words = ["varlen", "pack", *arguments, "--capacity", str(capacity), "--method", method, *policy]
+    return shlex.join(words)
 
 
 def choose_capacity(capacities: tuple[CapacityFigures, ...]) -> CapacityFigures:
@@ -152,11 +170,19 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
     others = [chosen.packing(name) for name in CANDIDATES if name != method]
     if method == "balanced":
         other = chosen.packing("best_fit_decreasing")
+        likeness = (
+            f"likeness of lengths within packs {packed.length_correlation:+.2f} against "
+            f"{other.length_correlation:+.2f}"
+        )
+        if waiting(packed) > EVENER * waiting(other):
+            return (
+                f"{method} mixes lengths, so packs stay nearer to random samples than with {other.name} "
+                f"({likeness}), at a fill of {fill(packed.fill)} against {fill(other.fill)}."
+            )
         return (
             f"With {method} the heaviest pack does {times(packed.work_imbalance)} the mean work, with "
             f"{other.name} {times(other.work_imbalance)}; fill is {fill(packed.fill)} against "
-            f"{fill(other.fill)}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
-            f"{other.length_correlation:+.2f}."
+            f"{fill(other.fill)}, {likeness}."
         )
     sorted_ = chosen.packing("best_fit_decreasing")
     if method == "best_fit":
@@ -164,7 +190,8 @@ def _why_method(chosen: CapacityFigures, method: Method) -> str:
         shuffled = chosen.packing("axolotl_multipack").length_correlation
         likeness = f"likeness of lengths within packs {packed.length_correlation:+.2f}"
         order = (
-            f"so shuffle the documents first: in this order neighbours are alike ({likeness})"
+            f"so shuffle the documents first: in this order neighbours are alike ({likeness}), and "
+            "varlen pack shuffles by itself"
             if packed.length_correlation > shuffled + ALIKE
             else f"so they stay a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
         )

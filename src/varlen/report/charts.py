@@ -34,12 +34,19 @@ class Dots:
     kind: str
 
 
-def bars(rows: Sequence[Bar], width: int, label: str) -> str:
-    """Draw horizontal bars from zero, their notes at their ends."""
+def bars(rows: Sequence[Bar], width: int, label: str, least: float = 0.0) -> str:
+    """Draw horizontal bars from zero, their notes at their ends.
+
+    Args:
+        rows: at least one.
+        width: of the picture.
+        label: what it shows, in words.
+        least: what a bar over the whole width is worth at least, so that next to nothing looks like it.
+    """
     note_width = 8 * max(len(row.note) for row in rows) + 10
     left, pitch, thickness, top = _row_shape(width)
     reach = width - left - note_width
-    longest = max(row.value for row in rows) or 1.0
+    longest = max(least, *(row.value for row in rows)) or 1.0
     marks = []
     for index, row in enumerate(rows):
         y = index * pitch

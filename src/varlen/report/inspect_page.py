@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from varlen.report import charts
-from varlen.report.inspect_table import full, reading
+from varlen.report.inspect_table import BYTES, full, reading
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.lines import Line, lines
 from varlen.report.pack_figure import pack_figure
@@ -22,6 +22,9 @@ _DRAWN = {
     "best_fit_decreasing": "best fit decreasing",
 }
 """The packings of the line chart besides the advised one, with short names; the others lie on top of these."""
+
+_LEAST_SHARE = 0.1
+"""What the longest bar of shares is worth at least: half a percent of padding mustn't look like much."""
 
 
 def inspect_page(inspection: Inspection) -> str:
@@ -64,11 +67,13 @@ def _opening(inspection: Inspection) -> str:
         ("", share(packed.cut_share), f"of the documents are cut at {advice.capacity:,}"),
         ("", times(packed.work_imbalance), "work of the heaviest pack over the mean"),
     )
+    command = f'<p class="call"><code>{escape(advice.command)}</code></p>' if advice.command else ""
+    warning = paragraph(BYTES, "warning") if inspection.are_bytes else ""
     name = f" · {escape(inspection.name)}" if inspection.name else ""
     return (
         f'<header><p class="kicker"><b>varlen</b> inspect{name}</p>'
         f'<h1>{escape(advice.headline)}</h1><p class="call"><code>{escape(advice.call)}</code></p>'
-        f"{paragraph(advice.why, 'lead')}</header>" + numbers(rows)
+        f"{command}{warning}{paragraph(advice.why, 'lead')}</header>" + numbers(rows)
     )
 
 
@@ -129,8 +134,8 @@ def _padding(inspection: Inspection) -> str:
     )
     label = "share of slots that hold padding, for each way of padding and for packs"
     return figure(
-        charts.bars(rows, WIDE, label),
-        charts.bars(rows, NARROW, label),
+        charts.bars(rows, WIDE, label, _LEAST_SHARE),
+        charts.bars(rows, NARROW, label, _LEAST_SHARE),
         f"Share of slots that hold padding, and slots computed for each token. Batches of "
         f"{inspection.batch_documents} documents: in random order, padded to their longest; sorted by length, "
         "padded to their longest; and every document padded to the longest of all. Sorting fills batches, and "
@@ -185,7 +190,7 @@ def _fill(inspection: Inspection) -> str:
         lines(rows, places, NARROW, label, _axis),
         f"Tokens over slots. Windows are of {inspection.window:,} rows: the larger a pack, the fewer of them a "
         "window makes, and its last ones stay half empty. What truncates or drops may be fuller for it: the "
-        "next picture shows what it loses. Methods that aren't drawn are in the table.",
+        "next section shows what it loses. Methods that aren't drawn are in the table.",
     )
 
 
@@ -209,6 +214,11 @@ def _fill_table(inspection: Inspection) -> str:
 
 
 def _losses(inspection: Inspection) -> str:
+    if not any(at.overlong_documents for at in inspection.capacities):
+        return paragraph(
+            "No document is longer than any of these capacities, so truncating and dropping would lose nothing. "
+            "Wrapping cuts documents even so."
+        )
     rows = []
     for at in inspection.capacities:
         for word, value, kind in (
@@ -220,8 +230,8 @@ def _losses(inspection: Inspection) -> str:
             )
     label = "share of tokens that truncating and dropping lose, at each capacity"
     return figure(
-        charts.bars(rows, WIDE, label),
-        charts.bars(rows, NARROW, label),
+        charts.bars(rows, WIDE, label, _LEAST_SHARE),
+        charts.bars(rows, NARROW, label, _LEAST_SHARE),
         "Share of all tokens that are never trained where documents longer than a pack are truncated, as TRL "
         "does by default, or dropped, as axolotl and LLaMA-Factory do. Splitting them loses none.",
     )

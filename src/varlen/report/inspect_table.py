@@ -12,6 +12,11 @@ from varlen.report.words import count, fill, share, times
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _INDENT = (0, 0, 0, 2)
+BYTES = (
+    "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
+    "Pass --tokenizer before you choose a capacity."
+)
+"""What is said where bytes were counted."""
 
 
 def inspect_table(inspection: Inspection) -> RenderableType:
@@ -20,7 +25,7 @@ def inspect_table(inspection: Inspection) -> RenderableType:
     return Group(
         "",
         Text(inspection.advice.headline, style="bold"),
-        Text(inspection.advice.call, style="green"),
+        *_choice(inspection),
         Text(inspection.advice.why),
         *_titled(f"Lengths of {inspection.name}" if inspection.name else "Lengths", _lengths(inspection)),
         *_titled("What padding computes", _padding(inspection)),
@@ -29,6 +34,17 @@ def inspect_table(inspection: Inspection) -> RenderableType:
         *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.method)),
         Text(reading(inspection), style="dim"),
     )
+
+
+def _choice(inspection: Inspection) -> list[RenderableType]:
+    """The choice to copy: as Python, as a command, each on a line that is broken by the terminal alone."""
+    advice = inspection.advice
+    lines = [
+        Text(line, style="green", no_wrap=True, overflow="ignore")
+        for line in (advice.call, advice.command)
+        if line
+    ]
+    return [*lines, *([Text(BYTES, style="yellow")] if inspection.are_bytes else [])]
 
 
 def reading(inspection: Inspection) -> str:
@@ -40,11 +56,13 @@ def reading(inspection: Inspection) -> str:
         else ""
     )
     return (
-        f"{measured}Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
+        f"{measured}Work: that of the heaviest pack over the mean, so how long the others wait for it; attention: "
+        "the same for attention alone, which grows with the square of a document's length. Likeness: of the "
+        "lengths within a pack, 0 where packs are random samples, 1 where each holds documents of one length, as "
+        "sorting makes them. "
+        "Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
         "packer, which does what the row says; on three sets of real lengths the fill of their own code (TRL 1.16, "
-        "axolotl 0.19, LLaMA-Factory) came out within one point of it. Work: the heaviest "
-        "pack over the mean, in all and in attention alone (the sum of squared lengths). Likeness: of the lengths "
-        "in a pack, 0 for random packs and 1 where they are equal."
+        "axolotl 0.19, LLaMA-Factory) came out within one point of it."
     )
 
 

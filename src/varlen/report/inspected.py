@@ -138,6 +138,8 @@ class AdviceFigures:
     """"error" where no document is longer than the capacity."""
     call: str
     """The choice as a line of Python."""
+    command: str
+    """The choice as a command that packs the same data; empty where only lengths are known."""
     headline: str
     """The choice, and what it brings, in one sentence."""
     why: str
@@ -172,6 +174,8 @@ class Inspection:
     window: int
     """Documents of such a window."""
     seed: int
+    are_bytes: bool
+    """Whether tokens are bytes, for want of a tokenizer."""
 
     def at(self, capacity: int) -> CapacityFigures:
         """Return the figures of a capacity."""

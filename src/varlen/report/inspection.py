@@ -48,6 +48,8 @@ def inspect_lengths(
     batch_documents: int = 8,
     seed: int = 0,
     name: str = "",
+    arguments: Sequence[str] = (),
+    are_bytes: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Inspection:
     """Measure how documents of these lengths are padded and packed, and say what to choose.
@@ -63,6 +65,8 @@ def inspect_lengths(
         batch_documents: documents of a padded batch.
         seed: of random batches, shuffles and samples.
         name: what the documents are, for headings.
+        arguments: with which `varlen pack` would read these documents and write them, for the advice.
+        are_bytes: whether the lengths count bytes, for want of a tokenizer; figures then say so.
         on_progress: called with capacities done, all of them, and what is going on.
 
     Returns:
@@ -91,7 +95,7 @@ def inspect_lengths(
         measured.append(measure_capacity(sample, capacity))
     distribution = _distribution(sample, checked.size)
     padding = measure_padding(sample.lengths, batch_documents, None, seed)
-    advice = advise(tuple(measured), padding, distribution, batch_documents)
+    advice = advise(tuple(measured), padding, distribution, batch_documents, arguments)
     say(len(chosen), len(chosen), "done")
     return Inspection(
         name=_printable(name),
@@ -105,6 +109,7 @@ def inspect_lengths(
         window_documents=sum(window.size for window in sample.windows),
         window=WINDOW,
         seed=seed,
+        are_bytes=are_bytes,
     )
 
 

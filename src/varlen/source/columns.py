@@ -79,7 +79,12 @@ def check_named(named: Mapping[str, str]) -> None:
 
 
 def find_columns(
-    present: Sequence[str], named: Mapping[str, str], where: str, *, are_fields: bool = False
+    present: Sequence[str],
+    named: Mapping[str, str],
+    where: str,
+    *,
+    are_fields: bool = False,
+    are_a_line: bool = False,
 ) -> Columns:
     """Choose the columns that hold documents.
 
@@ -88,6 +93,7 @@ def find_columns(
         named: the caller's choice, by role; it goes before what would be found, and decides the kind.
         where: the file, for messages.
         are_fields: of a first row; others may have tools where it has none.
+        are_a_line: the first line of a file, which may be a row by mistake.
 
     Raises:
         SourceError: nothing suitable; lists the columns that exist.
@@ -103,9 +109,10 @@ def find_columns(
             if are_fields and "tools" in _OPTIONAL[kind]:
                 names["tools"] = names["tools"] or "tools"
             return Columns(kind=kind, names={role: name for role, name in names.items() if name})
+    line = " in its first line, where names must stand" if are_a_line else ""
     raise SourceError(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, or `input_ids`, "
-        f"found {listed(present)}; name yours: --column text=NAME (columns={{'text': NAME}})"
+        f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}})"
     )
 
 

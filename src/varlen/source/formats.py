@@ -29,7 +29,13 @@ def rows_of(
     names = column_names(file)
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
         return  # without a row there is no name of a column
-    columns = find_columns(names, named, file.path, are_fields=file.format in ("jsonl", "json"))
+    columns = find_columns(
+        names,
+        named,
+        file.path,
+        are_fields=file.format in ("jsonl", "json"),
+        are_a_line=file.format in ("csv", "tsv"),
+    )
     for some in _read(file, columns.fields, start, stop):
         yield some, columns
 

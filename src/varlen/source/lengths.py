@@ -33,6 +33,10 @@ class Lengths:
     """How some documents begin, by their number."""
     skipped: Sequence[str]
     """Records that couldn't be read."""
+    are_bytes: bool = False
+    """Whether bytes were counted, for want of a tokenizer."""
+    are_counted: bool = False
+    """Whether they were lengths already: there are no tokens to pack."""
 
 
 def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int = 0) -> Lengths:
@@ -71,6 +75,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
         targets=np.concatenate(targets) if has_mask else None,
         excerpts=excerpts,
         skipped=skipped,
+        are_bytes=source.counts_bytes(),
     )
 
 
@@ -113,4 +118,4 @@ def counted_lengths(path: Path) -> Lengths | None:
         raise SourceError(f"{path} is not a readable .npz file: {error}") from error
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and lengths.min() < 0):
         raise SourceError(f"{path}: `lengths` must be a row of whole numbers from 0, got {lengths.dtype}")
-    return Lengths(lengths=lengths.astype(np.int64), targets=None, excerpts={}, skipped=())
+    return Lengths(lengths=lengths.astype(np.int64), targets=None, excerpts={}, skipped=(), are_counted=True)

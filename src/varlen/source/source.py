@@ -16,10 +16,12 @@ from varlen.source.formats import cut_points, rows_of
 from varlen.source.plain_text import Cut
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import digest
+from varlen.source.tokenizer import ByteTokenizer, digest
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]
+_LOOKED_AT = 16
+"""Files whose columns tell whether anything is to be tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,23 @@ class Source:
             if self.on_error == "raise":
                 raise
             return None  # reading will tell
+
+    def counts_bytes(self) -> bool:
+        """Whether texts or chats are to become bytes: no tokenizer is given, and not all is tokens already.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+        """
+        if not isinstance(self.encoding.tokenizer, ByteTokenizer):
+            return False
+        for file in self.files[:_LOOKED_AT]:
+            try:
+                for _, columns in rows_of(file, self.encoding.columns, self.text_cut):
+                    if columns.kind != "tokens":
+                        return True
+                    break
+            except SourceError:
+                continue
+        return False
 
     def read(self, part: Part) -> Iterator[Documents]:
         """Yield the documents of a part, in the order of the files, a few megabytes at a time.
