@@ -260,3 +260,27 @@ def test_what_a_table_adds_as_null_to_calls_and_tools_is_not_trained_on(tmp_path
 
     assert each(table) == each(lines)
     assert supervised(table) == supervised(lines)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_the_masks_of_trl_beside_ready_tokens_say_what_is_trained_on(tmp_path, name):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7], name: [0, 1, 1]}))
+
+    documents = read_all(open_source(tmp_path / "a.jsonl"))
+
+    assert supervised(documents) == [[6, 7]]
+
+
+def test_a_mask_that_only_later_rows_have_or_two_masks_are_refused(tmp_path):
+    row = {"input_ids": [5], "completion_mask": [1]}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [5]}) + "\n" + json.dumps(row))
+    (tmp_path / "b.jsonl").write_text(json.dumps({**row, "assistant_masks": [0]}))
+
+    with pytest.raises(
+        SourceError, match=r"line 2 has `completion_mask`, which the file's first row has not"
+    ):
+        read_all(open_source(tmp_path / "a.jsonl"))
+    with pytest.raises(SourceError, match=r"has `completion_mask`, `assistant_masks`, two masks .* name one"):
+        read_all(open_source(tmp_path / "b.jsonl"))
+    named = open_source(tmp_path / "b.jsonl", columns={"loss_mask": "assistant_masks"})
+    assert supervised(read_all(named)) == [[]]

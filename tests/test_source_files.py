@@ -86,6 +86,7 @@ def test_globs_and_several_entries_give_their_files_in_the_order_they_were_named
         ("in/*.json", "no file matches"),
         ("empty", "is a folder without any"),
         (["in/a.csv", "in/*.csv"], "in/a.csv is named twice"),
+        (["in/a.csv", "in/../in/a.csv"], "a.csv is named twice"),
         ("memory://nowhere-at-all/x.jsonl", "does not exist"),
         ("memory://nowhere-at-all/*.jsonl", "no file matches"),
         ("nothing://a", "nothing://a can't be read: Protocol not known"),

@@ -210,7 +210,6 @@ def test_a_data_set_saved_by_its_own_library_is_read_and_what_was_cached_in_it_i
         ("a.txt", b"\xff\xfea\0", "line 1 is not UTF-8 text .byte 0 is 0xff."),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xed\xa0\x80"}\n', "line 2 is not valid UTF-8"),
         ("a.parquet", b"", "is empty .0 bytes."),
-        ("a.csv", b"1,hello\n2,bye\n", "found `1`, `hello` in its first line, where names must stand; name yours"),
         ("a.npz", b"PK\x05\x06" + bytes(18), "has no column of documents: .* found none"),
     ],
 )  # fmt: skip
@@ -272,18 +271,15 @@ def test_a_truncated_compressed_file_says_how_far_it_was_read(tmp_path, name, su
     whole = packed(lines.encode(), suffix)
     (tmp_path / (name + suffix)).write_bytes(whole[: len(whole) * 3 // 4])
     read: list[str] = []
-    source = open_source(tmp_path / (name + suffix), append_eos=False)
 
-    def read_all() -> None:
-        for part in source.parts():
-            for documents in source.read(part):
-                bounds = documents.offsets.tolist()
-                read.extend(
-                    bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:])
-                )
+    def read_on():
+        source = open_source(tmp_path / (name + suffix), append_eos=False)
+        for documents in source.read(source.parts()[0]):
+            bounds = documents.offsets.tolist()
+            read.extend(bytes(documents.tokens[a:b].tolist()).decode() for a, b in zip(bounds, bounds[1:]))
 
     with pytest.raises(SourceError, match=r"truncated.*\(after (line|value) [0-9,]+\)$") as raised:
-        read_all()
+        read_on()
 
     last = int(str(raised.value).rpartition(" ")[2].strip(")").replace(",", ""))
     rows = {"a.csv": last - 1, "a.txt": last // 2 + 1}.get(name, last)

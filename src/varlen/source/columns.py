@@ -24,8 +24,11 @@ _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "prompt": ("tools",),
     "text": (),
 }
-_ALSO_CALLED = {"messages": "conversations"}
-"""A second usual name, taken where the first is absent."""
+_ALSO_CALLED = {
+    "messages": ("conversations",),
+    "loss_mask": ("completion_mask", "assistant_masks"),
+}
+"""Other usual names, taken where the first is absent; the masks are TRL's."""
 ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
 
 
@@ -47,7 +50,12 @@ class Columns:
         return Fields(
             needed=tuple(dict.fromkeys(name for role, name in self.names.items() if role != "tools")),
             optional=tuple(name for role, name in self.names.items() if role == "tools"),
-            refused=frozenset(_OPTIONAL[self.kind]).difference(self.names.values()),
+            refused=frozenset(
+                name
+                for role in _OPTIONAL[self.kind]
+                if role not in self.names
+                for name in (role, *_ALSO_CALLED.get(role, ()))
+            ).difference(self.names.values()),
         )
 
 
@@ -96,7 +104,7 @@ def find_columns(
         are_a_line: the first line of a file, which may be a row by mistake.
 
     Raises:
-        SourceError: nothing suitable; lists the columns that exist.
+        SourceError: nothing suitable, lists the columns that exist; or two that could be the mask.
     """
     absent = [(role, name) for role, name in named.items() if name not in present]
     if absent:
@@ -106,6 +114,12 @@ def find_columns(
     for kind in kinds or _NEEDED:
         names = {role: _name(role, named, present) for role in (*_NEEDED[kind], *_OPTIONAL[kind])}
         if all(names[role] for role in _NEEDED[kind]):
+            masks = [name for name in _ALSO_CALLED["loss_mask"] if name in present]
+            if len(masks) > 1 and names.get("loss_mask") in masks and "loss_mask" not in named:
+                raise SourceError(
+                    f"{where} has {listed(masks)}, two masks of what is trained on; name one: "
+                    f"--column loss_mask={masks[0]}"
+                )
             if are_fields and "tools" in _OPTIONAL[kind]:
                 names["tools"] = names["tools"] or "tools"
             return Columns(kind=kind, names={role: name for role, name in names.items() if name})
@@ -118,7 +132,7 @@ def find_columns(
 
 def _name(role: str, named: Mapping[str, str], present: Sequence[str]) -> str | None:
     """Return the column that a role stands in, or None."""
-    for name in (named.get(role), role, _ALSO_CALLED.get(role)):
+    for name in (named.get(role), role, *_ALSO_CALLED.get(role, ())):
         if name in present:
             return name
     return None

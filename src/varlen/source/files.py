@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +87,10 @@ def find_files(data: Data) -> list[File]:
     files = [file for entry in entries for file in _find(entry)]
     seen: set[str] = set()
     for file in files:
-        if file.path in seen:
+        place = file.path if file.is_remote else os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
+        if place in seen:
             raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
-        seen.add(file.path)
+        seen.add(place)
     if all(file.size == 0 for file in files):
         more = f", and so are the {len(files) - 1:,} files beside it" if len(files) > 1 else ""
         raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
