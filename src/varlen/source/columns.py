@@ -19,11 +19,13 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 """What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
-    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths"),
-    "messages": ("tools",),
+    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "position_ids"),
+    "messages": ("tools", "system"),
     "prompt": ("tools",),
     "text": (),
 }
+_OF_SOME_ROWS = ("tools", "system")
+"""Roles that one object may have and the next one not."""
 _ALSO_CALLED = {
     "messages": ("conversations",),
     "loss_mask": ("completion_mask", "assistant_masks"),
@@ -48,8 +50,10 @@ class Columns:
     def fields(self) -> Fields:
         """What is taken of rows that are objects."""
         return Fields(
-            needed=tuple(dict.fromkeys(name for role, name in self.names.items() if role != "tools")),
-            optional=tuple(name for role, name in self.names.items() if role == "tools"),
+            needed=tuple(
+                dict.fromkeys(name for role, name in self.names.items() if role not in _OF_SOME_ROWS)
+            ),
+            optional=tuple(name for role, name in self.names.items() if role in _OF_SOME_ROWS),
             refused=frozenset(
                 name
                 for role in _OPTIONAL[self.kind]
@@ -120,8 +124,8 @@ def find_columns(
                     f"{where} has {listed(masks)}, two masks of what is trained on; name one: "
                     f"--column loss_mask={masks[0]}"
                 )
-            if are_fields and "tools" in _OPTIONAL[kind]:
-                names["tools"] = names["tools"] or "tools"
+            if are_fields:
+                names |= {role: names[role] or role for role in _OF_SOME_ROWS if role in names}
             return Columns(kind=kind, names={role: name for role, name in names.items() if name})
     line = " in its first line, where names must stand" if are_a_line else ""
     raise SourceError(

@@ -97,13 +97,14 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
     for role, column in values.items():
-        if not isinstance(rows.columns[columns.names[role]], list):
+        if role != "system" and not isinstance(rows.columns[columns.names[role]], list):
             values[role] = [without_nulls(value, is_chat=role != "tools") for value in column]
     tools = values.get("tools", [None] * len(rows))
     if columns.kind == "messages":
+        systems = values.get("system", [None] * len(rows))
         steps: list[Callable[[], Rendered]] = [
-            lambda m=m, t=t: encoding.template.render(as_messages(m), _tools(t))  # type: ignore[misc]
-            for m, t in zip(values["messages"], tools)
+            lambda m=m, s=s, t=t: encoding.template.render(_with_system(as_messages(m), s), _tools(t))  # type: ignore[misc]
+            for m, s, t in zip(values["messages"], systems, tools)
         ]
     else:
         steps = [
@@ -260,6 +261,21 @@ def _eos(encoding: Encoding) -> int | None:
             "learn to stop; name one (--eos TEXT or ID), or leave documents without (--no-eos)"
         )
     return encoding.tokenizer.specials.eos_id
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Put what a column of its own says to the model before the messages."""
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise SourceError(f"`system` must be a string, found {json_kind(system)}")
+    if messages[0]["role"] in ("system", "developer"):
+        if messages[0].get("content") == system:
+            return messages
+        raise SourceError(
+            "`system` says one thing and the first message, of the system too, another; keep one"
+        )
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _tools(value: Any) -> list[Any] | None:

@@ -27,10 +27,12 @@ def ready_documents(
     """Turn rows of ids into documents.
 
     Tokens at which `attention_mask` is 0 are padding and are left out; `seq_lengths` cuts a packed row into the
-    documents in it; a token is supervised unless its label is -100 or its `loss_mask` is 0.
+    documents in it, or where there are none `position_ids` that begin again at 0; a token is supervised unless its
+    label is -100 or its `loss_mask` is 0.
 
     Args:
-        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `attention_mask`, `seq_lengths`.
+        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `attention_mask`, `seq_lengths`,
+            `position_ids`.
         num_rows: rows of each column.
         vocab_size: ids at or above are refused; None to take any.
 
@@ -43,12 +45,15 @@ def ready_documents(
     rows = np.arange(num_rows)
     if wrong:
         flat, rows = _without(flat, rows, wrong)
+    if "seq_lengths" in flat:
+        flat.pop("position_ids", None)
     checks: tuple[Callable[[_Flat], dict[int, str]], ...] = (
         _lengths_differ,
         lambda flat: _ids_out_of_range(flat, vocab_size),
         _labels_differ,
         _masks_out_of_range,
         _boundaries_differ,
+        _positions_jump,
     )
     for check in checks:  # each may rely on those before it, since the rows they blame are gone
         found = check(flat)
@@ -209,11 +214,43 @@ def _boundaries_differ(flat: _Flat) -> dict[int, str]:
     return found
 
 
+def _real(flat: _Flat) -> npt.NDArray[np.bool_]:
+    """Return which tokens aren't padding."""
+    if "attention_mask" not in flat:
+        return np.ones(len(flat["input_ids"][0]), dtype=bool)
+    real: npt.NDArray[np.bool_] = flat["attention_mask"][0] == 1
+    return real
+
+
+def _positions_jump(flat: _Flat) -> dict[int, str]:
+    """Blame rows whose positions neither run on nor begin again at 0: they don't tell where documents begin."""
+    if "position_ids" not in flat:
+        return {}
+    positions, offsets = flat["position_ids"]
+    before = np.concatenate([[-1], positions[:-1]])
+    before[offsets[:-1][offsets[:-1] < len(positions)]] = -1
+    odd = (positions != 0) & (positions != before + 1) & _real(flat)
+    return {
+        row: f"has the position {int(positions[at]):,} at token {at - int(offsets[row]):,} of `position_ids`, which "
+        "must begin at 0 and run on, or begin again at 0 with the next document; give `seq_lengths` instead"
+        for row, at in _owners(np.flatnonzero(odd), offsets).items()
+    }
+
+
+def _document_bounds(flat: _Flat) -> IntArray:
+    """Return where documents begin and end: by lengths, by positions, or where rows do."""
+    bounds = flat["input_ids"][1]
+    if "seq_lengths" in flat:
+        return np.concatenate([[0], np.cumsum(flat["seq_lengths"][0], dtype=np.int64)]).astype(np.int64)
+    if "position_ids" not in flat:
+        return bounds
+    begins = np.flatnonzero((flat["position_ids"][0] == 0) & _real(flat))
+    return np.sort(np.concatenate([begins, bounds[1:][np.diff(bounds) == 0], bounds[-1:]])).astype(np.int64)
+
+
 def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8] | None]:
     """Cut packed rows, leave out padding, and join masks; everything is in order by now."""
-    ids, bounds = flat["input_ids"]
-    if "seq_lengths" in flat:
-        bounds = np.concatenate([[0], np.cumsum(flat["seq_lengths"][0], dtype=np.int64)]).astype(np.int64)
+    ids, bounds = flat["input_ids"][0], _document_bounds(flat)
     supervised: npt.NDArray[np.bool_] | None = None
     if "labels" in flat:
         supervised = flat["labels"][0] != -100

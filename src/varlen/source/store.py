@@ -164,27 +164,20 @@ class Shard:
             self._dtype = _DTYPES[counts.dtype]
             self.offsets: IntArray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
             _check_offsets(self.offsets, counts)
-            self._check_sizes()
+            sizes = {name: (folder / name).stat().st_size for name in self._sizes()}
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-            if isinstance(error, SourceError):
-                raise
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
+        if sizes != self._sizes():
+            raise SourceError(
+                f"{folder} is damaged: it doesn't hold the {counts.num_tokens:,} tokens of "
+                f"{counts.num_documents:,} documents that were written; index the data again"
+            )
         self._tokens = self._mask = -1
 
-    def _check_sizes(self) -> None:
-        """Refuse files that were cut.
-
-        Raises:
-            SourceError: they were.
-        """
+    def _sizes(self) -> dict[str, int]:
+        """Return how large the files must be."""
         sizes = {"tokens.bin": self.counts.num_tokens * self._dtype.itemsize}
-        if self.counts.has_mask:
-            sizes["loss_mask.bin"] = self.counts.num_tokens
-        if any((self._path / name).stat().st_size != size for name, size in sizes.items()):
-            raise SourceError(
-                f"{self._path} is damaged: it doesn't hold the {self.counts.num_tokens:,} tokens of "
-                f"{self.counts.num_documents:,} documents that were written; index the data again"
-            )
+        return sizes | ({"loss_mask.bin": self.counts.num_tokens} if self.counts.has_mask else {})
 
     def __enter__(self) -> Shard:
         """Open the files."""
