@@ -25,7 +25,7 @@ from benchmarks.stopwatch import Samples
 
 SECTION = "offline"
 ROUNDS = 3
-COUNT = 200_000
+COUNT = 100_000
 TOKENS_TARGET = 5.0
 TEXT_TARGET = 1.0
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
