@@ -93,3 +93,11 @@ def test_a_system_column_may_repeat_the_first_message_but_not_contradict_it(tmp_
         documents(write(tmp_path / "c.jsonl", [{"messages": chat, "system": "z"}]))
     with pytest.raises(SourceError, match="`system` must be a string, found number"):
         documents(write(tmp_path / "d.jsonl", [{"messages": chat[1:], "system": 5}]))
+
+
+def test_a_vocabulary_that_leaves_other_records_out_is_another_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [7]}])
+
+    marks = {open_source(path, vocab_size=size, on_error="skip").fingerprint for size in (None, 5, 8)}
+
+    assert len(marks) == 3

@@ -24,7 +24,7 @@ class DocumentOrder:
         self._seed = seed
         self._first = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
         if seed is None or self.num_documents <= STRETCH:
-            self._runs = self._run_ends = np.zeros(0, dtype=np.int64)
+            self._runs = self._run_starts = self._run_ends = np.zeros(0, dtype=np.int64)
             return
         counts = -(-documents // _RUN)
         shards = np.repeat(np.arange(len(documents)), counts)
@@ -33,6 +33,7 @@ class DocumentOrder:
         order = np.argsort(hashed(begins, seed), kind="stable")
         sizes = np.minimum(begins + _RUN, self._first[shards + 1]) - begins
         self._runs, self._run_ends = begins[order], np.cumsum(sizes[order])
+        self._run_starts = self._run_ends - sizes[order]
 
     @property
     def num_documents(self) -> int:
@@ -58,8 +59,7 @@ class DocumentOrder:
         if len(self._runs) == 0:
             return places
         runs = np.searchsorted(self._run_ends, places, side="right")
-        before = np.concatenate([[0], self._run_ends])[runs]
-        documents: IntArray = self._runs[runs] + (places - before)
+        documents: IntArray = self._runs[runs] + (places - self._run_starts[runs])
         return documents
 
 

@@ -42,10 +42,6 @@ class Columns:
     names: Mapping[str, str]
     """Name of the column for each role, such as {"text": "body"}."""
 
-    def of(self, role: str) -> str | None:
-        """Return the column of a role, or None."""
-        return self.names.get(role)
-
     @property
     def fields(self) -> Fields:
         """What is taken of rows that are objects."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chat import chat_template as make_template
@@ -188,16 +190,17 @@ def open_source(
         columns=named,
     )
     cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
-    settings = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), cut)
+    # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
+    deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), cut)
+    settings = (*deciding, encoding.vocab_size)
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
     )
 
 
 def _nothing(fault: Fault) -> Documents:
-    from numpy import int32, int64, zeros
-
-    return Documents(tokens=zeros(0, dtype=int32), offsets=zeros(1, dtype=int64), faults=(fault,))
+    """Return no documents, and why."""
+    return Documents(tokens=np.zeros(0, dtype=np.int32), offsets=np.zeros(1, dtype=np.int64), faults=(fault,))
 
 
 def _template_text(template: str | Path) -> str:
@@ -213,10 +216,3 @@ def _template_text(template: str | Path) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or error
         raise SettingError(f"the chat template {template} can't be read: {said}") from error
-
-
-def describe(faults: Sequence[Fault], limit: int = 10) -> str:
-    """List what was skipped, for people."""
-    shown = "\n".join(f"  {fault}" for fault in faults[:limit])
-    more = len(faults) - limit
-    return shown + (f"\n  and {more:,} more" if more > 0 else "")
