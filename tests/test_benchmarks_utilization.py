@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from benchmarks.seed_table import CAPACITY, PROMISED, lengths_of_mean, utilization
+from benchmarks.utilization import CAPACITY, PROMISED, lengths_of_mean, utilization
 
 
 @pytest.mark.parametrize("mean", PROMISED)
