@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
+from varlen.source.lists import list_column
 from varlen.source.opening import open_seekable
 from varlen.source.remote import first_line
 from varlen.source.rows import Rows, listed
@@ -46,8 +47,6 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     Raises:
         SourceError: the arrays don't fit each other, or the file can't be read.
     """
-    import pyarrow as pa
-
     with _archive(file) as archive:
         members = _members(archive)
         offsets = _offsets(archive, members, file)
@@ -65,11 +64,8 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
             count = int(offsets[stop] - offsets[document])
             if count >= 2**31:
                 raise SourceError(f"{file.path} row {document + 1:,} holds {count:,} tokens; cut it")
-            bounds = pa.array((offsets[document : stop + 1] - offsets[document]).astype(np.int32))
-            columns = {
-                name: pa.ListArray.from_arrays(bounds, pa.array(stream.take(count)))
-                for name, stream in streams.items()
-            }
+            bounds = offsets[document : stop + 1] - offsets[document]
+            columns = {name: list_column(stream.take(count), bounds) for name, stream in streams.items()}
             yield Rows(columns=columns, numbers=range(document + 1, stop + 1), path=file.path)
             document = stop
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.source.lists import flat_values
 from varlen.source.rows import as_list, json_kind
 from varlen.types import Int32Array, IntArray
 
@@ -80,8 +81,13 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
 
 
 def _from_arrow(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
-    """Return an Arrow list array's values where they lie."""
+    """Return an Arrow list array's values, where they lie if all are numbers."""
     import pyarrow as pa
+
+    if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):
+        flat = flat_values(column)
+        if flat is not None:
+            return flat
     import pyarrow.compute as pc
 
     values, lengths = column.flatten(), pc.list_value_length(column)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from varlen.source.lists import flat_values
+
 Column = Any
 """Values of one column, one a row: a list of Python values or an Arrow array."""
 
@@ -104,11 +106,10 @@ _LISTS = {
 
 def _numbers(column: Any) -> list[Any]:
     """Return lists of whole numbers, many times as fast as Arrow makes them one by one."""
-    values = column.flatten()
-    if column.null_count or values.null_count:
+    flat = flat_values(column)
+    if flat is None:
         return list(column.to_pylist())
-    numbers = values.to_numpy().tolist()
-    bounds = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
+    numbers, bounds = flat[0].tolist(), flat[1].tolist()
     return [numbers[a:b] for a, b in zip(bounds, bounds[1:])]
 
 

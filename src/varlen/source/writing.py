@@ -7,23 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from varlen.types import IntArray
-
-
-def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
-    """Return an Arrow list array over flat values; nothing is copied but the offsets.
-
-    Args:
-        values: `[num_values]`.
-        offsets: `[rows + 1]`, below 2^31.
-    """
-    import pyarrow as pa
-
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
-
 
 def write_table(
     columns: Mapping[str, Any], path: Path, kind: Literal["parquet", "arrow"], group_rows: int

@@ -1,0 +1,62 @@
+"""Arrow lists over NumPy's memory, and NumPy arrays over Arrow's: nothing is copied.
+
+Arrow's own ways (`pyarrow.array`, `Array.to_numpy`) import pandas wherever it is installed, which takes longer than
+many a set takes to be packed. Buffers say the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.types import IntArray
+
+
+def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
+    """Return an Arrow list array over flat values.
+
+    Args:
+        values: `[num_values]`, numbers.
+        offsets: `[rows + 1]`, below 2^31.
+    """
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(_arrow(offsets.astype(np.int32, copy=False)), _arrow(values))
+
+
+def _arrow(values: npt.NDArray[Any]) -> Any:
+    import pyarrow as pa
+
+    flat = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    return pa.Array.from_buffers(
+        pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat) if len(flat) else None]
+    )
+
+
+def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:
+    """Return the values of an Arrow list array and its int64 offsets, from 0; None where it holds nulls.
+
+    Args:
+        column: a validated array of type list or large_list, of whole numbers.
+    """
+    if column.null_count:
+        return None
+    if len(column) == 0:  # its offsets may have no buffer
+        return np.zeros(0, dtype=np.dtype(str(column.type.value_type))), np.zeros(1, dtype=np.int64)
+    offsets = _numpy(column.offsets)
+    start, stop = int(offsets[0]), int(offsets[-1])
+    values = column.values.slice(start, stop - start)
+    if values.null_count:
+        return None
+    return _numpy(values), offsets.astype(np.int64) - start
+
+
+def _numpy(values: Any) -> npt.NDArray[Any]:
+    """Return whole numbers without nulls as they lie; read-only."""
+    dtype = np.dtype(str(values.type))
+    data = values.buffers()[1]
+    if not len(values) or data is None:
+        return np.zeros(0, dtype=dtype)
+    return np.frombuffer(data, dtype=dtype, count=len(values), offset=values.offset * dtype.itemsize)
