@@ -133,6 +133,7 @@ def _race(contest: _Contest) -> list[Row]:
         theirs: list[tuple[float, float]] = []
         fills = (0.0, 0.0)
         for number in range(ROUNDS):
+            os.sync()  # or ours, which waits until its rows are on the disk, waits for the peer's too
             ours.append(_run_ours(path, tokenizer, place / f"ours{number}"))
             theirs.append(_run_peer(contest, path, tokenizer, place / f"peer{number}.parquet"))
             if number == 0 and tokens is not None:

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 
 import pytest
 from offline_packs import contents, pack, small_parts, write_texts
@@ -84,6 +85,35 @@ def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
     assert all(process.returncode is not None for process in started)
     assert all(process.stdin.closed and process.stdout.closed for process in started)
     assert threading.active_count() == 1
+
+
+def test_a_few_tasks_are_made_ahead_and_no_more(tmp_path):
+    gate, made = tmp_path / "open", []
+
+    def tasks():
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    results = Crew(processes=2).run(add_behind, gate, tasks())
+    first = threading.Thread(target=lambda: made.append(f"done {next(results)}"))
+    first.start()
+    least, most = 2 + 1, 2 + 2 + processes_module._AHEAD
+    deadline = time.monotonic() + 30
+    while len(made) < most and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for those that should not be made
+    count = len(made)
+    gate.touch()
+    first.join()
+    assert least <= count <= most
+    assert len(list(results)) == 99
+
+
+def add_behind(gate, task):
+    while not gate.exists():
+        time.sleep(0.01)
+    return task
 
 
 def test_functions_that_other_processes_cannot_find_are_refused_in_a_sentence(tmp_path, data, monkeypatch):

@@ -10,13 +10,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from typing import IO, Any, TypeVar, cast
 
 from varlen.errors import SettingError, WorkerDiedError
 from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
 
 Result = TypeVar("Result")
+_AHEAD = 8
+"""Tasks made ahead of the processes: the parts of a window, while the next one is planned."""
 
 
 class Workers:
@@ -46,7 +48,7 @@ class Workers:
         Args:
             function: of a module, so that other processes find it by its name.
             shared: its first argument; handed to each process once.
-            tasks: its second arguments; taken one by one as there is room.
+            tasks: its second arguments; a few are taken ahead, so that nobody waits while the next ones are made.
 
         Raises:
             SettingError: something that can't be handed to another process.
@@ -55,31 +57,42 @@ class Workers:
             head = pickle.dumps((function, shared))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
-        waiting, taking = iter(tasks), threading.Lock()
-        results: Queue[Any] = Queue()
+        waiting: SimpleQueue[Any] = SimpleQueue()
+        results: SimpleQueue[Any] = SimpleQueue()
+        room = threading.Semaphore(len(self._workers) + _AHEAD)
+        places = range(len(self._workers))
 
-        def take() -> Any:
-            with taking:
-                return None if self._stopped.is_set() else next(waiting, None)
+        def prepare() -> None:
+            coming = iter(tasks)
+            try:
+                while (
+                    room.acquire() and not self._stopped.is_set() and (task := next(coming, None)) is not None
+                ):
+                    waiting.put(task)
+            except BaseException as error:  # from the iterator of tasks: it belongs to the caller
+                results.put((False, error))
+            for _ in places:
+                waiting.put(None)
 
         def serve(place: int) -> None:
             try:
-                while (task := take()) is not None:
-                    worker = self._hired(place)
+                while (task := waiting.get()) is not None:
+                    room.release()
+                    worker = None if self._stopped.is_set() else self._hired(place)
                     if worker is None:
                         break
                     results.put(worker.ask(head, task))
-            except BaseException as error:  # from the iterator of tasks: it belongs to the caller
+            except BaseException as error:  # no process could be started
                 results.put((False, error))
             results.put(None)
 
-        places = range(len(self._workers))
         threads = [threading.Thread(target=serve, args=(place,), daemon=True) for place in places]
+        threads.append(threading.Thread(target=prepare, daemon=True))
         is_over = False
         try:
             for thread in threads:
                 thread.start()
-            running = len(threads)
+            running = len(places)
             while running:
                 result = results.get()
                 if result is None:
@@ -93,6 +106,7 @@ class Workers:
         finally:
             if not is_over:
                 self._kill()
+                room.release()
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
