@@ -10,19 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
-DATA, PACKING, OUTPUT, RUNNING = "Documents and tokens", "Packing", "Output", "Running"
+from varlen.cli.options import (
+    DOCUMENTS,
+    OUTPUT,
+    ChatTemplate,
+    Column,
+    Data,
+    Eos,
+    NoEos,
+    OnError,
+    TextCut,
+    Tokenizer,
+)
+
+PACKING, RUNNING = "Packing", "Running"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
 
 
 def pack(
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DATA...",
-            help="Files, folders, quoted globs or URLs; or one token store. JSONL, JSON, CSV, text, Parquet, Arrow, "
-            "npz, saved Hugging Face data sets; plain, .gz or .zst.",
-        ),
-    ],
+    data: Data,
     output: Annotated[
         Path,
         typer.Option(
@@ -30,50 +36,18 @@ def pack(
         ),
     ],
     capacity: Annotated[int, typer.Option(help="Tokens a row can hold.", rich_help_panel=PACKING)] = 4096,
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one.",
-            rich_help_panel=DATA,
-        ),
-    ] = "bytes",
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROLE=NAME",
-            help="Where a column isn't called as usual: text=body.  Repeatable.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DATA
-        ),
-    ] = None,
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
     supervise: Annotated[
         str,
         typer.Option(
-            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DATA
+            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DOCUMENTS
         ),
     ] = "assistant",
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    no_eos: Annotated[
-        bool, typer.Option("--no-eos", help="Leave documents without an end token.", rich_help_panel=DATA)
-    ] = False,
-    text_cut: Annotated[
-        str,
-        typer.Option(
-            help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/].",
-            rich_help_panel=DATA,
-        ),
-    ] = "auto",
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
     method: Annotated[
         str,
         typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.", rich_help_panel=PACKING),
@@ -113,15 +87,10 @@ def pack(
         typer.Option(
             metavar="FOLDER",
             help="Keep the tokens here, or take them from here: pack again without tokenizing.",
-            rich_help_panel=DATA,
+            rich_help_panel=DOCUMENTS,
         ),
     ] = None,
-    on_error: Annotated[
-        str,
-        typer.Option(
-            help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DATA
-        ),
-    ] = "raise",
+    on_error: OnError = "raise",
     processes: Annotated[
         int | None,
         typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
