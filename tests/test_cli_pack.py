@@ -187,6 +187,18 @@ def test_what_cannot_be_packed_ends_in_one_sentence_and_exit_code_two(tmp_path, 
     assert ("out.partial" in left) == ("too long" in said)  # its tokens, for another --overlong
 
 
+def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_path, pack):
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    write_texts(tmp_path / "data" / "train" / "a.jsonl")
+    assert pack("data/train", "-o", "data/packed", "--tokens", "data/tokens")[0] == 0
+
+    said = one_sentence(pack("data", "-o", "other"))
+
+    assert said.startswith("data/packed is a packed set that varlen wrote (2 such folders lie there)")
+    for again in ("data/packed", "data/tokens", "data/train"):
+        assert pack(again, "-o", f"from-{again[5:]}")[0] == 0
+
+
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack, monkeypatch):
     write_texts(tmp_path / "a.jsonl")
 

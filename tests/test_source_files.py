@@ -124,6 +124,52 @@ def test_files_that_are_all_empty_are_an_error_and_one_beside_others_is_none(tmp
     assert names_of(tmp_path) == ["a.jsonl", "b.csv", "c.txt"]
 
 
+@pytest.mark.parametrize(
+    ("names", "content", "kind"),
+    [
+        (["manifest.json", "part-00000.parquet"], '{"varlen": "1", "kind": "packed"}', "a packed set"),
+        (["manifest.json", "0/shard.json"], '{"varlen": "1", "kind": "tokens"}', "a token store"),
+        ([".work/lock", "part-00000.parquet"], "", "an unfinished output"),
+    ],
+)
+def test_a_result_of_varlen_in_a_subfolder_is_no_data_of_the_folder(tmp_path, names, content, kind):
+    touch(tmp_path, "in/a.jsonl", "in/deep/b.jsonl")
+    result = tmp_path / "in" / "deep" / "out.partial"
+    touch(result, *names)
+    (result / names[0]).write_text(content)
+
+    said = (
+        rf"out\.partial is {kind} that varlen wrote, and would be read as data beside .*/in; name the files"
+    )
+    with pytest.raises(SourceError, match=said):
+        find_files(tmp_path / "in")
+    if kind == "an unfinished output":
+        with pytest.raises(SourceError, match=r"out\.partial is an unfinished output; run the command"):
+            find_files(result)
+    else:
+        assert names_of(result) == names[1:]
+    result.rename(tmp_path / "out.partial")
+    assert names_of(tmp_path / "in") == ["a.jsonl", "deep/b.jsonl"]
+
+
+def test_several_results_in_subfolders_are_counted_and_what_others_wrote_is_read(tmp_path):
+    touch(tmp_path, "a.jsonl", "x.partial/b.jsonl", ".hidden/manifest.json", "y/.work/c.jsonl")
+    for name in ("theirs", ".hidden"):
+        touch(tmp_path, f"{name}/manifest.json", f"{name}/d.jsonl")
+    (tmp_path / "theirs" / "manifest.json").write_text('{"name": "theirs"}')
+    (tmp_path / ".hidden" / "manifest.json").write_text('{"varlen": "1"}')
+    assert names_of(tmp_path) == ["a.jsonl", "theirs/d.jsonl", "x.partial/b.jsonl"]
+
+    for name in ("one", "two"):
+        touch(tmp_path, f"{name}/manifest.json")
+        (tmp_path / name / "manifest.json").write_text('{"varlen": "1", "kind": "packed"}')
+
+    with pytest.raises(
+        SourceError, match=r"one is a packed set that varlen wrote \(2 such folders lie there\)"
+    ):
+        find_files(tmp_path)
+
+
 def save_set(folder: Path, names: list[object], state: object = None) -> Path:
     touch(folder, "dataset_info.json", "cache-1.arrow", "b.arrow", "a.arrow")
     described = {"_data_files": [{"filename": name} for name in names]} if state is None else state

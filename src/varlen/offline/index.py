@@ -13,11 +13,12 @@ from typing import Any
 from varlen import __version__
 from varlen.errors import SourceError
 from varlen.offline.crew import Team
-from varlen.offline.places import WORK, check_output, disk_faults, finish, tidy, working_folder, write_json
+from varlen.offline.places import check_output, disk_faults, finish, tidy, working_folder, write_json
 from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store, read_manifest
+from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
 from varlen.source.tokenizer import digest
+from varlen.source.written import WORK, read_manifest
 
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24

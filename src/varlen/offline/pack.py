@@ -13,7 +13,6 @@ from varlen.errors import LedgerError, SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import (
-    WORK,
     check_output,
     disk_faults,
     finish,
@@ -25,8 +24,9 @@ from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.offline.write import PartCounts, opened_store, write_part
 from varlen.source.source import Source
-from varlen.source.store import TokenStore, open_store, read_manifest
+from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
+from varlen.source.written import WORK, read_manifest
 
 SKIPPED = "skipped.log"
 _TOKENS = "tokens"

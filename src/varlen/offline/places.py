@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
-from varlen.source.store import read_manifest
 from varlen.source.writing import sync
+from varlen.source.written import PARTIAL, WORK, read_manifest
 
-WORK = ".work"
-_PARTIAL = ".partial"
 _STATE = "state.json"
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -69,7 +67,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 def partial_of(folder: Path) -> Path:
     """Return where a result is made until it is whole."""
-    return folder.with_name(folder.name + _PARTIAL)
+    return folder.with_name(folder.name + PARTIAL)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from varlen.errors import SourceError
 from varlen.source.remote import list_remote
+from varlen.source.written import WORK, is_unfinished, what_varlen_wrote
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
@@ -187,9 +188,33 @@ def _in_folder(path: Path) -> list[File]:
     saved = _saved_data_set(path)
     if saved is not None:
         return saved
-    every = (p for p in sorted(path.rglob("*")) if p.is_file())
+    every = [p for p in sorted(path.rglob("*")) if p.is_file()]
+    _refuse_results(path, every)
     listing = [(str(p), p.relative_to(path).as_posix(), p.stat().st_size) for p in every]
     return [_file(*entry) for entry in _of_folder(listing, str(path))]
+
+
+def _refuse_results(path: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of.
+
+    Raises:
+        SourceError: there are some, or the folder itself is half a result.
+    """
+    if is_unfinished(path):
+        raise SourceError(
+            f"{path} is an unfinished output; run the command that makes it again, and name what it gives"
+        )
+    of_work = {file.parents[1] for file in files if file.parent.name == WORK}
+    folders = sorted((of_work | {file.parent for file in files if file.name == "manifest.json"}) - {path})
+    shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    results = [(folder, kind) for folder in shown if (kind := what_varlen_wrote(folder)) is not None]
+    if results:
+        folder, kind = results[0]
+        more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
+        raise SourceError(
+            f"{folder} is {kind} that varlen wrote{more}, and would be read as data beside the rest of {path}; name "
+            "the files or subfolders to read, or move it elsewhere"
+        )
 
 
 def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[str, str, int]]:
