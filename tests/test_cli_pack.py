@@ -121,6 +121,16 @@ def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
     assert [line.strip() for line in lines[at + 1 : at + 4]] == listed
 
 
+def test_where_nothing_is_left_what_was_skipped_is_counted(tmp_path, pack):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": ""}\n')
+    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    assert said == "a.jsonl holds 1 empty document; 1 record was skipped"
+
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 2)
+    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    assert said == "a.jsonl holds no document; 2 records were skipped"
+
+
 def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n' + '{"text": 1}\n' * 25)
 
@@ -161,7 +171,8 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
         (["a.jsonl", "-o", "out", "--max-documents", "0"], "max_documents must be a whole number from 1"),
         (
             ["a.jsonl", "-o", "out", "--capacity", "8"],
-            "(57 of 60 documents are too long); pass --overlong split",
+            "(57 of 60 documents are too long); pass --overlong split, truncate or drop, or a larger --capacity; the "
+            "tokens are kept in out.partial, so that the same run with one of these goes on from there",
         ),
         (["a.jsonl", "-o", "out", "--overlong", "keep"], "overlong must be one of"),
         (["a.jsonl", "-o", "out", "--on-error", "stop"], 'on_error must be "raise" or "skip"'),

@@ -114,7 +114,7 @@ def test_a_file_system_whose_package_is_missing_is_named(monkeypatch):
 def test_files_that_are_all_empty_are_an_error_and_one_beside_others_is_none(tmp_path):
     for name in ("a.jsonl", "b.csv"):
         (tmp_path / name).write_text("")
-    with pytest.raises(SourceError, match=r"a\.jsonl is empty \(0 bytes\), and so are the 1 files beside it"):
+    with pytest.raises(SourceError, match=r"a\.jsonl is empty \(0 bytes\), and 1 file beside it is too"):
         find_files(tmp_path)
     with pytest.raises(SourceError, match=r"b\.csv is empty \(0 bytes\); was it"):
         find_files(tmp_path / "b.csv")

@@ -21,6 +21,7 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
+from varlen.counts import many
 
 MEASURING = "Measuring"
 _SHOWN_SKIPS = 5
@@ -150,4 +151,5 @@ def _print_skipped(skipped: Sequence[str]) -> None:
     more = len(skipped) - _SHOWN_SKIPS
     tail = f"; and {more:,} more" if more > 0 else ""
     shown = "; ".join(skipped[:_SHOWN_SKIPS])
-    print(f"varlen: {len(skipped):,} could not be read and were left out: {shown}{tail}", file=sys.stderr)
+    how_many = many(len(skipped), "record that could not be read was", "records that could not be read were")
+    print(f"varlen: {how_many} left out: {shown}{tail}", file=sys.stderr)

@@ -22,6 +22,7 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
+from varlen.counts import many
 
 PACKING, RUNNING = "Packing", "Running"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
@@ -167,36 +168,31 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     print(
-        f"{_many(ledger['documents_in'], 'document')}, {_many(ledger['tokens_in'], 'token')} -> "
-        f"{_many(manifest['num_packs'], 'row')} of "
+        f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], 'token')} -> "
+        f"{many(manifest['num_packs'], 'row')} of "
         f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
-        f"{_many(manifest['num_targets'], 'token')} to train on"
+        f"{many(manifest['num_targets'], 'token')} to train on"
     )
     if are_bytes:
         print(f"  {_BYTES}")
     notes = {
         "empty_documents": "left out: no tokens",
         "split_documents": "cut into pieces",
-        "truncated_documents": f"cut short ({_many(ledger['truncated'], 'token')} lost)",
-        "dropped_documents": f"dropped ({_many(ledger['dropped'], 'token')} lost)",
+        "truncated_documents": f"cut short ({many(ledger['truncated'], 'token')} lost)",
+        "dropped_documents": f"dropped ({many(ledger['dropped'], 'token')} lost)",
     }
     for key, words in notes.items():
         if ledger[key]:
-            print(f"  {_many(ledger[key], 'document')} {words}")
+            print(f"  {many(ledger[key], 'document')} {words}")
     if manifest["packs_without_target"]:
-        print(f"  {_many(manifest['packs_without_target'], 'row')} with nothing to train on")
+        print(f"  {many(manifest['packs_without_target'], 'row')} with nothing to train on")
     if manifest["num_skipped"]:
-        print(f"  {_many(manifest['num_skipped'], 'record')} skipped:")
+        print(f"  {many(manifest['num_skipped'], 'record')} skipped:")
         with (folder / "skipped.log").open(encoding="utf-8") as listed:
             for _, line in zip(range(10), listed):
                 print(f"    {line.rstrip()}")
         if manifest["num_skipped"] > 10:
             print(f"    all of them in {folder / 'skipped.log'}")
     name = settings["format"]
-    print(f"{folder}: {_many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
+    print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
     print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')
-
-
-def _many(number: int, noun: str) -> str:
-    """Write a number of things."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

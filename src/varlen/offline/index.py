@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen import __version__
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.offline.crew import Team
 from varlen.offline.places import check_output, disk_faults, finish, tidy, working_folder, write_json
@@ -130,12 +131,12 @@ def _span_bytes(source: Source, file: int, spans: int) -> int:
 def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:
     """Say that there is nothing to train on, and why."""
     first = source.files[0].path
-    more = f" and {len(source.files) - 1:,} more files" if len(source.files) > 1 else ""
+    more = f" and {many(len(source.files) - 1, 'more file')}" if len(source.files) > 1 else ""
     documents = sum(shard["num_documents"] for shard in shards)
     skipped = sum(shard["num_skipped"] for shard in shards)
-    why = f"{documents:,} documents, all of them empty" if documents else "no document"
+    why = many(documents, "empty document") if documents else "no document"
     return f"{first}{more} hold{'' if more else 's'} {why}" + (
-        f"; {skipped:,} records were skipped" if skipped else ""
+        f"; {many(skipped, 'record was', 'records were')} skipped" if skipped else ""
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.remote import list_remote
 from varlen.source.written import WORK, is_unfinished, what_varlen_wrote
@@ -93,7 +94,8 @@ def find_files(data: Data) -> list[File]:
             raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
         seen.add(place)
     if all(file.size == 0 for file in files):
-        more = f", and so are the {len(files) - 1:,} files beside it" if len(files) > 1 else ""
+        beside = many(len(files) - 1, "file beside it is", "files beside it are")
+        more = f", and {beside} too" if len(files) > 1 else ""
         raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return files
 

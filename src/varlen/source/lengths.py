@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
 from varlen.source.source import Source
@@ -69,7 +70,8 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             skipped += map(str, documents.faults)
     if not any(some.any() for some in lengths):
         first = source.files[0].path
-        raise SourceError(f"{first} holds no document with tokens; {len(skipped):,} records were skipped")
+        were = many(len(skipped), "record was", "records were")
+        raise SourceError(f"{first} holds no document with tokens; {were} skipped")
     return Lengths(
         lengths=np.concatenate(lengths),
         targets=np.concatenate(targets) if has_mask else None,
