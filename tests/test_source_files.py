@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import fsspec
 import pytest
 
 from varlen.errors import MissingExtraError, SourceError
 from varlen.source.files import File, find_files, kind_of
 from varlen.source.opening import fingerprint
+from varlen.source.read import read_texts
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -197,6 +199,28 @@ def test_a_saved_data_set_gives_the_files_that_it_names_in_its_order(tmp_path):
 def test_a_saved_data_set_that_is_not_whole_is_an_error(tmp_path, names, state, said):
     with pytest.raises(SourceError, match=said):
         find_files(save_set(tmp_path, names, state))
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_a_saved_data_set_whose_rows_are_chosen_by_indices_is_refused(tmp_path, key):
+    state = {"_data_files": [{"filename": "a.arrow"}], key: []}
+    assert names_of(save_set(tmp_path, [], state)) == ["a.arrow"]
+
+    with pytest.raises(
+        SourceError, match=r"names files of indices, .* call flatten_indices\(\) and save it again"
+    ):
+        find_files(save_set(tmp_path, [], state | {key: [{"filename": "indices.arrow"}]}))
+
+
+def test_a_data_set_that_was_selected_from_and_shuffled_is_read_as_it_was_saved(tmp_path):
+    texts = [str(number) for number in range(20)]
+    chosen = datasets.Dataset.from_dict({"text": texts}).select(range(3, 17)).shuffle(seed=1)
+    chosen.save_to_disk(tmp_path / "saved")
+
+    found = list(read_texts(tmp_path / "saved"))
+
+    assert found == chosen["text"][:]
+    assert found != sorted(found, key=int)
 
 
 def save_splits(folder: Path, *splits: str) -> Path:

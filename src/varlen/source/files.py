@@ -40,6 +40,8 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": 
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
 """Beginnings of the names of text files that speak of the data beside them."""
 _OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
+_INDICES = ("_indices_data_files", "_indices_files")
+"""Where a data set names the rest that was selected from or shuffled and saved by an older version of `datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +254,8 @@ def _saved_data_set(path: Path) -> list[File] | None:
     """List the files of a data set saved by Hugging Face's `save_to_disk`; None for any other folder.
 
     Raises:
-        SourceError: its description can't be read, or it holds several splits and none is called "train".
+        SourceError: its description can't be read, or it holds several splits and none is called "train", or its rows
+            are chosen and ordered by indices in another file.
     """
     if (path / "dataset_dict.json").is_file():
         splits = _described(path / "dataset_dict.json", "splits")
@@ -268,6 +271,12 @@ def _saved_data_set(path: Path) -> list[File] | None:
     if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
         return None
     files = [entry.get("filename") for entry in _described(path / "state.json", "_data_files")]
+    state = json.loads((path / "state.json").read_bytes())
+    if any(state.get(key) for key in _INDICES):
+        raise SourceError(
+            f"{path / 'state.json'} names files of indices, which say which rows are meant and in which order, and "
+            "aren't read here; load it with datasets, call flatten_indices() and save it again"
+        )
     if not files:
         raise SourceError(f"{path / 'state.json'} names no files, so the data set is empty")
     missing = [name for name in files if not isinstance(name, str) or not (path / Path(name).name).is_file()]
