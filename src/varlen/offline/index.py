@@ -19,6 +19,7 @@ from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
 from varlen.source.tokenizer import digest
+from varlen.source.watch import Watch
 from varlen.source.written import WORK, read_manifest
 
 OnProgress = Callable[[int, int, str], None]
@@ -89,16 +90,13 @@ def build_store(
     check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
         parts = source.parts(PART_BYTES)
-        sizes = [sum(_span_bytes(source, span.file, len(part)) for span in part) for part in parts]
+        watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
+        is_one = len(parts) == 1
+        reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
         shards: dict[int, list[dict[str, Any]]] = {}
-        done, total = 0, max(sum(sizes), 1)
-        on_progress(0, total, "tokenizing")
-        for number, found in team.run(
-            index_part, (source, partial), enumerate(parts), is_one=len(parts) == 1
-        ):
+        for number, found in team.run(index_part, (reading, partial), enumerate(parts), is_one=is_one):
             shards[number] = found
-            done += sizes[number]
-            on_progress(done, total, "tokenizing")
+            watch.finish(number)
         listed = [shard for number in sorted(shards) for shard in shards[number]]
         if sum(shard["num_tokens"] for shard in listed) == 0:
             shutil.rmtree(partial)  # nobody resumes this
@@ -120,12 +118,6 @@ def build_store(
             },
         )
     return open_store(folder)
-
-
-def _span_bytes(source: Source, file: int, spans: int) -> int:
-    """Estimate the bytes of a span: a whole file among several, else about a part's worth."""
-    size = max(source.files[file].size, 1)
-    return size if spans > 1 else min(size, PART_BYTES)
 
 
 def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,8 @@ class File:
     format: Format
     suffix_compression: Compression | None = None
     """What the end of its name says; what the file's first bytes say goes before it."""
+    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    """Told how many bytes are read of it, about a megabyte at a time, where it is local."""
 
     @property
     def is_remote(self) -> bool:
