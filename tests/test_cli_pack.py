@@ -210,6 +210,13 @@ def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_p
         assert pack(again, "-o", f"from-{again[5:]}")[0] == 0
 
 
+def test_a_run_whose_output_lies_in_the_data_goes_on_from_its_tokens(tmp_path, pack):
+    write_texts(tmp_path / "a.jsonl")
+    assert "the tokens are kept in packed.partial" in one_sentence(pack(".", "-o", "packed", "--capacity", 8))
+
+    assert pack(".", "-o", "packed", "--capacity", 8, "--overlong", "split")[0] == 0
+
+
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack, monkeypatch):
     write_texts(tmp_path / "a.jsonl")
 

@@ -156,6 +156,7 @@ def test_a_result_of_varlen_in_a_subfolder_is_no_data_of_the_folder(tmp_path, na
 
 def test_several_results_in_subfolders_are_counted_and_what_others_wrote_is_read(tmp_path):
     touch(tmp_path, "a.jsonl", "x.partial/b.jsonl", ".hidden/manifest.json", "y/.work/c.jsonl")
+    touch(tmp_path, "z.partial/.work/lock")
     for name in ("theirs", ".hidden"):
         touch(tmp_path, f"{name}/manifest.json", f"{name}/d.jsonl")
     (tmp_path / "theirs" / "manifest.json").write_text('{"name": "theirs"}')

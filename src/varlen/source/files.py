@@ -210,8 +210,9 @@ def _refuse_results(path: Path, files: Sequence[Path]) -> None:
         raise SourceError(
             f"{path} is an unfinished output; run the command that makes it again, and name what it gives"
         )
-    of_work = {file.parents[1] for file in files if file.parent.name == WORK}
-    folders = sorted((of_work | {file.parent for file in files if file.name == "manifest.json"}) - {path})
+    unfinished = {file.parents[1] for file in files if file.parent.name == WORK}
+    unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
+    folders = sorted((unfinished | {file.parent for file in files if file.name == "manifest.json"}) - {path})
     shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
     results = [(folder, kind) for folder in shown if (kind := what_varlen_wrote(folder)) is not None]
     if results:
