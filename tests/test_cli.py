@@ -50,6 +50,26 @@ def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
     assert ("Example:" in run.stdout) == (arguments[0] in ("demo", "inspect"))
 
 
+OF_EACH_VERB = {"output", "capacity", "seed", "as_json", "help"}
+
+
+def test_an_option_of_several_verbs_is_explained_alike():
+    verbs = typer.main.get_command(app_module.app).commands
+    described = [
+        {
+            option.name: (option.opts, option.default, option.metavar, option.help, option.rich_help_panel)
+            for option in verbs[verb].params
+            if option.name not in OF_EACH_VERB
+        }
+        for verb in ("pack", "inspect")
+    ]
+
+    shared = described[0].keys() & described[1].keys()
+
+    assert shared >= {"data", "tokenizer", "column", "chat_template", "eos", "no_eos", "text_cut", "on_error"}
+    assert {name: described[0][name] for name in shared} == {name: described[1][name] for name in shared}
+
+
 def test_the_version_is_printed_alone():
     import varlen as package
 

@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(texts):
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["distribution"]["documents"] == 300
     assert json.loads(run.stdout)["skipped"][0].startswith("texts.jsonl line 301 is not valid JSON")
-    assert "varlen: 1 could not be read and were left out: texts.jsonl line 301" in run.stderr
+    assert "varlen: 1 record that could not be read was left out: texts.jsonl line 301" in run.stderr
 
 
 def test_a_tokenizer_that_is_no_file_is_named(texts):
@@ -145,7 +145,7 @@ def test_a_tokenizer_that_is_no_file_is_named(texts):
         (("chats.npz", "--column", "text"), "--column must be of the form ROLE=NAME"),
         (("chats.npz", "--column", "text=a", "--column", "text=b"), "--column names text twice"),
         (("chats.npz", "-o", "no/report.html"), "the folder no doesn't exist"),
-        (("empty.npz",), "none of the 3 documents holds a token"),
+        (("empty.npz",), "none of 3 documents holds a token"),
     ],
 )
 def test_bad_input_ends_in_one_sentence_and_leaves_nothing(stored, arguments, said):

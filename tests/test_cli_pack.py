@@ -121,6 +121,16 @@ def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
     assert [line.strip() for line in lines[at + 1 : at + 4]] == listed
 
 
+def test_where_nothing_is_left_what_was_skipped_is_counted(tmp_path, pack):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": ""}\n')
+    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    assert said == "a.jsonl holds 1 empty document; 1 record was skipped"
+
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 2)
+    said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
+    assert said == "a.jsonl holds no document; 2 records were skipped"
+
+
 def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):
     (tmp_path / "a.jsonl").write_text('{"text": "a b"}\n' + '{"text": 1}\n' * 25)
 
@@ -161,7 +171,8 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
         (["a.jsonl", "-o", "out", "--max-documents", "0"], "max_documents must be a whole number from 1"),
         (
             ["a.jsonl", "-o", "out", "--capacity", "8"],
-            "(57 of 60 documents are too long); pass --overlong split",
+            "(57 of 60 documents are too long); pass --overlong split, truncate or drop, or a larger --capacity; the "
+            "tokens are kept in out.partial, so that the same run with one of these goes on from there",
         ),
         (["a.jsonl", "-o", "out", "--overlong", "keep"], "overlong must be one of"),
         (["a.jsonl", "-o", "out", "--on-error", "stop"], 'on_error must be "raise" or "skip"'),
@@ -185,6 +196,25 @@ def test_what_cannot_be_packed_ends_in_one_sentence_and_exit_code_two(tmp_path, 
     left = {path.name for path in tmp_path.iterdir()}
     assert left <= {"a.jsonl", "b.jsonl", "c.jsonl", "file", "out.partial"}
     assert ("out.partial" in left) == ("too long" in said)  # its tokens, for another --overlong
+
+
+def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_path, pack):
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    write_texts(tmp_path / "data" / "train" / "a.jsonl")
+    assert pack("data/train", "-o", "data/packed", "--tokens", "data/tokens")[0] == 0
+
+    said = one_sentence(pack("data", "-o", "other"))
+
+    assert said.startswith("data/packed is a packed set that varlen wrote (2 such folders lie there)")
+    for again in ("data/packed", "data/tokens", "data/train"):
+        assert pack(again, "-o", f"from-{again[5:]}")[0] == 0
+
+
+def test_a_run_whose_output_lies_in_the_data_goes_on_from_its_tokens(tmp_path, pack):
+    write_texts(tmp_path / "a.jsonl")
+    assert "the tokens are kept in packed.partial" in one_sentence(pack(".", "-o", "packed", "--capacity", 8))
+
+    assert pack(".", "-o", "packed", "--capacity", 8, "--overlong", "split")[0] == 0
 
 
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack, monkeypatch):

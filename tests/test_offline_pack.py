@@ -21,7 +21,7 @@ from offline_packs import (
     write_texts,
 )
 
-from varlen.errors import SettingError, SourceError
+from varlen.errors import OverlongDocumentError, SettingError, SourceError
 from varlen.offline.crew import Crew
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
@@ -288,10 +288,12 @@ def test_what_is_written_is_never_read_as_data(tmp_path):
     with pytest.raises(
         SettingError, match=r"is to be read, but .*out is to be written; name an output outside"
     ):
+        pack(tmp_path / "in" / "out", tmp_path / "in" / "out", overwrite=True)
+    with pytest.raises(SourceError, match="in/out is a packed set"):
         pack(tmp_path / "in", tmp_path / "in" / "out", overwrite=True)
     (tmp_path / "in" / "out").rename(tmp_path / "in" / "out.partial")
     with pytest.raises(SettingError, match="is to be written"):
-        pack(tmp_path / "in", tmp_path / "in" / "out")
+        pack(tmp_path / "in" / "out.partial", tmp_path / "in" / "out")
     with pytest.raises(SettingError, match="is to be written"):
         pack(tmp_path / "tokens", tmp_path / "tokens", overwrite=True)
 
@@ -300,13 +302,13 @@ def test_what_is_written_is_never_read_as_data(tmp_path):
     ("lines", "settings", "said"),
     [
         (['{"body": "a"}'], {}, "found `body`"),
-        (['{"text": ""}', '{"text": ""}'], {}, "holds 2 documents, all of them empty"),
+        (['{"text": ""}', '{"text": ""}'], {}, "holds 2 empty documents"),
         (['{"text": "a"}', "{"], {}, "line 2"),
         (['{"text": "' + 300 * "a" + '"}'], {}, "has 301 tokens but a pack holds 256"),
         (
             ['{"text": "' + 300 * "a" + '"}'],
             {"overlong": "drop"},
-            r"no document is left to pack: all 1 are longer",
+            r"no document is left to pack: 1 document is longer",
         ),
     ],
 )
@@ -322,8 +324,12 @@ def test_data_that_cannot_be_packed_is_refused_and_nothing_of_it_stays(tmp_path,
 
 
 def test_tokens_survive_a_change_of_settings_after_documents_were_too_long(tmp_path, data):
-    with pytest.raises(ValueError, match="too long"):
-        pack(data, tmp_path / "out", capacity=20)
+    for too_small in ({"capacity": 20}, {"capacity": 1, "overlong": "drop"}):
+        with pytest.raises(
+            OverlongDocumentError,
+            match=r"larger --capacity; the tokens are kept in \S+/out\.partial, so that the same run with one of",
+        ):
+            pack(data, tmp_path / "out", **too_small)
     source = open_source(data)
     object.__setattr__(source.encoding, "tokenizer", Refusing(source.encoding.tokenizer))
 

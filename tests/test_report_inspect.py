@@ -278,8 +278,8 @@ def test_everything_dropped_leaves_no_packs_and_no_error():
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"lengths": [0, 0]}, LengthsError, "none of the 2 documents holds a token"),
-        ({"lengths": []}, LengthsError, "none of the 0 documents"),
+        ({"lengths": [0, 0]}, LengthsError, "none of 2 documents holds a token"),
+        ({"lengths": []}, LengthsError, "none of 0 documents"),
         ({"lengths": [-1]}, LengthsError, "negative"),
         ({"capacities": []}, SettingError, "capacities is empty"),
         ({"capacities": [0]}, SettingError, "capacity must be a whole number"),

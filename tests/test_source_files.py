@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import fsspec
 import pytest
 
 from varlen.errors import MissingExtraError, SourceError
 from varlen.source.files import File, find_files, kind_of
 from varlen.source.opening import fingerprint
+from varlen.source.read import read_texts
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -114,7 +116,7 @@ def test_a_file_system_whose_package_is_missing_is_named(monkeypatch):
 def test_files_that_are_all_empty_are_an_error_and_one_beside_others_is_none(tmp_path):
     for name in ("a.jsonl", "b.csv"):
         (tmp_path / name).write_text("")
-    with pytest.raises(SourceError, match=r"a\.jsonl is empty \(0 bytes\), and so are the 1 files beside it"):
+    with pytest.raises(SourceError, match=r"a\.jsonl is empty \(0 bytes\), and 1 file beside it is too"):
         find_files(tmp_path)
     with pytest.raises(SourceError, match=r"b\.csv is empty \(0 bytes\); was it"):
         find_files(tmp_path / "b.csv")
@@ -122,6 +124,53 @@ def test_files_that_are_all_empty_are_an_error_and_one_beside_others_is_none(tmp
     touch(tmp_path, "c.txt")
 
     assert names_of(tmp_path) == ["a.jsonl", "b.csv", "c.txt"]
+
+
+@pytest.mark.parametrize(
+    ("names", "content", "kind"),
+    [
+        (["manifest.json", "part-00000.parquet"], '{"varlen": "1", "kind": "packed"}', "a packed set"),
+        (["manifest.json", "0/shard.json"], '{"varlen": "1", "kind": "tokens"}', "a token store"),
+        ([".work/lock", "part-00000.parquet"], "", "an unfinished output"),
+    ],
+)
+def test_a_result_of_varlen_in_a_subfolder_is_no_data_of_the_folder(tmp_path, names, content, kind):
+    touch(tmp_path, "in/a.jsonl", "in/deep/b.jsonl")
+    result = tmp_path / "in" / "deep" / "out.partial"
+    touch(result, *names)
+    (result / names[0]).write_text(content)
+
+    said = (
+        rf"out\.partial is {kind} that varlen wrote, and would be read as data beside .*/in; name the files"
+    )
+    with pytest.raises(SourceError, match=said):
+        find_files(tmp_path / "in")
+    if kind == "an unfinished output":
+        with pytest.raises(SourceError, match=r"out\.partial is an unfinished output; run the command"):
+            find_files(result)
+    else:
+        assert names_of(result) == names[1:]
+    result.rename(tmp_path / "out.partial")
+    assert names_of(tmp_path / "in") == ["a.jsonl", "deep/b.jsonl"]
+
+
+def test_several_results_in_subfolders_are_counted_and_what_others_wrote_is_read(tmp_path):
+    touch(tmp_path, "a.jsonl", "x.partial/b.jsonl", ".hidden/manifest.json", "y/.work/c.jsonl")
+    touch(tmp_path, "z.partial/.work/lock")
+    for name in ("theirs", ".hidden"):
+        touch(tmp_path, f"{name}/manifest.json", f"{name}/d.jsonl")
+    (tmp_path / "theirs" / "manifest.json").write_text('{"name": "theirs"}')
+    (tmp_path / ".hidden" / "manifest.json").write_text('{"varlen": "1"}')
+    assert names_of(tmp_path) == ["a.jsonl", "theirs/d.jsonl", "x.partial/b.jsonl"]
+
+    for name in ("one", "two"):
+        touch(tmp_path, f"{name}/manifest.json")
+        (tmp_path / name / "manifest.json").write_text('{"varlen": "1", "kind": "packed"}')
+
+    with pytest.raises(
+        SourceError, match=r"one is a packed set that varlen wrote \(2 such folders lie there\)"
+    ):
+        find_files(tmp_path)
 
 
 def save_set(folder: Path, names: list[object], state: object = None) -> Path:
@@ -151,6 +200,28 @@ def test_a_saved_data_set_gives_the_files_that_it_names_in_its_order(tmp_path):
 def test_a_saved_data_set_that_is_not_whole_is_an_error(tmp_path, names, state, said):
     with pytest.raises(SourceError, match=said):
         find_files(save_set(tmp_path, names, state))
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_a_saved_data_set_whose_rows_are_chosen_by_indices_is_refused(tmp_path, key):
+    state = {"_data_files": [{"filename": "a.arrow"}], key: []}
+    assert names_of(save_set(tmp_path, [], state)) == ["a.arrow"]
+
+    with pytest.raises(
+        SourceError, match=r"names files of indices, .* call flatten_indices\(\) and save it again"
+    ):
+        find_files(save_set(tmp_path, [], state | {key: [{"filename": "indices.arrow"}]}))
+
+
+def test_a_data_set_that_was_selected_from_and_shuffled_is_read_as_it_was_saved(tmp_path):
+    texts = [str(number) for number in range(20)]
+    chosen = datasets.Dataset.from_dict({"text": texts}).select(range(3, 17)).shuffle(seed=1)
+    chosen.save_to_disk(tmp_path / "saved")
+
+    found = list(read_texts(tmp_path / "saved"))
+
+    assert found == chosen["text"][:]
+    assert found != sorted(found, key=int)
 
 
 def save_splits(folder: Path, *splits: str) -> Path:

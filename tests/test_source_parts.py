@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SourceError
+from varlen.offline.crew import Crew
+from varlen.offline.index import build_store
 from varlen.source import jsonl
+from varlen.source.lengths import read_lengths
 from varlen.source.source import Source, open_source
 
 TEXTS = st.lists(st.text(st.sampled_from("ab\n\r\ufeffż🦆\u2028"), max_size=12), min_size=1, max_size=12)
@@ -205,3 +209,23 @@ def test_a_table_that_breaks_off_says_after_which_row(tmp_path):
 
     with pytest.raises(SourceError, match=r"is damaged: .* \(after row 60\)"):
         read_texts(open_source(tmp_path, append_eos=False), 1 << 30)
+
+
+def test_progress_moves_within_a_file_that_cannot_be_cut(tmp_path):
+    random = np.random.default_rng(0)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(4):
+            file.write(json.dumps({"text": random.bytes(1 << 20).hex()}).encode() + b"\n")
+    size = (tmp_path / "a.jsonl.gz").stat().st_size
+    source, packed, looked_at = open_source(tmp_path / "a.jsonl.gz"), [], []
+
+    read_lengths(source, lambda done, total, text: looked_at.append((done, total)))
+    with Crew(processes=2).hired() as team:
+        build_store(
+            source, tmp_path / "store", {}, team=team, on_progress=lambda *said: packed.append(said[:2])
+        )
+
+    for said in (looked_at, packed):
+        assert said == sorted(said)
+        assert (said[0], said[-1]) == ((0, size), (size, size))
+        assert len({done for done, _ in said}) >= 4

@@ -12,7 +12,7 @@ from house.tree import Source, is_type_checking, python_files
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (
     {"errors"},
-    {"types", "jit"},
+    {"types", "jit", "counts"},
     {"source", "pack", "batch", "cost"},
     {"plan"},
     {"simulate", "feed", "offline"},

@@ -10,63 +10,34 @@ from typing import Annotated, Any
 
 import typer
 
-DATA, MEASURING, OUTPUT = "Documents and tokens", "Measuring", "Output"
+from varlen.cli.options import (
+    OUTPUT,
+    ChatTemplate,
+    Column,
+    Data,
+    Eos,
+    NoEos,
+    OnError,
+    TextCut,
+    Tokenizer,
+)
+from varlen.counts import many
+
+MEASURING = "Measuring"
 _SHOWN_SKIPS = 5
 _EXCERPTS = 20_000
 """Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
 
 
 def inspect_data(
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DATA...",
-            show_default=False,
-            help="Your documents: files, folders or quoted globs.",
-        ),
-    ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            metavar="bytes|FILE|FOLDER", help="What counts tokens; bytes needs no file.", rich_help_panel=DATA
-        ),
-    ] = "bytes",
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROLE=NAME",
-            help="Which column holds what, as text=body; repeatable.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A template for messages, instead of the tokenizer's.", rich_help_panel=DATA
-        ),
-    ] = None,
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    no_eos: Annotated[
-        bool, typer.Option("--no-eos", help="Count documents without an end token.", rich_help_panel=DATA)
-    ] = False,
-    text_cut: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|file|paragraph|line", help="What a document is in text files.", rich_help_panel=DATA
-        ),
-    ] = "auto",
-    on_error: Annotated[
-        str,
-        typer.Option(
-            metavar="raise|skip", help="What becomes of rows that can't be read.", rich_help_panel=DATA
-        ),
-    ] = "raise",
+    data: Data,
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
+    on_error: OnError = "raise",
     capacity: Annotated[
         list[int] | None,
         typer.Option(
@@ -180,4 +151,5 @@ def _print_skipped(skipped: Sequence[str]) -> None:
     more = len(skipped) - _SHOWN_SKIPS
     tail = f"; and {more:,} more" if more > 0 else ""
     shown = "; ".join(skipped[:_SHOWN_SKIPS])
-    print(f"varlen: {len(skipped):,} could not be read and were left out: {shown}{tail}", file=sys.stderr)
+    how_many = many(len(skipped), "record that could not be read was", "records that could not be read were")
+    print(f"varlen: {how_many} left out: {shown}{tail}", file=sys.stderr)

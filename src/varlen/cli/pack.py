@@ -10,19 +10,26 @@ from typing import Annotated, Any
 
 import typer
 
-DATA, PACKING, OUTPUT, RUNNING = "Documents and tokens", "Packing", "Output", "Running"
+from varlen.cli.options import (
+    DOCUMENTS,
+    OUTPUT,
+    ChatTemplate,
+    Column,
+    Data,
+    Eos,
+    NoEos,
+    OnError,
+    TextCut,
+    Tokenizer,
+)
+from varlen.counts import many
+
+PACKING, RUNNING = "Packing", "Running"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
 
 
 def pack(
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="DATA...",
-            help="Files, folders, quoted globs or URLs; or one token store. JSONL, JSON, CSV, text, Parquet, Arrow, "
-            "npz, saved Hugging Face data sets; plain, .gz or .zst.",
-        ),
-    ],
+    data: Data,
     output: Annotated[
         Path,
         typer.Option(
@@ -30,50 +37,18 @@ def pack(
         ),
     ],
     capacity: Annotated[int, typer.Option(help="Tokens a row can hold.", rich_help_panel=PACKING)] = 4096,
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one.",
-            rich_help_panel=DATA,
-        ),
-    ] = "bytes",
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ROLE=NAME",
-            help="Where a column isn't called as usual: text=body.  Repeatable.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DATA
-        ),
-    ] = None,
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
     supervise: Annotated[
         str,
         typer.Option(
-            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DATA
+            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DOCUMENTS
         ),
     ] = "assistant",
-    eos: Annotated[
-        str | None,
-        typer.Option(
-            help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
-    no_eos: Annotated[
-        bool, typer.Option("--no-eos", help="Leave documents without an end token.", rich_help_panel=DATA)
-    ] = False,
-    text_cut: Annotated[
-        str,
-        typer.Option(
-            help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/].",
-            rich_help_panel=DATA,
-        ),
-    ] = "auto",
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
     method: Annotated[
         str,
         typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.", rich_help_panel=PACKING),
@@ -113,15 +88,10 @@ def pack(
         typer.Option(
             metavar="FOLDER",
             help="Keep the tokens here, or take them from here: pack again without tokenizing.",
-            rich_help_panel=DATA,
+            rich_help_panel=DOCUMENTS,
         ),
     ] = None,
-    on_error: Annotated[
-        str,
-        typer.Option(
-            help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DATA
-        ),
-    ] = "raise",
+    on_error: OnError = "raise",
     processes: Annotated[
         int | None,
         typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
@@ -198,36 +168,31 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     print(
-        f"{_many(ledger['documents_in'], 'document')}, {_many(ledger['tokens_in'], 'token')} -> "
-        f"{_many(manifest['num_packs'], 'row')} of "
+        f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], 'token')} -> "
+        f"{many(manifest['num_packs'], 'row')} of "
         f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
-        f"{_many(manifest['num_targets'], 'token')} to train on"
+        f"{many(manifest['num_targets'], 'token')} to train on"
     )
     if are_bytes:
         print(f"  {_BYTES}")
     notes = {
         "empty_documents": "left out: no tokens",
         "split_documents": "cut into pieces",
-        "truncated_documents": f"cut short ({_many(ledger['truncated'], 'token')} lost)",
-        "dropped_documents": f"dropped ({_many(ledger['dropped'], 'token')} lost)",
+        "truncated_documents": f"cut short ({many(ledger['truncated'], 'token')} lost)",
+        "dropped_documents": f"dropped ({many(ledger['dropped'], 'token')} lost)",
     }
     for key, words in notes.items():
         if ledger[key]:
-            print(f"  {_many(ledger[key], 'document')} {words}")
+            print(f"  {many(ledger[key], 'document')} {words}")
     if manifest["packs_without_target"]:
-        print(f"  {_many(manifest['packs_without_target'], 'row')} with nothing to train on")
+        print(f"  {many(manifest['packs_without_target'], 'row')} with nothing to train on")
     if manifest["num_skipped"]:
-        print(f"  {_many(manifest['num_skipped'], 'record')} skipped:")
+        print(f"  {many(manifest['num_skipped'], 'record')} skipped:")
         with (folder / "skipped.log").open(encoding="utf-8") as listed:
             for _, line in zip(range(10), listed):
                 print(f"    {line.rstrip()}")
         if manifest["num_skipped"] > 10:
             print(f"    all of them in {folder / 'skipped.log'}")
     name = settings["format"]
-    print(f"{folder}: {_many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
+    print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
     print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')
-
-
-def _many(number: int, noun: str) -> str:
-    """Write a number of things."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -30,7 +30,7 @@ def as_source(
         SettingError: an argument out of its range.
     """
     from varlen.source.source import open_source
-    from varlen.source.store import read_manifest
+    from varlen.source.written import read_manifest
 
     if len(data) == 1 and Path(data[0]).is_dir():
         manifest = read_manifest(Path(data[0]))

@@ -66,6 +66,10 @@ class Team:
         if self._workers is not None:
             self._workers.start()
 
+    def is_here(self, *, is_one: bool) -> bool:
+        """Return whether this process does the tasks itself; `is_one` as in `run`."""
+        return not self._crew.ray and (self._workers is None or is_one)
+
     def run(
         self,
         function: Callable[[Any, Any], Result],

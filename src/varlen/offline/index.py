@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from varlen import __version__
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.offline.crew import Team
-from varlen.offline.places import WORK, check_output, disk_faults, finish, tidy, working_folder, write_json
+from varlen.offline.places import check_output, disk_faults, finish, tidy, working_folder, write_json
 from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store, read_manifest
+from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
 from varlen.source.tokenizer import digest
+from varlen.source.watch import Watch
+from varlen.source.written import WORK, read_manifest
 
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24
@@ -87,16 +90,13 @@ def build_store(
     check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
         parts = source.parts(PART_BYTES)
-        sizes = [sum(_span_bytes(source, span.file, len(part)) for span in part) for part in parts]
+        watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
+        is_one = len(parts) == 1
+        reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
         shards: dict[int, list[dict[str, Any]]] = {}
-        done, total = 0, max(sum(sizes), 1)
-        on_progress(0, total, "tokenizing")
-        for number, found in team.run(
-            index_part, (source, partial), enumerate(parts), is_one=len(parts) == 1
-        ):
+        for number, found in team.run(index_part, (reading, partial), enumerate(parts), is_one=is_one):
             shards[number] = found
-            done += sizes[number]
-            on_progress(done, total, "tokenizing")
+            watch.finish(number)
         listed = [shard for number in sorted(shards) for shard in shards[number]]
         if sum(shard["num_tokens"] for shard in listed) == 0:
             shutil.rmtree(partial)  # nobody resumes this
@@ -120,21 +120,15 @@ def build_store(
     return open_store(folder)
 
 
-def _span_bytes(source: Source, file: int, spans: int) -> int:
-    """Estimate the bytes of a span: a whole file among several, else about a part's worth."""
-    size = max(source.files[file].size, 1)
-    return size if spans > 1 else min(size, PART_BYTES)
-
-
 def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:
     """Say that there is nothing to train on, and why."""
     first = source.files[0].path
-    more = f" and {len(source.files) - 1:,} more files" if len(source.files) > 1 else ""
+    more = f" and {many(len(source.files) - 1, 'more file')}" if len(source.files) > 1 else ""
     documents = sum(shard["num_documents"] for shard in shards)
     skipped = sum(shard["num_skipped"] for shard in shards)
-    why = f"{documents:,} documents, all of them empty" if documents else "no document"
+    why = many(documents, "empty document") if documents else "no document"
     return f"{first}{more} hold{'' if more else 's'} {why}" + (
-        f"; {skipped:,} records were skipped" if skipped else ""
+        f"; {many(skipped, 'record was', 'records were')} skipped" if skipped else ""
     )
 
 

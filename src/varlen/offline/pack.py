@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from varlen import __version__
-from varlen.errors import LedgerError, SettingError, SourceError
+from varlen.counts import many
+from varlen.errors import LedgerError, OverlongDocumentError, SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import (
-    WORK,
     check_output,
     disk_faults,
     finish,
@@ -25,8 +25,9 @@ from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.offline.write import PartCounts, opened_store, write_part
 from varlen.source.source import Source
-from varlen.source.store import TokenStore, open_store, read_manifest
+from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
+from varlen.source.written import WORK, read_manifest
 
 SKIPPED = "skipped.log"
 _TOKENS = "tokens"
@@ -71,7 +72,8 @@ def pack_source(
 
     Raises:
         SourceError: a record can't be read, or there is no document.
-        OverlongDocumentError: a document is longer than a row, and `overlong` is "error".
+        OverlongDocumentError: a document is longer than a row, and `overlong` is "error"; or all are, and it is
+            "drop". The tokens are kept for a run with another setting.
         SettingError: a folder can't be written, or holds something else.
 
     Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
@@ -123,6 +125,13 @@ def _packed(
             )
         try:
             manifest = _write(store, partial, settings, team, on_progress)
+        except OverlongDocumentError as error:
+            if isinstance(source, Path):
+                raise
+            raise OverlongDocumentError(
+                f"{error}; the tokens are kept in {partial if tokens is None else tokens}, so that the same run with "
+                "one of these goes on from there"
+            ) from error
         finally:
             opened_store.cache_clear()  # open files would keep a removed store's space
         manifest["fingerprint"], manifest["source"] = wanted, marks
@@ -174,9 +183,10 @@ def _write(
         on_progress(done, total, "packing")
     parts.sort(key=lambda counts: (len(counts.name), counts.name))
     if not parts:
-        raise SourceError(
-            f"no document is left to pack: all {int(store.manifest['num_documents']):,} are longer than "
-            f"{settings.capacity:,} tokens and dropped; pass --overlong split or a larger --capacity"
+        were = many(int(store.manifest["num_documents"]), "document is", "documents are")
+        raise OverlongDocumentError(
+            f"no document is left to pack: {were} longer than {settings.capacity:,} tokens and dropped; pass "
+            "--overlong split, or a larger --capacity"
         )
     ledger = plan.ledger.check()
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)
@@ -225,6 +235,6 @@ def _refuse_cut_rows(source: Source) -> None:
             cut = manifest["ledger"]["split_documents"]
             if cut:
                 raise SourceError(
-                    f"{folder} was packed with {cut:,} documents cut into pieces, which can't be told from "
+                    f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
                     "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
                 )

@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
-from varlen.source.store import read_manifest
 from varlen.source.writing import sync
+from varlen.source.written import PARTIAL, WORK, read_manifest
 
-WORK = ".work"
-_PARTIAL = ".partial"
 _STATE = "state.json"
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
@@ -69,7 +67,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
 
 def partial_of(folder: Path) -> Path:
     """Return where a result is made until it is whole."""
-    return folder.with_name(folder.name + _PARTIAL)
+    return folder.with_name(folder.name + PARTIAL)
 
 
 @contextmanager
@@ -96,11 +94,19 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = _LOCK) -> Iter
                 write_json(partial / WORK / _STATE, {"fingerprint": fingerprint})
         yield partial
     except BaseException:
-        if all(note.name == _STATE for note in partial.rglob("*.json")):
+        if not _holds_finished(partial):
             shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         lock.close()
+
+
+def _holds_finished(partial: Path) -> bool:
+    """Return whether a later run takes anything over: tokens by their manifest, or parts by their notes."""
+    return any(
+        note.name == "manifest.json" or (note.parent.name == WORK and note.name != _STATE)
+        for note in partial.rglob("*.json")
+    )
 
 
 def _locked(partial: Path, folder: Path) -> IO[str]:
@@ -195,9 +201,10 @@ def disk_faults(place: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(_existing(place)).free
+            is_kept = _holds_finished(place if place.name.endswith(PARTIAL) else partial_of(place))
             raise SettingError(
                 f"{place} can't be written: the disk is full ({free / 1e6:,.0f} MB free); make room and run the same "
-                "again: what is finished is kept"
+                f"again{': what is finished is kept' if is_kept else ''}"
             ) from error
         raise SettingError(f"{place} can't be written: {error.strerror or error}") from error
 

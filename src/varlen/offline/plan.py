@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from varlen.counts import many
 from varlen.errors import OverlongDocumentError
 from varlen.offline.order import STRETCH, DocumentOrder
 from varlen.offline.settings import PackSettings
@@ -122,9 +123,10 @@ def check_lengths(store: TokenStore, capacity: int) -> None:
         count += len(over)
         before += len(lengths)
     if count:
+        are = f"{many(before, 'document')} {'is' if count == 1 else 'are'}"
         raise OverlongDocumentError(
             f"document {first:,} (counted from 0 in the order of the data) has {length:,} tokens but a pack holds "
-            f"{capacity:,} ({count:,} of {before:,} documents are too long); pass --overlong split, truncate or "
+            f"{capacity:,} ({count:,} of {are} too long); pass --overlong split, truncate or "
             "drop, or a larger --capacity"
         )
 

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.offline.places import WORK, disk_faults, unfinished, write_json
+from varlen.offline.places import disk_faults, unfinished, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.source.lists import list_column
 from varlen.source.store import TokenStore, open_store
 from varlen.source.writing import sync, write_table
+from varlen.source.written import WORK
 
 _IGNORED = -100
 _ROW_GROUP_TOKENS = 1 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from varlen.counts import many
 from varlen.report.inspected import (
     AdviceFigures,
     CapacityFigures,
@@ -160,8 +161,8 @@ def _why_capacity(
 def _cut(chosen: CapacityFigures, distribution: DistributionFigures) -> str:
     if not chosen.overlong_documents:
         return f"no document is cut (the longest has {distribution.longest:,} tokens)"
-    many = "document is" if chosen.overlong_documents == 1 else "documents are"
-    return f"{chosen.overlong_documents:,} {many} longer ({share(chosen.overlong_share)})"
+    longer = many(chosen.overlong_documents, "document is", "documents are")
+    return f"{longer} longer ({share(chosen.overlong_share)})"
 
 
 def _why_method(chosen: CapacityFigures, method: Method) -> str:

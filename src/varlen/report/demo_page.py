@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from statistics import fmean, median
 
+from varlen.counts import many
 from varlen.report import charts, pictures
 from varlen.report.figures import DemoFigures, MethodFigures, spread
 from varlen.report.findings import findings, headline, loss_gap
@@ -213,8 +214,8 @@ def _ledger(figures: DemoFigures) -> str:
         f"{ledger.dropped:,} <small>dropped</small>; {ledger.duplicated:,} <small>twice</small>, "
         f"{ledger.balance:,} <small>unaccounted for</small></p>"
         + paragraph(
-            f"Of {ledger.documents_in:,} documents, {ledger.truncated_documents:,} are longer than "
-            f"{figures.max_length:,} tokens and lose their end, in every method alike. Packed tokens are "
+            f"Of {many(ledger.documents_in, 'document')}, those longer than {figures.max_length:,} tokens "
+            f"({ledger.truncated_documents:,}) lose their end, in every method alike. Packed tokens are "
             "counted from the finished packs. Every method trained each document once and "
             f"{figures.method('packed').num_targets:,} targets; the demo stops if they differ."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from varlen.counts import many
 from varlen.report import charts
 from varlen.report.inspect_table import BYTES, full, reading
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
@@ -327,11 +328,11 @@ def _wordy(content: str) -> str:
 def _settings(inspection: Inspection) -> list[tuple[str, str]]:
     return [
         ("documents packed", f"{inspection.packed_documents:,}"),
-        ("windows", f"{inspection.window_documents:,} documents in windows of {inspection.window:,}"),
+        ("windows", f"{many(inspection.window_documents, 'document')} in windows of {inspection.window:,}"),
         (
             "axolotl's row",
             f"in shuffled groups of {GROUP:,} documents, at most {GROUP_DOCUMENTS:,} of them a pack",
         ),
-        ("padded batches", f"{inspection.batch_documents:,} documents"),
+        ("padded batches", many(inspection.batch_documents, "document")),
         ("seed", str(inspection.seed)),
     ]

@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from varlen.counts import many
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.words import count, fill, share, times
 
@@ -84,7 +85,7 @@ def _lengths(inspection: Inspection) -> RenderableType:
     empty = f" ({found.empty:,} empty)" if found.empty else ""
     supervised = "" if found.targets_share is None else f", {share(found.targets_share)} of them supervised"
     lines = [
-        f"{found.documents:,} documents{empty}, {found.tokens:,} tokens{supervised}",
+        f"{many(found.documents, 'document')}{empty}, {many(found.tokens, 'token')}{supervised}",
         f"mean {count(found.mean)}, median {count(found.median)}, 90 % up to {count(found.p90)}, 99 % up to "
         f"{count(found.p99)}, longest {found.longest:,}",
         f"the longest 1 % of the documents hold {share(found.longest_share)} of the tokens",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.pack.api import as_seed, pack
 from varlen.pack.lengths import as_count, as_lengths
@@ -80,7 +81,7 @@ def inspect_lengths(
     checked = as_lengths(lengths)
     if not checked.any():
         raise LengthsError(
-            f"none of the {checked.size:,} documents holds a token, and nothing can be packed; "
+            f"none of {many(checked.size, 'document')} holds a token, and nothing can be packed; "
             "check the path, and the columns that are read"
         )
     supervised = None if targets is None else _as_targets(targets, checked)
@@ -165,7 +166,7 @@ def _as_targets(targets: npt.ArrayLike, lengths: Int32Array) -> IntArray:
         first = int(np.argmax(wrong))
         raise DocumentsError(
             f"document {first:,} has {lengths[first]:,} tokens and {array[first]:,} of them supervised "
-            f"({int(wrong.sum()):,} of {lengths.size:,} documents are wrong in this way); count those that "
+            f"(so it is with {int(wrong.sum()):,} of {many(lengths.size, 'document')}); count those that "
             "carry a label"
         )
     return array.astype(np.int64)

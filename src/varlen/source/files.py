@@ -5,13 +5,15 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.remote import list_remote
+from varlen.source.written import WORK, is_unfinished, what_varlen_wrote
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
@@ -38,6 +40,8 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": 
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
 """Beginnings of the names of text files that speak of the data beside them."""
 _OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
+_INDICES = ("_indices_data_files", "_indices_files")
+"""Where a data set names the rest that was selected from or shuffled and saved by an older version of `datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,8 @@ class File:
     format: Format
     suffix_compression: Compression | None = None
     """What the end of its name says; what the file's first bytes say goes before it."""
+    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
+    """Told how many bytes are read of it, about a megabyte at a time, where it is local."""
 
     @property
     def is_remote(self) -> bool:
@@ -92,7 +98,8 @@ def find_files(data: Data) -> list[File]:
             raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
         seen.add(place)
     if all(file.size == 0 for file in files):
-        more = f", and so are the {len(files) - 1:,} files beside it" if len(files) > 1 else ""
+        beside = many(len(files) - 1, "file beside it is", "files beside it are")
+        more = f", and {beside} too" if len(files) > 1 else ""
         raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
     return files
 
@@ -187,9 +194,34 @@ def _in_folder(path: Path) -> list[File]:
     saved = _saved_data_set(path)
     if saved is not None:
         return saved
-    every = (p for p in sorted(path.rglob("*")) if p.is_file())
+    every = [p for p in sorted(path.rglob("*")) if p.is_file()]
+    _refuse_results(path, every)
     listing = [(str(p), p.relative_to(path).as_posix(), p.stat().st_size) for p in every]
     return [_file(*entry) for entry in _of_folder(listing, str(path))]
+
+
+def _refuse_results(path: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of.
+
+    Raises:
+        SourceError: there are some, or the folder itself is half a result.
+    """
+    if is_unfinished(path):
+        raise SourceError(
+            f"{path} is an unfinished output; run the command that makes it again, and name what it gives"
+        )
+    unfinished = {file.parents[1] for file in files if file.parent.name == WORK}
+    unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
+    folders = sorted((unfinished | {file.parent for file in files if file.name == "manifest.json"}) - {path})
+    shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    results = [(folder, kind) for folder in shown if (kind := what_varlen_wrote(folder)) is not None]
+    if results:
+        folder, kind = results[0]
+        more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
+        raise SourceError(
+            f"{folder} is {kind} that varlen wrote{more}, and would be read as data beside the rest of {path}; name "
+            "the files or subfolders to read, or move it elsewhere"
+        )
 
 
 def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[str, str, int]]:
@@ -225,7 +257,8 @@ def _saved_data_set(path: Path) -> list[File] | None:
     """List the files of a data set saved by Hugging Face's `save_to_disk`; None for any other folder.
 
     Raises:
-        SourceError: its description can't be read, or it holds several splits and none is called "train".
+        SourceError: its description can't be read, or it holds several splits and none is called "train", or its rows
+            are chosen and ordered by indices in another file.
     """
     if (path / "dataset_dict.json").is_file():
         splits = _described(path / "dataset_dict.json", "splits")
@@ -241,6 +274,12 @@ def _saved_data_set(path: Path) -> list[File] | None:
     if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
         return None
     files = [entry.get("filename") for entry in _described(path / "state.json", "_data_files")]
+    state = json.loads((path / "state.json").read_bytes())
+    if any(state.get(key) for key in _INDICES):
+        raise SourceError(
+            f"{path / 'state.json'} names files of indices, which say which rows are meant and in which order, and "
+            "aren't read here; load it with datasets, call flatten_indices() and save it again"
+        )
     if not files:
         raise SourceError(f"{path / 'state.json'} names no files, so the data set is empty")
     missing = [name for name in files if not isinstance(name, str) or not (path / Path(name).name).is_file()]

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
+from varlen.source.watch import Watch
 from varlen.types import IntArray
 
 OnProgress = Callable[[int, int, str], None]
@@ -44,7 +46,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
 
     Args:
         source: what to read.
-        on_progress: called with parts read, all parts, and words.
+        on_progress: called with bytes read, bytes of all files, and words.
         excerpts_wanted: documents, the first ones, whose beginnings are kept for pictures.
 
     Raises:
@@ -57,9 +59,10 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0
+    watch = Watch([source.part_bytes(part) for part in parts], on_progress)
+    watched = source.watched(watch.read)
     for number, part in enumerate(parts):
-        on_progress(number, len(parts), "tokenizing")
-        for documents in source.read(part):
+        for documents in watched.read(part):
             if count < excerpts_wanted:
                 excerpts |= _excerpts(source, documents, count, excerpts_wanted - count)
             count += len(documents)
@@ -67,9 +70,11 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             targets.append(targets_of(documents))
             has_mask |= documents.loss_mask is not None
             skipped += map(str, documents.faults)
+        watch.finish(number)
     if not any(some.any() for some in lengths):
         first = source.files[0].path
-        raise SourceError(f"{first} holds no document with tokens; {len(skipped):,} records were skipped")
+        were = many(len(skipped), "record was", "records were")
+        raise SourceError(f"{first} holds no document with tokens; {were} skipped")
     return Lengths(
         lengths=np.concatenate(lengths),
         targets=np.concatenate(targets) if has_mask else None,

@@ -11,9 +11,9 @@ import io
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
 from varlen.source.files import Compression, File
@@ -27,6 +27,19 @@ _UNPACKED_BYTES = 1 << 16
 """Unpacked at a time, and lost where a compressed file turns out to be damaged."""
 
 
+class _Watched(io.FileIO):
+    """A local file that tells how much is read of it."""
+
+    def __init__(self, path: str, on_read: Callable[[int], None]) -> None:
+        super().__init__(path)
+        self._on_read = on_read
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        count = super().readinto(buffer)
+        self._on_read(count or 0)
+        return count
+
+
 def open_stored(file: File) -> BinaryIO:
     """Open a file's bytes as they are stored.
 
@@ -36,6 +49,8 @@ def open_stored(file: File) -> BinaryIO:
     if file.is_remote:
         return open_remote(file.path)
     try:
+        if file.on_read is not None:
+            return io.BufferedReader(_Watched(file.path, file.on_read), _BUFFER_BYTES)
         return open(file.path, "rb", buffering=_BUFFER_BYTES)  # noqa: PTH123 - paths may be no valid Path text
     except OSError as error:
         raise SourceError(f"{file.path} can't be read: {error.strerror or error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,16 @@ class Source:
             if self.on_error == "raise":
                 raise
             return None  # reading will tell
+
+    def part_bytes(self, part: Part, target_bytes: int = 64 << 20) -> int:
+        """Estimate the bytes of a part: of whole files, or of a stretch of one, as long as `parts` makes it."""
+        sizes = [max(self.files[span.file].size, 1) for span in part]
+        is_stretch = len(part) == 1 and (part[0].start > 0 or part[0].stop is not None)
+        return min(sizes[0], target_bytes) if is_stretch else sum(sizes)
+
+    def watched(self, on_read: Callable[[int], None]) -> Source:
+        """Return the same source, which tells how many bytes are read; for this process alone."""
+        return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
 
     def counts_bytes(self) -> bool:
         """Whether texts or chats are to become bytes: no tokenizer is given, and not all is tokens already.

@@ -32,12 +32,12 @@ import numpy.typing as npt
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, Mask, targets_of
 from varlen.source.writing import sync
+from varlen.source.written import read_manifest
 from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
 _OPEN_SHARDS = 8192
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
-_HEAD_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,16 +337,3 @@ def open_store(folder: str | Path) -> TokenStore:
         raise SourceError(
             f"{folder} has a damaged manifest: it lists no shards; index the data again"
         ) from error
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
-    try:
-        with (folder / "manifest.json").open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            if b'"varlen"' not in head:
-                return None
-            manifest = json.loads(head + file.read())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return manifest if isinstance(manifest, dict) and "varlen" in manifest else None

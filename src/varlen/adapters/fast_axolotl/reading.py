@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count
@@ -91,7 +92,8 @@ def _batches(files: Sequence[File], size: int, on_error: OnError) -> Iterator[di
         yield waiting
     if skipped:
         more = f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else ""
-        warnings.warn(f"{len(skipped):,} rows were skipped: {'; '.join(skipped[:5])}{more}", stacklevel=2)
+        were = many(len(skipped), "row was", "rows were")
+        warnings.warn(f"{were} skipped: {'; '.join(skipped[:5])}{more}", stacklevel=2)
 
 
 def _rows_of(columns: Mapping[str, list[Any]]) -> int:

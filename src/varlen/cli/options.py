@@ -1,0 +1,64 @@
+"""Options that several verbs take: which documents are read, and how they become tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DOCUMENTS, OUTPUT = "Documents and tokens", "Output"
+"""Panels of the help; a verb has others of its own."""
+
+Data = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="DATA...",
+        help="Files, folders, quoted globs or URLs; or one token store. JSONL, JSON, CSV, text, Parquet, Arrow, "
+        "npz, saved Hugging Face data sets; plain, .gz or .zst.",
+    ),
+]
+Tokenizer = Annotated[
+    str,
+    typer.Option(
+        help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+Column = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=NAME",
+        help="Where a column isn't called as usual: text=body.  Repeatable.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DOCUMENTS
+    ),
+]
+Eos = Annotated[
+    str | None,
+    typer.Option(
+        help="What ends a document: a token or its id.  [dim]\\[default: the tokenizer's][/]",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+NoEos = Annotated[
+    bool, typer.Option("--no-eos", help="Leave documents without an end token.", rich_help_panel=DOCUMENTS)
+]
+TextCut = Annotated[
+    str,
+    typer.Option(
+        help="What a document is in text files: [bold]file[/], [bold]paragraph[/], [bold]line[/].",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+OnError = Annotated[
+    str,
+    typer.Option(
+        help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DOCUMENTS
+    ),
+]

@@ -1,0 +1,38 @@
+"""What varlen itself wrote in a folder: finished results by their manifest, unfinished ones by their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PARTIAL, WORK = ".partial", ".work"
+"""What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
+_HEAD_BYTES = 64
+_KINDS = {"packed": "a packed set", "tokens": "a token store"}
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
+    try:
+        with (folder / "manifest.json").open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if b'"varlen"' not in head:
+                return None
+            manifest = json.loads(head + file.read())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) and "varlen" in manifest else None
+
+
+def what_varlen_wrote(folder: Path) -> str | None:
+    """Return what a folder is in words, if varlen wrote it, and else None."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        return _KINDS.get(str(manifest.get("kind")), "a result")
+    return "an unfinished output" if is_unfinished(folder) else None
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder holds what a run has not finished."""
+    return folder.name.endswith(PARTIAL) and (folder / WORK).is_dir() and read_manifest(folder) is None
