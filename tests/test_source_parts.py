@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SourceError
-from varlen.source import jsonl
+from varlen.source.formats import jsonl
 from varlen.source.source import Source, open_source
 
 TEXTS = st.lists(st.text(st.sampled_from("ab\n\r\ufeffż🦆\u2028"), max_size=12), min_size=1, max_size=12)

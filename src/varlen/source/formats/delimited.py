@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from varlen.errors import SourceError
 from varlen.source.files import File
-from varlen.source.gather import Found, gather
+from varlen.source.formats.gather import Found, gather
 from varlen.source.opening import open_plain
 from varlen.source.rows import Rows, listed, place
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 from varlen.errors import SourceError
 from varlen.source.columns import Fields
 from varlen.source.files import File
-from varlen.source.gather import Found, gather
-from varlen.source.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
+from varlen.source.formats.gather import Found, gather
+from varlen.source.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
 from varlen.source.opening import open_plain
 from varlen.source.rows import Rows, place
 

@@ -7,7 +7,7 @@ from typing import BinaryIO, Literal
 
 from varlen.errors import SourceError
 from varlen.source.files import File
-from varlen.source.gather import BATCH_SIZE, Found, gather
+from varlen.source.formats.gather import BATCH_SIZE, Found, gather
 from varlen.source.opening import open_plain
 from varlen.source.rows import Rows, place
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from varlen.errors import SourceError
 from varlen.source.columns import Fields
 from varlen.source.files import File
-from varlen.source.gather import Found, gather
+from varlen.source.formats.gather import Found, gather
 from varlen.source.opening import compression_of, faults, open_plain, open_stored
 from varlen.source.rows import Rows, json_kind, listed, place
 
