@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from varlen.source.chat import ChatTemplate, Rendered, chat_template
+from varlen.source.chats.template import ChatTemplate, Rendered, chat_template
 
 LLAMA = """\
 {{- bos_token }}

@@ -8,7 +8,7 @@ from chats import SPECIAL, TEMPLATES, chat, said, template
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source.chat import CHATML, chat_template, prompt_and_completion
+from varlen.source.chats.template import CHATML, chat_template, prompt_and_completion
 
 # What looks like a template's words, a slot of a skeleton, or a mark of a block; and white space of all kinds.
 FRAGMENTS = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chat import chat_template
+from varlen.source.chats.template import chat_template
 from varlen.source.columns import Columns
 from varlen.source.documents import Documents, Encoding, encode_rows
 from varlen.source.rows import Rows

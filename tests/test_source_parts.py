@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from varlen.errors import SourceError
 from varlen.offline.crew import Crew
 from varlen.offline.index import build_store
-from varlen.source import jsonl
+from varlen.source.formats import jsonl
 from varlen.source.lengths import read_lengths
 from varlen.source.source import Source, open_source
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chat import ChatTemplate, Rendered, prompt_and_completion
-from varlen.source.chat_messages import as_messages, without_nulls
+from varlen.source.chats.messages import as_messages, without_nulls
+from varlen.source.chats.template import ChatTemplate, Rendered, prompt_and_completion
 from varlen.source.columns import Columns
 from varlen.source.ready import ready_documents
 from varlen.source.rows import Fault, Rows, as_list, json_kind

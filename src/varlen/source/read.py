@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.chat_messages import as_messages
+from varlen.source.chats.messages import as_messages
 from varlen.source.columns import Columns
 from varlen.source.files import Data, find_files
-from varlen.source.formats import rows_of
+from varlen.source.formats.reading import rows_of
 from varlen.source.rows import Rows, as_list, json_kind
 
 

@@ -31,7 +31,8 @@ class Fault:
         return f"{self.where} {self.why}"
 
 
-def _zero() -> int:
+def zero() -> int:
+    """Return 0, where nothing stands before."""
     return 0
 
 
@@ -48,7 +49,7 @@ class Rows:
     path: str
     unit: str = "row"
     """What is counted: "line", "row", "value", "paragraph"; "" where the file is one row."""
-    base: Callable[[], int] = _zero
+    base: Callable[[], int] = zero
     """Rows of the file before those that `numbers` count from; called for messages alone, since it may read."""
     faults: tuple[Fault, ...] = field(default=())
     """Rows between these that can't be read; they have no entry in the columns."""

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chat import chat_template as make_template
+from varlen.source.chats.template import chat_template as make_template
 from varlen.source.columns import check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows
 from varlen.source.files import Data, File, find_files
-from varlen.source.formats import cut_points, rows_of
-from varlen.source.plain_text import Cut
+from varlen.source.formats.plain_text import Cut
+from varlen.source.formats.reading import cut_points, rows_of
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import ByteTokenizer, digest

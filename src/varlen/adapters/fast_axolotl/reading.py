@@ -13,7 +13,7 @@ from varlen.errors import SettingError, SourceError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count
 from varlen.source.files import File, Format, find_files
-from varlen.source.formats import all_columns
+from varlen.source.formats.reading import all_columns
 
 OnError = Literal["raise", "skip"]
 _TYPES: dict[str, Format] = {

@@ -9,11 +9,10 @@ from typing import BinaryIO
 
 from varlen.errors import SourceError
 from varlen.source.files import File
+from varlen.source.formats.gather import Found, gather
 from varlen.source.opening import open_plain
-from varlen.source.rows import Fault, Rows, listed, place
+from varlen.source.rows import Rows, listed, place
 
-_BATCH_CHARACTERS = 1 << 20
-_BATCH_ROWS = 4096
 _MOST_FIELD_CHARACTERS = 256 << 20
 
 
@@ -38,37 +37,21 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
         SourceError: the file can't be read any further.
     """
     with open_plain(file) as stream:
-        reader = _Reader(stream, file)
-        names = _names(reader)
-        places = [names.index(name) for name in wanted]
-        values: list[list[str]] = [[] for _ in wanted]
-        numbers: list[int] = []
-        faults: list[Fault] = []
-        characters = 0
+        found = _rows(_Reader(stream, file), wanted)
+        # A row of nothing but commas has no size.
+        yield from gather(found, names=wanted, path=file.path, unit="line", count_faults=True)
 
-        def rows() -> Rows:
-            columns = dict(zip(wanted, values))
-            return Rows(columns=columns, numbers=numbers, path=file.path, unit="line", faults=tuple(faults))
 
-        try:
-            for line, row in reader:
-                characters += sum(map(len, row))
-                if len(row) == len(names):
-                    numbers.append(line)
-                    for column, index in zip(values, places):
-                        column.append(row[index])
-                else:
-                    why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
-                    faults.append(Fault(where=place(file.path, "line", line), why=why, number=line))
-                if characters >= _BATCH_CHARACTERS or len(numbers) + len(faults) >= _BATCH_ROWS:
-                    yield rows()
-                    values, numbers, faults, characters = [[] for _ in wanted], [], [], 0
-        except Exception:  # what was read before it is whole
-            if numbers or faults:
-                yield rows()
-            raise
-        if numbers or faults:
-            yield rows()
+def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
+    names = _names(reader)
+    places = [names.index(name) for name in wanted]
+    for line, row in reader:
+        characters = sum(map(len, row))
+        if len(row) == len(names):
+            yield line, characters, [row[index] for index in places]
+        else:
+            why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
+            yield line, characters, why
 
 
 class _Reader:

@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chat_messages import as_messages, well_formed
-from varlen.source.chat_sandbox import Program, compile_template
-from varlen.source.chat_skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
-from varlen.source.chat_spans import Said, by_frames, by_prefixes, fill
-
-__all__ = ["CHATML", "ChatTemplate", "Rendered", "as_messages", "chat_template", "prompt_and_completion"]
+from varlen.source.chats.messages import as_messages, well_formed
+from varlen.source.chats.sandbox import Program, compile_template
+from varlen.source.chats.skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
+from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill
 
 CHATML = """\
 {% for message in messages %}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varlen.source.chat_skeleton import EndMarks, Render, Skeleton, Turn, free_character, try_render
+from varlen.source.chats.skeleton import EndMarks, Render, Skeleton, Turn, free_character, try_render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,18 +10,17 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
 from varlen.source.columns import Fields
 from varlen.source.files import File
-from varlen.source.jsonl import MOST_RECORD_BYTES, as_object, first_names, misfit
+from varlen.source.formats.gather import Found, gather
+from varlen.source.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
 from varlen.source.opening import open_plain
-from varlen.source.rows import Fault, Rows, place
+from varlen.source.rows import Rows, place
 
 _CHUNK_BYTES = 1 << 20
-_BATCH_ROWS = 4096
 _CUT_SHORT = 64
 """A fault this near to the end of what has been read may be one of what is still missing."""
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -35,7 +34,7 @@ def column_names(file: File) -> list[str]:
     """
     with open_plain(file) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
-        rows = (as_object(value, place(file.path, "value", number)) for number, value in values)
+        rows = ((place(file.path, "value", number), as_object(value)) for number, value in values)
         return first_names(rows, file.path)
 
 
@@ -50,35 +49,15 @@ def read(file: File, fields: Fields) -> Iterator[Rows]:
         SourceError: the file can't be read any further.
     """
     with open_plain(file) as stream:
-        found = _Values(stream, file.path)
-        values: list[list[Any]] = [[] for _ in fields.names]
-        numbers: list[int] = []
-        faults: list[Fault] = []
-        began = 0
+        found = _rows(_Values(stream, file.path), fields)
+        yield from gather(found, names=fields.names, path=file.path, unit="value")
 
-        def rows() -> Rows:
-            columns = dict(zip(fields.names, values))
-            return Rows(columns=columns, numbers=numbers, path=file.path, unit="value", faults=tuple(faults))
 
-        try:
-            for number, value in enumerate(found, start=1):
-                row, fault = as_object(value, place(file.path, "value", number))
-                fault = fault or misfit(row, fields, place(file.path, "value", number))
-                if fault is not None:
-                    faults.append(replace(fault, number=number))
-                else:
-                    numbers.append(number)
-                    for column, name in zip(values, fields.names):
-                        column.append(row.get(name))
-                if found.consumed - began >= _CHUNK_BYTES or len(numbers) >= _BATCH_ROWS:
-                    yield rows()
-                    values, numbers, faults, began = [[] for _ in fields.names], [], [], found.consumed
-        except Exception:  # what was read before it is whole
-            if numbers or faults:
-                yield rows()
-            raise
-        if numbers or faults:
-            yield rows()
+def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
+    consumed = 0
+    for number, value in enumerate(values, start=1):
+        yield number, values.consumed - consumed, in_order(as_object(value), fields)
+        consumed = values.consumed
 
 
 class _Values:

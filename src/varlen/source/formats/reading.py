@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source import arrays, delimited, json_values, jsonl, plain_text, tables
 from varlen.source.columns import Columns, Fields, find_columns
 from varlen.source.files import File
-from varlen.source.plain_text import Cut
+from varlen.source.formats import arrays, delimited, json_values, jsonl, plain_text, tables
+from varlen.source.formats.plain_text import Cut
 from varlen.source.rows import Fault, Rows, as_list
 
 

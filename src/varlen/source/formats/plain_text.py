@@ -7,11 +7,11 @@ from typing import BinaryIO, Literal
 
 from varlen.errors import SourceError
 from varlen.source.files import File
+from varlen.source.formats.gather import BATCH_SIZE, Found, gather
 from varlen.source.opening import open_plain
-from varlen.source.rows import Fault, Rows, place
+from varlen.source.rows import Rows, place
 
 Cut = Literal["file", "paragraph", "line"]
-_BATCH_BYTES = 1 << 20
 _MOST_DOCUMENT_BYTES = 256 << 20
 
 
@@ -27,38 +27,20 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
         SourceError: the file can't be read, or a document is so long that it would fill the memory.
     """
     with open_plain(file) as stream:
-        texts: list[str] = []
-        numbers: list[int] = []
-        faults: list[Fault] = []
-        batch_bytes = 0
-
-        def rows() -> Rows:
-            unit = "" if cut == "file" else "line"
-            return Rows(
-                columns={"text": texts}, numbers=numbers, path=file.path, unit=unit, faults=tuple(faults)
-            )
-
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
+        unit = "" if cut == "file" else "line"
+        # Only size fills a batch: no document is without any.
+        yield from gather(_rows(documents), names=["text"], path=file.path, unit=unit, most_rows=BATCH_SIZE)
+
+
+def _rows(documents: Iterator[tuple[int, bytes]]) -> Iterator[Found]:
+    for line, content in documents:
         try:
-            for line, content in documents:
-                batch_bytes += len(content)
-                try:
-                    texts.append(content.decode().removeprefix("\ufeff" if line == 1 else ""))
-                    numbers.append(line)
-                except UnicodeDecodeError as error:
-                    where = place(file.path, "" if cut == "file" else "line", line)
-                    bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
-                    why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
-                    faults.append(Fault(where=where, why=why, number=line))
-                if batch_bytes >= _BATCH_BYTES:
-                    yield rows()
-                    texts, numbers, faults, batch_bytes = [], [], [], 0
-        except Exception:  # what was read before it is whole
-            if numbers or faults:
-                yield rows()
-            raise
-        if numbers or faults:
-            yield rows()
+            yield line, len(content), [content.decode().removeprefix("\ufeff" if line == 1 else "")]
+        except UnicodeDecodeError as error:
+            bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
+            why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
+            yield line, len(content), why
 
 
 def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from typing import Any, BinaryIO
@@ -12,11 +11,10 @@ from typing import Any, BinaryIO
 from varlen.errors import SourceError
 from varlen.source.columns import Fields
 from varlen.source.files import File
+from varlen.source.formats.gather import Found, gather
 from varlen.source.opening import compression_of, faults, open_plain, open_stored
-from varlen.source.rows import Fault, Rows, json_kind, listed, place
+from varlen.source.rows import Rows, json_kind, listed, place
 
-_BATCH_BYTES = 1 << 20
-_BATCH_ROWS = 4096
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _MOST_TRIED = 1000
 """Lines in which a first row is looked for."""
@@ -33,24 +31,29 @@ def column_names(file: File) -> list[str]:
     with open_plain(file) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
-            parse(line, place(file.path, "line", number)) for number, line in lines if line.strip(_BLANKS)
+            (place(file.path, "line", number), _parse(line)) for number, line in lines if line.strip(_BLANKS)
         )
         return first_names(rows, file.path)
 
 
-def first_names(rows: Iterator[tuple[dict[str, Any], Fault | None]], path: str) -> list[str]:
+def first_names(rows: Iterator[tuple[str, dict[str, Any] | str]], path: str) -> list[str]:
     """Return the names that the first row in order has; none where there is no row.
+
+    Args:
+        rows: where each stands, and the row or why it is none.
+        path: of the file.
 
     Raises:
         SourceError: none of the first thousand is in order and has a field; says what is wrong with the first.
     """
-    first_fault: Fault | None = None
-    for row, fault in islice(rows, _MOST_TRIED):
-        if row:
+    first_fault = ""
+    for where, row in islice(rows, _MOST_TRIED):
+        if row and not isinstance(row, str):
             return list(row)
-        first_fault = first_fault or fault or Fault(where=path, why="begins with an object without any field")
-    if first_fault is not None:
-        raise SourceError(str(first_fault))
+        said = f"{where} {row}" if row else f"{path} begins with an object without any field"
+        first_fault = first_fault or said
+    if first_fault:
+        raise SourceError(first_fault)
     return []
 
 
@@ -84,7 +87,7 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
         if start > 0:
             stream.seek(start - 1)
             start -= 1
-            while piece := stream.readline(_BATCH_BYTES):
+            while piece := stream.readline(1 << 20):
                 start += len(piece)
                 if piece.endswith(b"\n"):
                     break
@@ -94,45 +97,20 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
 
 def _read(stream: BinaryIO, file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
     base = cache(partial(_count_lines, file, start))
-    values: list[list[Any]] = [[] for _ in fields.names]
-    numbers: list[int] = []
-    wrong: list[Fault] = []
-    at, batch_bytes = start, 0
+    found = _rows(_lines(stream, file.path), fields, start, stop)
+    return gather(found, names=fields.names, path=file.path, unit="line", base=base)
 
-    def rows() -> Rows:
-        return Rows(
-            columns=dict(zip(fields.names, values)),
-            numbers=numbers,
-            path=file.path,
-            unit="line",
-            base=base,
-            faults=tuple(wrong),
-        )
 
-    try:
-        for number, line in enumerate(_lines(stream, file.path), start=1):
-            at += len(line)
-            batch_bytes += len(line)
-            taken = _take(line, fields)
-            if taken is None and line.strip(_BLANKS):
-                taken, fault = _slowly(line, place(file.path, "line", base() + number), fields)
-                if fault is not None:
-                    wrong.append(replace(fault, number=base() + number))
-            if taken is not None:
-                numbers.append(number)
-                for column, value in zip(values, taken):
-                    column.append(value)
-            if batch_bytes >= _BATCH_BYTES or len(numbers) >= _BATCH_ROWS:
-                yield rows()
-                values, numbers, wrong, batch_bytes = [[] for _ in fields.names], [], [], 0
-            if stop is not None and at >= stop:
-                break
-    except Exception:  # what was read before it is whole
-        if numbers or wrong:
-            yield rows()
-        raise
-    if numbers or wrong:
-        yield rows()
+def _rows(lines: Iterator[bytes], fields: Fields, start: int, stop: int | None) -> Iterator[Found]:
+    at = start
+    for number, line in enumerate(lines, start=1):
+        at += len(line)
+        taken: list[Any] | str | None = _take(line, fields)
+        if taken is None and line.strip(_BLANKS):
+            taken = _slowly(line, fields)
+        yield number, len(line), taken
+        if stop is not None and at >= stop:
+            return
 
 
 def _take(line: bytes, fields: Fields) -> list[Any] | None:
@@ -146,47 +124,42 @@ def _take(line: bytes, fields: Fields) -> list[Any] | None:
         return None
 
 
-def _slowly(line: bytes, where: str, fields: Fields) -> tuple[list[Any] | None, Fault | None]:
+def _slowly(line: bytes, fields: Fields) -> list[Any] | str:
     """Return the values of a line, or what is wrong with it."""
-    row, fault = parse(line, where)
-    fault = fault or misfit(row, fields, where)
-    if fault is not None:
-        return None, fault
-    return [row.get(name) for name in fields.names], None  # a byte order mark was all
+    return in_order(_parse(line), fields)  # a byte order mark may be all
 
 
-def parse(line: bytes, where: str) -> tuple[dict[str, Any], Fault | None]:
+def _parse(line: bytes) -> dict[str, Any] | str:
     """Return a row, or what keeps a line from being one."""
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
     except UnicodeDecodeError as error:
-        return {}, Fault(where=where, why=f"is not valid UTF-8 (byte {error.start:,} of the line)")
+        return f"is not valid UTF-8 (byte {error.start:,} of the line)"
     except json.JSONDecodeError as error:
-        return {}, Fault(where=where, why=f"is not valid JSON: {error.msg} at column {error.colno:,}")
+        return f"is not valid JSON: {error.msg} at column {error.colno:,}"
     except (ValueError, RecursionError):
-        why = "can't be read: a number of too many digits, or brackets nested too deeply"
-        return {}, Fault(where=where, why=why)
-    return as_object(row, where)
+        return "can't be read: a number of too many digits, or brackets nested too deeply"
+    return as_object(row)
 
 
-def as_object(row: Any, where: str) -> tuple[dict[str, Any], Fault | None]:
+def as_object(row: Any) -> dict[str, Any] | str:
     """Return a value if it is a row, or say that it isn't."""
     if isinstance(row, dict):
-        return row, None
-    why = f"is a JSON {json_kind(row)}, not an object with named fields such as `text`"
-    return {}, Fault(where=where, why=why)
+        return row
+    return f"is a JSON {json_kind(row)}, not an object with named fields such as `text`"
 
 
-def misfit(row: dict[str, Any], fields: Fields, where: str) -> Fault | None:
-    """Say which of the needed fields a row lacks, or has though the first row has none."""
+def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
+    """Return the values of a row, or which needed fields it lacks, or has though the first row has none."""
+    if isinstance(row, str):
+        return row
     absent = [name for name in fields.needed if name not in row]
     if absent:
-        return Fault(where=where, why=f"has no {listed(absent)}; it has {listed(list(row))}")
+        return f"has no {listed(absent)}; it has {listed(list(row))}"
     extra = [name for name in row if name in fields.refused]
     if extra:
-        why = f"has {listed(extra)}, which the file's first row has not; give it to all rows or to none"
-        return Fault(where=where, why=why)
-    return None
+        return f"has {listed(extra)}, which the file's first row has not; give it to all rows or to none"
+    return [row.get(name) for name in fields.names]
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:

@@ -1,0 +1,1 @@
+"""Formats of files: a reader for each, from a file to batches of rows."""
