@@ -31,10 +31,11 @@ def ord_of_each(text):
 
 
 def test_errors_of_the_plan_end_the_run_and_its_processes_whatever_they_are():
+    before = threading.active_count()
     for error in (SourceError("a"), OSError(5, "b"), EOFError("c"), KeyboardInterrupt("d")):
         with pytest.raises(type(error), match=str(error).replace("[", r"\[").replace("]", r"\]")):
             list(Crew(processes=2).run(add, 1, failing([1, 2, 3], error)))
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def failing(tasks, error):
@@ -72,7 +73,7 @@ def test_results_of_all_tasks_come_once_and_errors_come_across():
 
 
 def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
-    started, start = [], processes_module._start
+    started, start, before = [], processes_module._start, threading.active_count()
     monkeypatch.setattr(
         processes_module, "_start", lambda threads: started.append(start(threads)) or started[-1]
     )
@@ -84,7 +85,7 @@ def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
     assert started
     assert all(process.returncode is not None for process in started)
     assert all(process.stdin.closed and process.stdout.closed for process in started)
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
 def test_a_few_tasks_are_made_ahead_and_no_more(tmp_path):
