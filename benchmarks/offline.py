@@ -129,8 +129,9 @@ def _race(contest: _Contest) -> list[Row]:
         after_imports: list[float] = []
         fills = (0.0, 0.0)
         for number in range(ROUNDS):
-            os.sync()  # or ours, which waits until its rows are on the disk, waits for the peer's too
+            _settle(path)
             ours.append(_run_ours(path, tokenizer, place / f"ours{number}"))
+            _settle(path)
             times, after = _run_peer(contest, path, tokenizer, place / f"peer{number}.parquet")
             theirs.append(times)
             after_imports.append(after)
@@ -159,6 +160,12 @@ def _race(contest: _Contest) -> list[Row]:
             by_wall=True,
         )
     ]
+
+
+def _settle(path: Path) -> None:
+    """Begin every run alike: nothing is left to be written, and the input is in memory."""
+    os.sync()  # or ours, which waits until its rows are on the disk, waits for the peer's too
+    path.read_bytes()
 
 
 def _note(ours: list[tuple[float, float]], after_imports: list[float]) -> str:
