@@ -280,3 +280,32 @@ def test_a_store_of_tokens_takes_no_option_that_would_make_other_tokens(tmp_path
 
     assert said.startswith("tokens holds tokens already")
     assert not (tmp_path / "again").exists()
+
+
+def test_an_output_inside_the_data_is_resumed_repeated_and_packed_again(pack, tmp_path):
+    write_texts(tmp_path / "a.jsonl")
+    here = [".", "-o", "packed", "--tokens", "toks", "--capacity"]
+
+    assert pack(*here, 256)[0] == 0
+    assert pack(*here, 256)[1].startswith("packed was finished already")
+    assert pack(*here, 512)[0] == 2  # packed holds something else
+    code, _, said = pack(".", "-o", "wider", "--tokens", "toks", "--capacity", 512)
+    assert (code, "packed is a packed set" in said) == (2, True)
+    code, _, said = pack("*.jsonl", "-o", "wider", "--tokens", "../" + tmp_path.name + "/wider")
+    assert (code, "are the same folder" in said) == (2, True)
+
+
+def test_a_log_shows_every_phase(tmp_path):
+    write_texts(tmp_path / "a.jsonl")
+    said = run(tmp_path / "a.jsonl", "-o", tmp_path / "out", "--capacity", 256).stderr.splitlines()
+
+    assert [line for line in said if line.startswith("100 %")] == ["100 %  tokenizing", "100 %  packing"]
+    assert len(said) < 25
+
+
+def test_a_manifest_that_is_nearly_one_of_varlens_is_no_bug(pack, tmp_path):
+    (tmp_path / "in").mkdir()
+    write_texts(tmp_path / "in" / "a.jsonl")
+    for content in ('{"varlen": "1", "kind": "packed"}', '{"varlen": "1", "kind": "packed", "ledger": [1]}'):
+        (tmp_path / "in" / "manifest.json").write_text(content)
+        assert pack("in", "-o", "out", "--overwrite")[0] == 0

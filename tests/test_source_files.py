@@ -173,6 +173,48 @@ def test_several_results_in_subfolders_are_counted_and_what_others_wrote_is_read
         find_files(tmp_path)
 
 
+def test_folders_that_are_links_are_followed_each_place_once(tmp_path):
+    touch(tmp_path, "in/a.jsonl", "elsewhere/b.jsonl", "elsewhere/deep/c.jsonl")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "deep" / "back").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "twice").symlink_to(tmp_path / "elsewhere" / "deep")
+
+    assert names_of(tmp_path / "in") == ["a.jsonl", "more/b.jsonl", "more/deep/c.jsonl"]
+
+
+def test_a_glob_reads_results_alone_but_not_beside_other_data(tmp_path):
+    touch(tmp_path, "a.parquet", "one/manifest.json", "one/b.parquet", "two/manifest.json", "two/c.parquet")
+    for name in ("one", "two"):
+        (tmp_path / name / "manifest.json").write_text('{"varlen": "1", "kind": "packed"}')
+
+    assert names_of(f"{tmp_path}/*/*.parquet") == ["one/b.parquet", "two/c.parquet"]
+    with pytest.raises(
+        SourceError, match=r"one is a packed set .* \(2 such folders lie there\).*\*\*/\*\.parquet"
+    ):
+        find_files(f"{tmp_path}/**/*.parquet")
+
+
+def test_what_is_to_be_written_is_left_out_of_the_folder_that_holds_it(tmp_path, monkeypatch):
+    touch(
+        tmp_path,
+        "a.jsonl",
+        "out/manifest.json",
+        "out/p.parquet",
+        "tokens.partial/.work/x",
+        "tokens.partial/t.txt",
+    )
+    (tmp_path / "out" / "manifest.json").write_text('{"varlen": "1", "kind": "packed"}')
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    for place in (tmp_path, Path(), tmp_path / "link"):
+        for out in (tmp_path, Path(), Path("..", tmp_path.name), Path("link")):
+            found = find_files(place, leave_out=[out / "out", out / "tokens"])
+            assert [file.name for file in found] == ["a.jsonl"]
+    found = find_files("**/*.[jp]*", leave_out=[Path("out"), Path("tokens")])
+    assert [file.name for file in found] == ["a.jsonl"]
+
+
 def save_set(folder: Path, names: list[object], state: object = None) -> Path:
     touch(folder, "dataset_info.json", "cache-1.arrow", "b.arrow", "a.arrow")
     described = {"_data_files": [{"filename": name} for name in names]} if state is None else state

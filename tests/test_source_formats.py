@@ -285,3 +285,20 @@ def test_a_truncated_compressed_file_says_how_far_it_was_read(tmp_path, name, su
     rows = {"a.csv": last - 1, "a.txt": last // 2 + 1}.get(name, last)
     assert read == texts[:rows]
     assert 0 < rows < count
+
+
+def test_masks_of_booleans_in_arrays_keep_their_places(tmp_path):
+    flags = {"loss_mask": np.array([0, 1, 1, 0, 1, 0, 1, 1, 1, 0], bool), "attention_mask": np.ones(10, bool)}
+    rows = {"input_ids": np.arange(10, dtype=np.int32), "offsets": np.array([0, 3, 10])}
+    np.savez(tmp_path / "a.npz", **rows, **flags)
+    np.savez(tmp_path / "b.npz", input_ids=np.ones(3, bool), offsets=np.array([0, 3]))
+
+    source = open_source(tmp_path / "a.npz")
+    (documents,) = [d for part in source.parts() for d in source.read(part)]
+
+    assert documents.tokens.tolist() == list(range(10))
+    assert documents.offsets.tolist() == [0, 3, 10]
+    assert documents.loss_mask.tolist() == flags["loss_mask"].astype(int).tolist()
+    wrong = open_source(tmp_path / "b.npz")
+    with pytest.raises(SourceError, match="row 1"):
+        list(wrong.read(wrong.parts()[0]))

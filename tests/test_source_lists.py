@@ -29,6 +29,16 @@ def test_a_list_column_holds_the_rows_between_its_offsets(rows: list[list[int]],
     assert column.to_pylist() == rows
 
 
+@given(st.lists(st.lists(st.booleans(), max_size=11), max_size=6))
+def test_booleans_are_a_bit_each_in_arrow_and_keep_their_places(rows: list[list[bool]]) -> None:
+    """NumPy gives each a byte."""
+    values = np.array([flag for row in rows for flag in row], dtype=bool)
+    column = list_column(values, np.cumsum([0, *map(len, rows)]))
+    column.validate(full=True)
+    assert column.type == pa.list_(pa.bool_())
+    assert column.to_pylist() == rows
+
+
 def test_a_list_column_takes_other_strides_and_byte_orders() -> None:
     """Neither is a buffer that Arrow could take as it lies."""
     values = np.arange(12, dtype=">i4")[::3]

@@ -229,3 +229,14 @@ def test_progress_moves_within_a_file_that_cannot_be_cut(tmp_path):
         assert said == sorted(said)
         assert (said[0], said[-1]) == ((0, size), (size, size))
         assert len({done for done, _ in said}) >= 4
+
+
+def test_progress_counts_what_is_read_once_however_often_it_is_opened(tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number:02}.jsonl").write_text(json.dumps({"text": "a" * 5000}) + "\n")
+    sizes = [file.stat().st_size for file in sorted(tmp_path.iterdir())]
+    seen = []
+
+    read_lengths(open_source(tmp_path), lambda done, total, text: seen.append(done))
+
+    assert sorted(set(seen)) == np.cumsum([0, *sizes]).tolist()

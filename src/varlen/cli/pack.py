@@ -146,6 +146,7 @@ def pack(
         append_eos=not no_eos,
         text_cut=text_cut,
         on_error=on_error,
+        leave_out=[path for path in (output, tokens) if path is not None],
     )
     check_one_store(source, tokens)
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -44,13 +44,13 @@ def progress() -> Iterator[OnProgress]:
 
 
 def _log_lines(console: Console) -> OnProgress:
-    last_tenth = -1
+    last_tenth, last_text = -1, ""
 
     def write(done: int, total: int, text: str) -> None:
-        nonlocal last_tenth
+        nonlocal last_tenth, last_text
         tenth = 10 * done // max(total, 1)
-        if tenth > last_tenth:
-            last_tenth = tenth
+        if tenth > last_tenth or text != last_text:
+            last_tenth, last_text = tenth, text
             console.print(f"{10 * tenth:3} %  {text}", markup=False)
 
     return write

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.errors import LedgerError, OverlongDocumentError, SettingError, SourceError
+from varlen.errors import LedgerError, OverlongDocumentError, SettingError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import (
@@ -100,7 +99,6 @@ def _packed(
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
-        _refuse_cut_rows(source)
         on_progress(0, 1, "looking at the files")
         if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
             team.start()  # while the files are looked at
@@ -152,7 +150,7 @@ def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> N
             raise SettingError(
                 f"{place} has no name that a result could take; name a new folder, such as packed"
             )
-    if tokens is not None and tokens.absolute() == output.absolute():
+    if tokens is not None and tokens.resolve() == output.resolve():
         raise SettingError(f"tokens and output are the same folder, {output}; name two")
     if isinstance(source, Path):
         read, written = {source}, [output]
@@ -220,21 +218,3 @@ def _gather_skipped(store: TokenStore, path: Path) -> None:
             listed = store.folder / shard / SKIPPED
             if listed.is_file():
                 gathered.write(listed.read_bytes())
-
-
-def _refuse_cut_rows(source: Source) -> None:
-    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents.
-
-    Raises:
-        SourceError: it did.
-    """
-    folders: Sequence[Path] = sorted({Path(file.path).parent for file in source.files if not file.is_remote})
-    for folder in folders:
-        manifest = read_manifest(folder)
-        if manifest is not None and manifest.get("kind") == "packed":
-            cut = manifest["ledger"]["split_documents"]
-            if cut:
-                raise SourceError(
-                    f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
-                    "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
-                )

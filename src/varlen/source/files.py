@@ -13,7 +13,7 @@ from typing import Any, Literal
 from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.remote import list_remote
-from varlen.source.written import WORK, is_unfinished, what_varlen_wrote
+from varlen.source.written import PARTIAL, WORK, is_unfinished, what_varlen_wrote
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
@@ -57,8 +57,8 @@ class File:
     format: Format
     suffix_compression: Compression | None = None
     """What the end of its name says; what the file's first bytes say goes before it."""
-    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
-    """Told how many bytes are read of it, about a megabyte at a time, where it is local."""
+    on_read: Callable[[str, int, int], None] | None = field(default=None, compare=False, repr=False)
+    """Told its path and where what is read of it begins and ends, about a megabyte at a time, where it is local."""
 
     @property
     def is_remote(self) -> bool:
@@ -79,10 +79,15 @@ def kind_of(name: str) -> tuple[Format, Compression | None]:
     return FORMATS.get(suffix, "text"), compression
 
 
-def find_files(data: Data) -> list[File]:
+def find_files(data: Data, leave_out: Sequence[Path] = ()) -> list[File]:
     """List the files that paths, folders, globs or URLs stand for.
 
-    Each of them gives its files sorted by name, one after the other in the order they were named.
+    Each of them gives its files sorted by name, one after the other in the order they were named. Folders that are
+    links are followed; one that is met again is not.
+
+    Args:
+        data: what is named.
+        leave_out: folders that results go to; where they lie in a folder or match a glob, they aren't read.
 
     Raises:
         SourceError: nothing is there, a file was named twice, or all of them are empty.
@@ -90,7 +95,8 @@ def find_files(data: Data) -> list[File]:
     entries = [data] if isinstance(data, str | Path) else list(data)
     if not entries:
         raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
-    files = [file for entry in entries for file in _find(entry)]
+    unread = [path for out in leave_out if out.name for path in (out, out.with_name(out.name + PARTIAL))]
+    files = [file for entry in entries for file in _find(entry, unread)]
     seen: set[str] = set()
     for file in files:
         place = file.path if file.is_remote else os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
@@ -104,14 +110,14 @@ def find_files(data: Data) -> list[File]:
     return files
 
 
-def _find(data: str | Path) -> list[File]:
+def _find(data: str | Path, unread: Sequence[Path]) -> list[File]:
     """List the files of one entry."""
     if not str(data):
         raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
     if is_url(data):
         return [_file(path, name, size) for path, name, size in _of_folder(_remote(str(data)), str(data))]
     try:
-        return _find_local(data)
+        return _find_local(data, unread)
     except OSError as error:
         raise SourceError(f"{data} can't be read: {error.strerror or error}") from error
     except (RuntimeError, ValueError) as error:  # "~" of nobody, "**" beside other letters
@@ -120,15 +126,15 @@ def _find(data: str | Path) -> list[File]:
         raise SourceError(f"{data} can't be a path or a glob: {error}") from error
 
 
-def _find_local(data: str | Path) -> list[File]:
+def _find_local(data: str | Path, unread: Sequence[Path]) -> list[File]:
     """List the files of a path or a glob."""
     path = Path(data).expanduser()
     if path.is_file():
         return [_local(path, path.parent)]
     if path.is_dir():
-        return _in_folder(path)
+        return _in_folder(path, unread)
     if glob.has_magic(str(path)):
-        return _matching(path, data)
+        return _matching(path, data, unread)
     if path.exists():
         raise SourceError(
             f"{data} is neither a file nor a folder (a pipe or a device); save it to a file first"
@@ -158,16 +164,30 @@ def _remote(url: str) -> list[tuple[str, str, int]]:
     ]
 
 
-def _matching(path: Path, data: str | Path) -> list[File]:
+def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[File]:
     """List what a local glob matches."""
     root, pattern = Path(path.anchor), path.relative_to(path.anchor)
     if pattern.name == "**":  # to older Pythons, folders alone
         pattern /= "*"
     fixed = Path(*_before_magic(path.parts))
-    files = [_local(p, fixed) for p in sorted(p for p in root.glob(str(pattern)) if p.is_file())]
-    if not files:
+    found = _without(sorted(p for p in root.glob(str(pattern)) if p.is_file()), unread)
+    if not found:
         raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
-    return files
+    folders = {p.parent for p in found} - {fixed}
+    results = sorted(folder for folder in folders if what_varlen_wrote(folder) is not None)
+    if results and any(p.parent not in results for p in found):  # else they are meant
+        raise SourceError(_result_in_data(results, str(data)))
+    return [_local(p, fixed) for p in found]
+
+
+def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
+    """Leave out what lies in some folders, whatever links lead there."""
+    places = {path.resolve() for path in unread if path.exists()}
+    if not places:
+        return list(paths)
+    folders = {path.parent: path.parent.resolve() for path in paths}
+    inside = {f for f, real in folders.items() if not places.isdisjoint((real, *real.parents))}
+    return [path for path in paths if path.parent not in inside]
 
 
 def _before_magic(parts: Iterable[str]) -> list[str]:
@@ -189,15 +209,34 @@ def _file(path: str, name: str, size: int) -> File:
     return File(path=path, name=name, size=size, format=format_, suffix_compression=compression)
 
 
-def _in_folder(path: Path) -> list[File]:
+def _in_folder(path: Path, unread: Sequence[Path] = ()) -> list[File]:
     """List a folder's files: those of a saved data set in their order, else all whose names are known."""
     saved = _saved_data_set(path)
     if saved is not None:
         return saved
-    every = [p for p in sorted(path.rglob("*")) if p.is_file()]
+    every = _without(_walk(path), unread)
     _refuse_results(path, every)
     listing = [(str(p), p.relative_to(path).as_posix(), p.stat().st_size) for p in every]
     return [_file(*entry) for entry in _of_folder(listing, str(path))]
+
+
+def _walk(path: Path) -> list[Path]:
+    """List all files below a folder, sorted; folders that are links too, each place once."""
+    found: list[Path] = []
+    seen: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            subfolders.clear()
+            continue
+        seen.add(place)
+        subfolders.sort()
+        found += [Path(folder, name) for name in names]
+    return sorted(p for p in found if p.is_file())
 
 
 def _refuse_results(path: Path, files: Sequence[Path]) -> None:
@@ -214,14 +253,18 @@ def _refuse_results(path: Path, files: Sequence[Path]) -> None:
     unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
     folders = sorted((unfinished | {file.parent for file in files if file.name == "manifest.json"}) - {path})
     shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
-    results = [(folder, kind) for folder in shown if (kind := what_varlen_wrote(folder)) is not None]
+    results = [folder for folder in shown if what_varlen_wrote(folder) is not None]
     if results:
-        folder, kind = results[0]
-        more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
-        raise SourceError(
-            f"{folder} is {kind} that varlen wrote{more}, and would be read as data beside the rest of {path}; name "
-            "the files or subfolders to read, or move it elsewhere"
-        )
+        raise SourceError(_result_in_data(results, str(path)))
+
+
+def _result_in_data(results: Sequence[Path], data: str) -> str:
+    """Say that there are results among the data."""
+    more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
+    return (
+        f"{results[0]} is {what_varlen_wrote(results[0])} that varlen wrote{more}, and would be read as data beside "
+        f"the rest of {data}; name the files or subfolders to read, or move it elsewhere"
+    )
 
 
 def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[str, str, int]]:

@@ -73,8 +73,8 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
         watch.finish(number)
     if not any(some.any() for some in lengths):
         first = source.files[0].path
-        were = many(len(skipped), "record was", "records were")
-        raise SourceError(f"{first} holds no document with tokens; {were} skipped")
+        were = f"; {many(len(skipped), 'record was', 'records were')} skipped" if skipped else ""
+        raise SourceError(f"{first} holds no document with tokens{were}")
     return Lengths(
         lengths=np.concatenate(lengths),
         targets=np.concatenate(targets) if has_mask else None,

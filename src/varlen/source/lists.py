@@ -1,4 +1,4 @@
-"""Arrow lists over NumPy's memory, and NumPy arrays over Arrow's: nothing is copied.
+"""Arrow lists over NumPy's memory, and NumPy arrays over Arrow's: values that lie end to end aren't copied.
 
 Arrow's own ways (`pyarrow.array`, `Array.to_numpy`) import pandas wherever it is installed, which takes longer than
 many a set takes to be packed. Buffers say the same.
@@ -18,7 +18,7 @@ def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
     """Return an Arrow list array over flat values.
 
     Args:
-        values: `[num_values]`, numbers.
+        values: `[num_values]`, numbers or booleans.
         offsets: `[rows + 1]`, below 2^31.
     """
     import pyarrow as pa
@@ -29,10 +29,12 @@ def list_column(values: npt.NDArray[Any], offsets: IntArray) -> Any:
 def _arrow(values: npt.NDArray[Any]) -> Any:
     import pyarrow as pa
 
-    flat = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
-    return pa.Array.from_buffers(
-        pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat) if len(flat) else None]
-    )
+    kind = pa.from_numpy_dtype(values.dtype.newbyteorder("="))
+    if values.dtype.kind == "b":  # a bit each in Arrow, a byte each in NumPy
+        flat = np.packbits(values, bitorder="little")
+    else:
+        flat = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(flat) if len(flat) else None])
 
 
 def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:

@@ -28,15 +28,16 @@ _UNPACKED_BYTES = 1 << 16
 
 
 class _Watched(io.FileIO):
-    """A local file that tells how much is read of it."""
+    """A local file that tells what is read of it."""
 
-    def __init__(self, path: str, on_read: Callable[[int], None]) -> None:
+    def __init__(self, path: str, on_read: Callable[[str, int, int], None]) -> None:
         super().__init__(path)
-        self._on_read = on_read
+        self._path, self._on_read = path, on_read
 
     def readinto(self, buffer: Any, /) -> int | None:
+        start = self.tell()
         count = super().readinto(buffer)
-        self._on_read(count or 0)
+        self._on_read(self._path, start, start + (count or 0))
         return count
 
 

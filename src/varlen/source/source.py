@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.template import chat_template as make_template
 from varlen.source.columns import check_named
@@ -19,6 +20,7 @@ from varlen.source.formats.reading import cut_points, rows_of
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import ByteTokenizer, digest
+from varlen.source.written import split_documents
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]
@@ -95,8 +97,8 @@ class Source:
         is_stretch = len(part) == 1 and (part[0].start > 0 or part[0].stop is not None)
         return min(sizes[0], target_bytes) if is_stretch else sum(sizes)
 
-    def watched(self, on_read: Callable[[int], None]) -> Source:
-        """Return the same source, which tells how many bytes are read; for this process alone."""
+    def watched(self, on_read: Callable[[str, int, int], None]) -> Source:
+        """Return the same source, which tells what bytes are read of which file; for this process alone."""
         return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
 
     def counts_bytes(self) -> bool:
@@ -153,6 +155,7 @@ def open_source(
     text_cut: TextCut = "auto",
     vocab_size: int | None = None,
     on_error: OnError = "raise",
+    leave_out: Sequence[Path] = (),
 ) -> Source:
     """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
 
@@ -168,9 +171,10 @@ def open_source(
             single file, else files.
         vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
         on_error: "raise" at the first bad record, or "skip" it and tell.
+        leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
 
     Raises:
-        SourceError: no such files.
+        SourceError: no such files, or the rows of a packed set that holds pieces of documents.
         SettingError: a setting out of range.
         MissingExtraError: a package that isn't installed.
     """
@@ -182,7 +186,8 @@ def open_source(
         raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
     named = dict(columns or {})
     check_named(named)
-    files = tuple(find_files(data))
+    files = tuple(find_files(data, leave_out))
+    _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
     template = make_template(
@@ -206,6 +211,20 @@ def open_source(
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
     )
+
+
+def _refuse_cut_rows(files: Sequence[File]) -> None:
+    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents.
+
+    Raises:
+        SourceError: it did.
+    """
+    for folder in sorted({Path(file.path).parent for file in files if not file.is_remote}):
+        if cut := split_documents(folder):
+            raise SourceError(
+                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
+                "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
+            )
 
 
 def _nothing(fault: Fault) -> Documents:

@@ -12,11 +12,20 @@ class Watch:
         self._sizes, self._total = sizes, max(sum(sizes), 1)
         self._on_progress = on_progress
         self._done = self._parts = self._read = 0
+        self._reached: dict[str, int] = {}
         on_progress(0, self._total, "tokenizing")
 
-    def read(self, num_bytes: int) -> None:
-        """Take note of bytes read of the first part that isn't done; more than its size, of files read twice."""
-        self._read += num_bytes
+    def read(self, path: str, start: int, stop: int) -> None:
+        """Take note of a file's bytes [start, stop), read for the first part that isn't done.
+
+        A file is opened several times, to see what it is; its bytes count once. Of tables, whose end is read first,
+        nothing counts until a part of them is done.
+        """
+        reached = self._reached.get(path, 0)
+        if stop <= reached:
+            return
+        self._reached[path] = stop
+        self._read += stop - max(start, reached)
         within = min(self._read, self._sizes[self._parts]) if self._parts < len(self._sizes) else 0
         self._on_progress(self._done + within, self._total, "tokenizing")
 

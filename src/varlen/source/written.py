@@ -35,4 +35,13 @@ def what_varlen_wrote(folder: Path) -> str | None:
 
 def is_unfinished(folder: Path) -> bool:
     """Return whether a folder holds what a run has not finished."""
-    return folder.name.endswith(PARTIAL) and (folder / WORK).is_dir() and read_manifest(folder) is None
+    named = folder.resolve().name  # "." has no name of its own
+    return named.endswith(PARTIAL) and (folder / WORK).is_dir() and read_manifest(folder) is None
+
+
+def split_documents(folder: Path) -> int:
+    """Return how many documents were cut into pieces in a packed set; 0 where there is none."""
+    manifest = read_manifest(folder) or {}
+    ledger = manifest.get("ledger")
+    count = ledger.get("split_documents") if isinstance(ledger, dict) else 0
+    return count if manifest.get("kind") == "packed" and isinstance(count, int) else 0
