@@ -12,6 +12,7 @@ import typer
 
 from varlen import __version__
 from varlen.cli.demo import demo
+from varlen.cli.index import index
 from varlen.cli.inspect import inspect_data
 from varlen.cli.pack import pack
 from varlen.errors import InputError, MissingExtraError, VarlenError
@@ -82,4 +83,5 @@ def _flowing(function: Callable[..., None]) -> str:
 
 app.command(help=_flowing(demo))(_verb(demo))
 app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
-app.command(help=_flowing(pack))(_verb(pack, "the same command again goes on where it stopped"))
+for verb in (index, pack):
+    app.command(help=_flowing(verb))(_verb(verb, "the same command again goes on where it stopped"))

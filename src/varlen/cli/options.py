@@ -1,4 +1,4 @@
-"""Options that several verbs take: which documents are read, and how they become tokens."""
+"""Options that several verbs take: which documents are read, how they become tokens, and who does the work."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Annotated
 
 import typer
 
-DOCUMENTS, OUTPUT = "Documents and tokens", "Output"
+DOCUMENTS, OUTPUT, RUNNING = "Documents and tokens", "Output", "Running"
 """Panels of the help; a verb has others of its own."""
 
+_FORMATS = "JSONL, JSON, CSV, text, Parquet, Arrow, npz, saved Hugging Face data sets; plain, .gz or .zst."
+Documents = Annotated[
+    list[str],
+    typer.Argument(metavar="DATA...", help=f"Files, folders, quoted globs or URLs. {_FORMATS}"),
+]
 Data = Annotated[
     list[str],
     typer.Argument(
-        metavar="DATA...",
-        help="Files, folders, quoted globs or URLs; or one token store. JSONL, JSON, CSV, text, Parquet, Arrow, "
-        "npz, saved Hugging Face data sets; plain, .gz or .zst.",
+        metavar="DATA...", help=f"Files, folders, quoted globs or URLs; or one token store. {_FORMATS}"
     ),
 ]
 Tokenizer = Annotated[
@@ -37,6 +40,12 @@ ChatTemplate = Annotated[
     Path | None,
     typer.Option(
         help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DOCUMENTS
+    ),
+]
+Supervise = Annotated[
+    str,
+    typer.Option(
+        help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DOCUMENTS
     ),
 ]
 Eos = Annotated[
@@ -62,3 +71,20 @@ OnError = Annotated[
         help="At a bad record: [bold]raise[/], or [bold]skip[/] it and list it.", rich_help_panel=DOCUMENTS
     ),
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
+]
+Ray = Annotated[
+    bool,
+    typer.Option(
+        "--ray",
+        help="Over the Ray cluster of RAY_ADDRESS, whose machines must share the folders, or this machine's.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", help="Replace a set made from something else.", rich_help_panel=OUTPUT),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest.", rich_help_panel=OUTPUT)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,18 +12,23 @@ import typer
 from varlen.cli.options import (
     DOCUMENTS,
     OUTPUT,
+    AsJson,
     ChatTemplate,
     Column,
     Data,
     Eos,
     NoEos,
     OnError,
+    Overwrite,
+    Processes,
+    Ray,
+    Supervise,
     TextCut,
     Tokenizer,
 )
 from varlen.counts import many
 
-PACKING, RUNNING = "Packing", "Running"
+PACKING = "Packing"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
 
 
@@ -40,12 +44,7 @@ def pack(
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
-    supervise: Annotated[
-        str,
-        typer.Option(
-            help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DOCUMENTS
-        ),
-    ] = "assistant",
+    supervise: Supervise = "assistant",
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
@@ -92,25 +91,10 @@ def pack(
         ),
     ] = None,
     on_error: OnError = "raise",
-    processes: Annotated[
-        int | None,
-        typer.Option(help="Side by side.  [dim]\\[default: one a processor][/]", rich_help_panel=RUNNING),
-    ] = None,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray",
-            help="Over the Ray cluster of RAY_ADDRESS, whose machines must share the folders, or this machine's.",
-            rich_help_panel=RUNNING,
-        ),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace a set made from something else.", rich_help_panel=OUTPUT),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the manifest.", rich_help_panel=OUTPUT)
-    ] = False,
+    processes: Processes = None,
+    ray: Ray = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a packed data set that a trainer reads as it is, without losing a token.
 
@@ -121,8 +105,7 @@ def pack(
     [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
     """
     from varlen.cli.progress import progress
-    from varlen.cli.reading import as_source, check_one_store
-    from varlen.offline.crew import Crew
+    from varlen.cli.reading import as_crew, as_source, check_one_store
     from varlen.offline.pack import pack_source
     from varlen.offline.settings import PackSettings
 
@@ -149,8 +132,7 @@ def pack(
         leave_out=[path for path in (output, tokens) if path is not None],
     )
     check_one_store(source, tokens)
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    crew = Crew(processes=count if processes is None else processes, ray=ray)
+    crew = as_crew(processes, ray)
     with progress() as on_progress:
         done = pack_source(
             source, output, settings, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress

@@ -1,7 +1,8 @@
-"""What `inspect` and `pack` share: turning arguments into a source of documents."""
+"""What verbs share: turning arguments into a source of documents, and into those who do the work."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:
+    from varlen.offline.crew import Crew
     from varlen.source.lengths import Lengths
     from varlen.source.source import Source
 
@@ -43,6 +45,31 @@ def as_source(
             return Path(data[0])
     end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
     return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
+
+
+def as_documents(data: Sequence[str], **settings: Any) -> Source:
+    """Return the source that arguments name, where a token store is none; arguments as in `as_source`.
+
+    Raises:
+        SourceError: no such files.
+        SettingError: an argument out of its range, or a token store.
+    """
+    source = as_source(data, **settings)
+    if isinstance(source, Path):
+        raise SettingError(f"{source} is a token store already; name the documents, or pack it as it is")
+    return source
+
+
+def as_crew(processes: int | None, ray: bool) -> Crew:
+    """Return who does the work: as many processes as asked for, else one a processor that this one may use.
+
+    Raises:
+        SettingError: fewer than one process.
+    """
+    from varlen.offline.crew import Crew
+
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Crew(processes=count if processes is None else processes, ray=ray)
 
 
 def check_one_store(source: Source | Path, tokens: Path | None) -> None:

@@ -13,8 +13,16 @@ from typing import Any
 from varlen import __version__
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.offline.crew import Team
-from varlen.offline.places import check_output, disk_faults, finish, tidy, working_folder, write_json
+from varlen.offline.crew import Crew, Team
+from varlen.offline.places import (
+    check_output,
+    check_places,
+    disk_faults,
+    finish,
+    tidy,
+    working_folder,
+    write_json,
+)
 from varlen.source.opening import fingerprint
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
@@ -59,6 +67,45 @@ def source_marks(source: Source) -> dict[str, Any]:
     }
 
 
+def index_source(
+    source: Source,
+    folder: Path,
+    *,
+    crew: Crew | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = quiet,
+) -> tuple[TokenStore, bool]:
+    """Tokenize a source into a token store; returns the store, and whether an earlier run had finished it.
+
+    The bytes depend on the data, how it becomes tokens and varlen's version, not on who does the work or how often it
+    was interrupted.
+
+    Args:
+        source: documents.
+        folder: of the store; it appears when it is whole.
+        crew: who does the work; None: this process.
+        overwrite: replace a store made from something else.
+        on_progress: called with bytes read, bytes of all files, and words.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+        SettingError: the folder can't be written, or holds something else.
+    """
+    folder = folder.resolve() if folder.is_symlink() else folder
+    check_places(source.files, folder)
+    with (crew or Crew()).hired() as team:
+        on_progress(0, 1, "looking at the files")
+        marks = source_marks(source)
+        was_there = (read_manifest(folder) or {}).get("fingerprint") == _fingerprint(marks)
+        store = build_store(source, folder, marks, team=team, on_progress=on_progress, overwrite=overwrite)
+    return store, was_there
+
+
+def _fingerprint(marks: dict[str, Any]) -> str:
+    """Return what changes with the tokens of a store."""
+    return digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
+
+
 def build_store(
     source: Source,
     folder: Path,
@@ -82,7 +129,7 @@ def build_store(
         SourceError: a record can't be read, or there is no document.
         SettingError: the folder can't be written, or holds something else.
     """
-    print_ = digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
+    print_ = _fingerprint(marks)
     manifest = read_manifest(folder)
     if manifest is not None and manifest.get("fingerprint") == print_:
         tidy(folder)

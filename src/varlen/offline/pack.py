@@ -9,14 +9,14 @@ from typing import Any
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.errors import LedgerError, OverlongDocumentError, SettingError
+from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
 from varlen.offline.places import (
     check_output,
+    check_places,
     disk_faults,
     finish,
-    partial_of,
     tidy,
     working_folder,
 )
@@ -80,7 +80,7 @@ def pack_source(
     """
     output = output.resolve() if output.is_symlink() else output
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
-    _check_places(source, output, tokens)
+    check_places(source if isinstance(source, Path) else source.files, output, tokens)
     with (crew or Crew()).hired() as team:
         return _packed(source, output, settings, tokens, team, overwrite, on_progress)
 
@@ -137,33 +137,6 @@ def _packed(
             _gather_skipped(store, partial / SKIPPED)
         finish(partial, output, manifest)
     return PackedSet(folder=output, manifest=manifest, was_there=False)
-
-
-def _check_places(source: Source | Path, output: Path, tokens: Path | None) -> None:
-    """Refuse to write where something is read from.
-
-    Raises:
-        SettingError: the data, the tokens and the output aren't apart.
-    """
-    for place in (output, tokens):
-        if place is not None and place.name in ("", ".."):
-            raise SettingError(
-                f"{place} has no name that a result could take; name a new folder, such as packed"
-            )
-    if tokens is not None and tokens.resolve() == output.resolve():
-        raise SettingError(f"tokens and output are the same folder, {output}; name two")
-    if isinstance(source, Path):
-        read, written = {source}, [output]
-    else:
-        read = {Path(file.path).parent for file in source.files if not file.is_remote}
-        written = [output, tokens] if tokens else [output]
-    places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
-    for folder in sorted(read):
-        found = places.intersection([folder.resolve(), *folder.resolve().parents])
-        if found:
-            raise SettingError(
-                f"{folder} is to be read, but {found.pop()} is to be written; name an output outside the data"
-            )
 
 
 def _write(

@@ -21,12 +21,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
+from varlen.source.files import File
 from varlen.source.writing import sync
 from varlen.source.written import PARTIAL, WORK, read_manifest
 
@@ -63,6 +64,38 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         raise SettingError(f"{folder} can't be written: {around} is a file; name another folder")
     if not os.access(around, os.W_OK):
         raise SettingError(f"{folder} can't be written: no permission in {around}; name another folder")
+
+
+def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None = None) -> None:
+    """Refuse to write where something is read from.
+
+    Args:
+        data: the files that are read, or the folder of a token store.
+        output: folder of the result.
+        tokens: folder of the tokens that are kept, if any are.
+
+    Raises:
+        SettingError: the data, the tokens and the output aren't apart.
+    """
+    for place in (output, tokens):
+        if place is not None and place.name in ("", ".."):
+            raise SettingError(
+                f"{place} has no name that a result could take; name a new folder, such as packed"
+            )
+    if tokens is not None and tokens.resolve() == output.resolve():
+        raise SettingError(f"tokens and output are the same folder, {output}; name two")
+    if isinstance(data, Path):
+        read, written = {data}, [output]
+    else:
+        read = {Path(file.path).parent for file in data if not file.is_remote}
+        written = [output, tokens] if tokens else [output]
+    places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
+    for folder in sorted(read):
+        found = places.intersection([folder.resolve(), *folder.resolve().parents])
+        if found:
+            raise SettingError(
+                f"{folder} is to be read, but {found.pop()} is to be written; name an output outside the data"
+            )
 
 
 def partial_of(folder: Path) -> Path:

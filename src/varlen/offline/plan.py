@@ -9,9 +9,9 @@ import numpy as np
 
 from varlen.counts import many
 from varlen.errors import OverlongDocumentError
-from varlen.offline.order import STRETCH, DocumentOrder
 from varlen.offline.settings import PackSettings
 from varlen.pack.window import WindowPacker
+from varlen.source.order import STRETCH, DocumentOrder
 from varlen.source.store import TokenStore
 from varlen.types import Int32Array, IntArray, Ledger, Packing
 
@@ -68,7 +68,7 @@ class Plan:
 
     def _packings(self) -> Iterator[Packing]:
         """Yield packs as windows fill, documents named by their places in the order."""
-        for stretch in range(-(-self._order.num_documents // STRETCH)):
+        for stretch in range(self._order.num_stretches):
             shards, documents = self._order.stretch(stretch)
             self._store.will_need(shards, documents)
             yield self._packer.add(self._store.lengths(shards, documents))

@@ -37,6 +37,8 @@ from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
 _OPEN_SHARDS = 8192
+_KEPT_TARGETS = 64
+"""Shards whose counts of labels stay in memory: 4 bytes a document."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
@@ -258,7 +260,9 @@ class TokenStore:
         self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
         self.documents: IntArray = np.array([s["num_documents"] for s in manifest["shards"]], dtype=np.int64)
         names = self.shards  # and not self, which would keep mappings until a collection of garbage
-        self._open = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
+        opened = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
+        self._open = opened
+        self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
     @property
     def fingerprint(self) -> str:
@@ -283,6 +287,40 @@ class TokenStore:
         for index in np.unique(shards).tolist():
             with self.shard(index) as shard:
                 shard.will_need(np.sort(documents[shards == index]))
+
+    def count_targets(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
+    ) -> IntArray:
+        """Count the labels that pieces of documents give: of supervised tokens but each piece's first.
+
+        Args:
+            shards: int64 `[pieces]`.
+            documents: int64 `[pieces]`, numbers within the shards.
+            starts: int64 `[pieces]`.
+            stops: int64 `[pieces]`; a piece is its document's tokens [start, stop).
+
+        Returns:
+            int64 `[pieces]`. Cost: masks are read only of documents that are cut.
+
+        Raises:
+            SourceError: a shard is damaged.
+        """
+        counts: IntArray = np.maximum(stops - starts - 1, 0)
+        for index in np.unique(shards).tolist():
+            shard = self.shard(index)
+            if not shard.counts.has_mask:
+                continue
+            pieces = np.flatnonzero(shards == index)
+            held = documents[pieces]
+            lengths = shard.offsets[held + 1] - shard.offsets[held]
+            is_whole = stops[pieces] - starts[pieces] == lengths
+            counts[pieces[is_whole]] = self._targets(index)[held[is_whole]]
+            with shard:
+                for piece in pieces[~is_whole].tolist():
+                    first = int(shard.offsets[documents[piece]])
+                    marks = shard.read_mask(first + int(starts[piece]) + 1, first + int(stops[piece]))
+                    counts[piece] = 0 if marks is None else int(np.count_nonzero(marks))
+        return counts
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.offline import order as order_module
-from varlen.offline.order import STRETCH, DocumentOrder, hashed
+from varlen.source import order as order_module
+from varlen.source.order import STRETCH, DocumentOrder, hashed
 
 GOLDEN = [[2, 2], [2, 1], [2, 0], [2, 5], [0, 0], [0, 2], [0, 4], [0, 3], [2, 3], [2, 4], [2, 6], [0, 1]]
 GOLDEN_DIGEST = "67bc0b1f28829a4a710a180379f26007a566ceb438ae551e76d55933a87cbf86"
@@ -18,7 +18,7 @@ GOLDEN_HASHES = [4376055813886386440, 4293584334300442099, 9602929869932826837]
 def whole(documents, seed):
     """Shard and number of every document, in order."""
     order = DocumentOrder(np.array(documents, dtype=np.int64), seed)
-    stretches = [order.stretch(n) for n in range(-(-order.num_documents // STRETCH))]
+    stretches = [order.stretch(n) for n in range(order.num_stretches)]
     return np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.stack, stretches)], axis=1)
 
 
@@ -43,10 +43,9 @@ def test_every_document_has_one_place_whatever_the_shards(documents, seed):
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(0, 2**40))
 def test_every_document_has_one_place_where_a_set_is_many_stretches(documents, seed):
     with pytest.MonkeyPatch.context() as patch:  # small ones, so that every corner is met
-        patch.setattr(order_module, "STRETCH", 16)
         patch.setattr(order_module, "_RUN", 4)
-        order = DocumentOrder(np.array(documents, dtype=np.int64), seed)
-        stretches = [np.stack(order.stretch(n)) for n in range(-(-sum(documents) // 16))]
+        order = DocumentOrder(np.array(documents, dtype=np.int64), seed, stretch=16)
+        stretches = [np.stack(order.stretch(n)) for n in range(order.num_stretches)]
 
     assert all(stretch.shape[1] == 16 for stretch in stretches[:-1])
     assert same_documents(np.concatenate([np.zeros((2, 0), dtype=np.int64), *stretches], axis=1), documents)

@@ -1,8 +1,9 @@
 """The order in which documents of a store are packed: as they lie, or shuffled in bounded memory.
 
-A shuffle permutes runs of neighbours over the whole store, then the documents of every stretch of 65,536 among
-themselves. Neighbours stay near each other on disk for a while, but not in packs; a set of up to 65,536 documents is
-permuted freely. Keys are hashes, so the order depends on the seed and the counts of documents alone.
+A shuffle permutes runs of neighbours over the whole store, then the documents of every stretch (65,536 places unless
+said) among themselves. Neighbours stay near each other on disk for a while, but not in packs; a set of no more
+documents than a stretch is permuted freely. Keys are hashes, so the order depends on the seed and the counts of
+documents alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ STRETCH = 1 << 16
 class DocumentOrder:
     """Says which document stands at which place."""
 
-    def __init__(self, documents: IntArray, seed: int | None) -> None:
-        """Take the number of documents in each shard, and the seed of a shuffle or None."""
-        self._seed = seed
+    def __init__(self, documents: IntArray, seed: int | None, *, stretch: int | None = None) -> None:
+        """Take the number of documents in each shard, the seed of a shuffle or None, and the places of a stretch."""
+        self._seed, self._size = seed, stretch or STRETCH
         self._first = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
-        if seed is None or self.num_documents <= STRETCH:
+        if seed is None or self.num_documents <= self._size:
             self._runs = self._run_starts = self._run_ends = np.zeros(0, dtype=np.int64)
             return
         counts = -(-documents // _RUN)
@@ -40,14 +41,19 @@ class DocumentOrder:
         """Documents in all shards."""
         return int(self._first[-1])
 
+    @property
+    def num_stretches(self) -> int:
+        """Stretches that hold all documents; the last may be shorter."""
+        return -(-self.num_documents // self._size)
+
     def stretch(self, number: int) -> tuple[IntArray, IntArray]:
-        """Return the shards, and the numbers within them, of the documents at 65,536 consecutive places.
+        """Return the shards, and the numbers within them, of the documents at the places of a stretch.
 
         Args:
             number: from 0; the last stretch may be shorter.
         """
-        start = number * STRETCH
-        places = np.arange(start, min(start + STRETCH, self.num_documents))
+        start = number * self._size
+        places = np.arange(start, min(start + self._size, self.num_documents))
         documents = self._permuted(places)
         if self._seed is not None:
             documents = documents[np.argsort(hashed(documents, self._seed + 1), kind="stable")]

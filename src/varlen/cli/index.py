@@ -1,0 +1,97 @@
+"""`varlen index`: tokenize once into a token store, from which packs are made any number of times."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from varlen.cli.options import (
+    OUTPUT,
+    AsJson,
+    ChatTemplate,
+    Column,
+    Documents,
+    Eos,
+    NoEos,
+    OnError,
+    Overwrite,
+    Processes,
+    Ray,
+    Supervise,
+    TextCut,
+    Tokenizer,
+)
+from varlen.counts import many
+
+
+def index(
+    data: Documents,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="Folder of the store; it appears when it is whole.", rich_help_panel=OUTPUT
+        ),
+    ],
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
+    supervise: Supervise = "assistant",
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
+    on_error: OnError = "raise",
+    processes: Processes = None,
+    ray: Ray = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenize documents once into a token store, shard by shard.
+
+    A store holds tokens, what is trained of them, and the length of every document. `varlen pack` takes it in place
+    of documents, and packs it at any capacity without tokenizing again. An interrupted run leaves nothing that looks
+    finished; the same command again goes on where it stopped.
+
+    [bold]Example:[/]  varlen index 'chats/*.jsonl' -o store --tokenizer ./my-model
+    """
+    from varlen.cli.progress import progress
+    from varlen.cli.reading import as_crew, as_documents
+    from varlen.offline.index import index_source
+
+    source = as_documents(
+        data,
+        tokenizer=tokenizer,
+        column=column or [],
+        chat_template=chat_template,
+        supervise=supervise,
+        eos=eos,
+        append_eos=not no_eos,
+        text_cut=text_cut,
+        on_error=on_error,
+        leave_out=[output],
+    )
+    with progress() as on_progress:
+        store, was_there = index_source(
+            source, output, crew=as_crew(processes, ray), overwrite=overwrite, on_progress=on_progress
+        )
+    if as_json:
+        json.dump(store.manifest, sys.stdout, indent=1)
+        print()
+        return
+    _print_summary(store.manifest, output, was_there=was_there)
+
+
+def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
+    """Say what the store holds, and what to do with it."""
+    if was_there:
+        print(f"{folder} was finished already, from the same data and settings:")
+    print(
+        f"{many(manifest['num_documents'], 'document')}, {many(manifest['num_tokens'], 'token')} in "
+        f"{many(len(manifest['shards']), 'shard')}, {many(manifest['num_targets'], 'token')} to train on"
+    )
+    if manifest["num_skipped"]:
+        print(f"  {many(manifest['num_skipped'], 'record')} skipped, listed in skipped.log of each shard")
+    print(f"To pack it:  varlen pack {folder} -o packed --capacity 8192")

@@ -1,0 +1,1 @@
+"""The loader: packs of the documents of a store or of a stream, the same bytes whatever happens."""
