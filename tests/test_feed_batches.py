@@ -36,11 +36,10 @@ def steps_of(store, settings):
     stream = PackStream(Windows(store, [len(store.shards)], chosen), 1)
     position, steps = Position(), []
     while True:
-        packs = stream.take(position, settings.global_batch_size)
+        packs, position = stream.take(position, settings.global_batch_size)
         if packs.num_packs == 0:
             return steps
         steps.append(plan_step(store, packs, len(steps), settings))
-        position = packs.after
 
 
 def settings_of(ranks, micro_batch_size, **more):

@@ -48,16 +48,17 @@ def groupings(draw):
     st.integers(0, 3),
 )
 def test_every_token_stands_in_one_pack_of_one_window(
-    grouping, capacity, window, seed, overlong, method, epoch
+    grouping, capacity, size, seed, overlong, method, epoch
 ):
     shards, groups = grouping
-    settings = WindowSettings(capacity=capacity, window=window, seed=seed, overlong=overlong, method=method)
+    settings = WindowSettings(capacity=capacity, window=size, seed=seed, overlong=overlong, method=method)
     windows = Windows(Store(shards), groups, settings)
     made = [windows.window(epoch, number) for number in range(windows.num_windows)]
 
     kept = {}
-    for packs in made:
-        packs.ledger.check()
+    for window in made:
+        window.ledger.check()
+        packs = window.packs
         sums = np.add.reduceat(packs.stops - packs.starts, packs.offsets[:-1]) if packs.num_packs else []
         assert all(0 < total <= capacity for total in sums)
         for shard, document, start, stop in pieces_of(packs):
@@ -81,15 +82,15 @@ def test_a_window_does_not_depend_on_what_was_made_before_nor_on_later_shards(gr
     settings = WindowSettings(capacity=50, window=window, seed=seed)
     grown = Windows(Store([*shards, [5, 6, 7]]), [*groups, len(shards) + 1], settings)
     whole = Windows(Store(shards), groups, settings)
-    alone = [Windows(Store(shards), groups, settings).window(1, n) for n in range(whole.num_windows)]
+    alone = [Windows(Store(shards), groups, settings).window(1, n).packs for n in range(whole.num_windows)]
 
     for number in reversed(range(whole.num_windows)):
         assert (
-            pieces_of(whole.window(1, number))
+            pieces_of(whole.window(1, number).packs)
             == pieces_of(alone[number])
-            == pieces_of(grown.window(1, number))
+            == pieces_of(grown.window(1, number).packs)
         )
-        assert whole.window(1, number).offsets.tolist() == alone[number].offsets.tolist()
+        assert whole.window(1, number).packs.offsets.tolist() == alone[number].offsets.tolist()
 
 
 def test_groups_stay_apart_and_epochs_and_seeds_differ():
@@ -97,7 +98,7 @@ def test_groups_stay_apart_and_epochs_and_seeds_differ():
 
     def documents(seed, epoch):
         windows = Windows(Store(shards), groups, WindowSettings(capacity=10, window=20, seed=seed))
-        made = [windows.window(epoch, number) for number in range(windows.num_windows)]
+        made = [windows.window(epoch, number).packs for number in range(windows.num_windows)]
         assert [set(packs.shards.tolist()) <= {0} for packs in made] == [True] * 2 + [False] * 4
         return tuple((shard, number) for packs in made for shard, number, _, _ in pieces_of(packs))
 
@@ -109,7 +110,7 @@ def test_groups_stay_apart_and_epochs_and_seeds_differ():
 def test_packs_stand_in_the_order_of_their_first_document():
     lengths = np.random.default_rng(0).integers(1, 90, 500).tolist()
     windows = Windows(Store([lengths]), [1], WindowSettings(capacity=100, window=500, seed=None))
-    packs = windows.window(0, 0)
+    packs = windows.window(0, 0).packs
 
     firsts = packs.documents[packs.offsets[:-1]]
     assert (np.diff(firsts) > 0).all()
@@ -142,7 +143,7 @@ def test_windows_are_full_and_lengths_in_a_pack_are_no_more_alike_than_at_random
 
     def packed(method):
         settings = WindowSettings(capacity=8192, window=len(lengths), method=method)
-        return Windows(Store([lengths]), [1], settings).window(0, 0)
+        return Windows(Store([lengths]), [1], settings).window(0, 0).packs
 
     packs, at_random, by_length = map(packed, ("best_fit", "next_fit", "best_fit_decreasing"))
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from varlen.batch.collate import collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
-from varlen.feed.stream import Taken
+from varlen.feed.packs import StorePacks
+from varlen.pack.api import DEFAULT_WORK
 from varlen.source.store import TokenStore
 from varlen.types import IntArray, Ledger, Packing
 
@@ -30,7 +31,7 @@ class BatchSettings:
     layout: Layout = "rows"
     pad_id: int = 0
     document_multiple_of: int = 1
-    work: tuple[float, float] = (1.0, 1e-4)
+    work: tuple[float, float] = DEFAULT_WORK
     """What a pack costs: so much a token, and so much a squared token of each piece."""
 
 
@@ -39,7 +40,7 @@ class Step:
     """The packs of one optimizer update, and who takes them."""
 
     number: int
-    packs: Taken
+    packs: StorePacks
     """Of all ranks; fewer than the settings say where the last epoch ends."""
     hands: IntArray
     """int64 `[ranks, packs of a rank]`: numbers of packs, batch after batch; those beyond `packs` are masked."""
@@ -47,7 +48,7 @@ class Step:
     """Labels of all ranks."""
 
 
-def plan_step(store: TokenStore, packs: Taken, number: int, settings: BatchSettings) -> Step:
+def plan_step(store: TokenStore, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
     """Deal the packs of a step to all ranks, and count what they train.
 
     Args:

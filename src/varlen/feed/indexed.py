@@ -22,7 +22,7 @@ class IndexedFeed:
     def __init__(self, store: TokenStore, stream: PackStream, settings: BatchSettings, rank: int) -> None:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
-        self._step = lru_cache(2)(self._make_step)  # of this object's own, so that nothing outlives it
+        self._step = lru_cache(2)(self._make_step)  # all batches of a step come from one plan
 
     @property
     def micro_batches(self) -> int:
@@ -30,8 +30,8 @@ class IndexedFeed:
         settings = self._settings
         return settings.global_batch_size // (settings.dp_world_size * settings.micro_batch_size)
 
-    def step(self, state: IndexedState) -> Step | None:
-        """Return the step that a state is in; None at the end.
+    def step(self, state: IndexedState) -> tuple[Step, Position] | None:
+        """Return the step that a state is in, and where the one after it begins; None at the end.
 
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
@@ -39,9 +39,9 @@ class IndexedFeed:
         """
         return self._step(state.step, state.position)
 
-    def _make_step(self, number: int, position: Position) -> Step | None:
-        packs = self._stream.take(position, self._settings.global_batch_size)
-        return plan_step(self._store, packs, number, self._settings) if packs.num_packs else None
+    def _make_step(self, number: int, position: Position) -> tuple[Step, Position] | None:
+        packs, after = self._stream.take(position, self._settings.global_batch_size)
+        return (plan_step(self._store, packs, number, self._settings), after) if packs.num_packs else None
 
     def make(
         self, state: IndexedState, out: Mapping[str, npt.NDArray[Any]] | None = None
@@ -56,10 +56,11 @@ class IndexedFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        step = self.step(state)
-        if step is None:
+        found = self.step(state)
+        if found is None:
             return None
+        step, after = found
         batch = make_batch(self._store, step, self._rank, state.micro_batch, self._settings, out)
         if state.micro_batch + 1 < self.micro_batches:
             return batch, replace(state, micro_batch=state.micro_batch + 1)
-        return batch, IndexedState(step=state.step + 1, position=step.packs.after)
+        return batch, IndexedState(step=state.step + 1, position=after)

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from varlen.feed.packs import StorePacks
 from varlen.pack.window import WindowPacker
 from varlen.source.order import DocumentOrder, hashed
 from varlen.source.store import TokenStore
@@ -44,37 +45,12 @@ class WindowSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WindowPacks:
-    """The packs of a window: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+class Window:
+    """One window, packed."""
 
-    shards: IntArray
-    """int64 `[pieces]`: the shard of each piece's document."""
-    documents: IntArray
-    """int64 `[pieces]`: the document's number within its shard."""
-    starts: IntArray
-    stops: IntArray
-    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
-    offsets: IntArray
-    """int64 `[packs + 1]`."""
+    packs: StorePacks
     ledger: Ledger
-    """What became of the tokens of the window's documents."""
-
-    @property
-    def num_packs(self) -> int:
-        """Number of packs."""
-        return len(self.offsets) - 1
-
-    def slice(self, start: int, stop: int) -> WindowPacks:
-        """Return the packs [start, stop); the ledger stays the whole window's."""
-        pieces = slice(int(self.offsets[start]), int(self.offsets[stop]))
-        return WindowPacks(
-            shards=self.shards[pieces],
-            documents=self.documents[pieces],
-            starts=self.starts[pieces],
-            stops=self.stops[pieces],
-            offsets=self.offsets[start : stop + 1] - self.offsets[start],
-            ledger=self.ledger,
-        )
+    """What became of the tokens of its documents."""
 
 
 class Windows:
@@ -86,7 +62,7 @@ class Windows:
         self._bounds = np.concatenate([[0], np.asarray(groups, dtype=np.int64)])
         counts = [int(store.documents[a:b].sum()) for a, b in zip(self._bounds, self._bounds[1:])]
         self._first = np.cumsum([0] + [-(-count // settings.window) for count in counts])
-        # Of this object's own, so that nothing outlives it.
+        # Of this object alone: several loaders don't push out each other's windows.
         self._order = lru_cache(_KEPT)(self._make_order)
         self.window = lru_cache(_KEPT)(self._make_window)
 
@@ -98,12 +74,13 @@ class Windows:
     def _make_order(self, epoch: int, group: int) -> DocumentOrder:
         seed = self._settings.seed
         if seed is not None:
-            seed = int(hashed(np.array([epoch, group]), seed) @ np.array([1, 3], dtype=np.uint64))
+            for number in (epoch, group):
+                seed = int(hashed(np.array([number]), seed)[0])
         shards = slice(self._bounds[group], self._bounds[group + 1])
         return DocumentOrder(self._store.documents[shards], seed, stretch=self._settings.window)
 
-    def _make_window(self, epoch: int, number: int) -> WindowPacks:
-        """Return the packs of a window.
+    def _make_window(self, epoch: int, number: int) -> Window:
+        """Pack a window.
 
         Args:
             epoch: from 0.
@@ -112,27 +89,27 @@ class Windows:
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
 
-        Cost: reading the window's lengths and packing them, about 0.2 s a million documents.
+        Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
         group = int(np.searchsorted(self._first, number, side="right")) - 1
         shards, documents = self._order(epoch, group).stretch(number - int(self._first[group]))
         shards = shards + self._bounds[group]
         packing = self._packed(self._store.lengths(shards, documents))
-        return WindowPacks(
+        packs = StorePacks(
             shards=shards[packing.document_ids],
             documents=documents[packing.document_ids],
             starts=packing.starts.astype(np.int64),
             stops=packing.stops.astype(np.int64),
             offsets=packing.offsets,
-            ledger=packing.ledger,
         )
+        return Window(packs=packs, ledger=packing.ledger)
 
     def _packed(self, lengths: IntArray) -> Packing:
         """Pack a window, and nothing but it: what doesn't fill a pack goes into packs of its own."""
         settings = self._settings
         packer = WindowPacker(
             capacity=settings.capacity,
-            window=max(settings.window, 1),
+            window=settings.window,
             method=settings.method,
             overlong=settings.overlong,
             max_documents=settings.max_documents,

@@ -94,11 +94,22 @@ def index_source(
     folder = folder.resolve() if folder.is_symlink() else folder
     check_places(source.files, folder)
     with (crew or Crew()).hired() as team:
-        on_progress(0, 1, "looking at the files")
-        marks = source_marks(source)
+        marks = look_at(source, folder, team, on_progress)
         was_there = (read_manifest(folder) or {}).get("fingerprint") == _fingerprint(marks)
         store = build_store(source, folder, marks, team=team, on_progress=on_progress, overwrite=overwrite)
     return store, was_there
+
+
+def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
+    """Return what identifies a source, while processes start if there will be work for them.
+
+    Raises:
+        SourceError: a file can't be read.
+    """
+    on_progress(0, 1, "looking at the files")
+    if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
+        team.start()
+    return source_marks(source)
 
 
 def _fingerprint(marks: dict[str, Any]) -> str:

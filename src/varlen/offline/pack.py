@@ -11,7 +11,7 @@ from varlen import __version__
 from varlen.counts import many
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
-from varlen.offline.index import PART_BYTES, OnProgress, build_store, quiet, source_marks
+from varlen.offline.index import OnProgress, build_store, look_at, quiet
 from varlen.offline.places import (
     check_output,
     check_places,
@@ -99,10 +99,7 @@ def _packed(
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
-        on_progress(0, 1, "looking at the files")
-        if not output.exists() and sum(file.size for file in source.files) > PART_BYTES:
-            team.start()  # while the files are looked at
-        marks = source_marks(source)
+        marks = look_at(source, output, team, on_progress)
     wanted = digest(json.dumps([__version__, marks, settings.to_json()], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
