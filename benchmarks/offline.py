@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.checks import WrongResultError, fill_of_rows
 from benchmarks.inputs import CAPACITY, VOCABULARY, lognormal_lengths
-from benchmarks.reading import _texts, _tokenizer
+from benchmarks.reading import source_texts, trained_tokenizer
 from benchmarks.rows import Contestant, Race, Row
 from benchmarks.step import Step
 from benchmarks.stopwatch import Samples
@@ -182,8 +182,8 @@ def _input(form: str, folder: Path) -> tuple[Path, Path | None, np.ndarray | Non
     """Write the input; returns its path, the tokenizer's, and the documents where they are tokens."""
     if form == "text":
         path, tokenizer = folder / "data.jsonl", folder / "tokenizer.json"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in _texts()))
-        made = _tokenizer()
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in source_texts()))
+        made = trained_tokenizer()
         made.add_special_tokens(["<|endoftext|>"])
         made.save(str(tokenizer))
         return path, tokenizer, None, np.zeros(1)

@@ -33,7 +33,7 @@ def steps() -> list[Step]:
 
 
 @cache
-def _texts() -> list[str]:
+def source_texts() -> list[str]:
     """Return Python sources, functions and whole modules, without the carriage returns that CSV would normalize."""
     texts, characters = [], 0
     for text in interpreter_texts():
@@ -45,19 +45,19 @@ def _texts() -> list[str]:
 
 
 @cache
-def _tokenizer() -> Any:
-    return train_bpe(_texts()[:: max(len(_texts()) // 4000, 1)], VOCABULARY)
+def trained_tokenizer() -> Any:
+    return train_bpe(source_texts()[:: max(len(source_texts()) // 4000, 1)], VOCABULARY)
 
 
 def _race_texts(form: str) -> list[Row]:
     """Race reading a file against the tokenizer on texts that stand in memory."""
-    with _file(form, [{"text": text} for text in _texts()]) as path:
-        return [_race(f"read and tokenize {form}", path, _texts(), append_eos=False)]
+    with _file(form, [{"text": text} for text in source_texts()]) as path:
+        return [_race(f"read and tokenize {form}", path, source_texts(), append_eos=False)]
 
 
 def _race_chats() -> list[Row]:
     """Race chats: finding out what the assistant says counts as reading."""
-    texts = _texts()
+    texts = source_texts()
     chats = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         for question, answer in zip(texts[::2], texts[1::2])
@@ -71,7 +71,7 @@ def _race_chats() -> list[Row]:
 
 
 def _race(what: str, path: Path, texts: list[str], *, append_eos: bool) -> Race:
-    tokenizer = _tokenizer()
+    tokenizer = trained_tokenizer()
     source = open_source(path, tokenizer, append_eos=append_eos, text_cut="file")
 
     def read() -> int:
