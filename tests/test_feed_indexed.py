@@ -9,7 +9,7 @@ from test_source_store import write_store
 from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.indexed import IndexedFeed
-from varlen.feed.state import IndexedState, from_json, to_json
+from varlen.feed.state import FeedState, from_json, to_json
 from varlen.feed.stream import PackStream
 from varlen.feed.windows import Windows, WindowSettings
 
@@ -36,6 +36,10 @@ def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
     return IndexedFeed(store, PackStream(windows, epochs), settings, rank)
 
 
+def new_arrays():
+    return None
+
+
 def content(batch):
     return tuple(getattr(batch, name).tobytes() for name in NAMES)
 
@@ -43,23 +47,22 @@ def content(batch):
 def rest(feed, state):
     """All batches after a state, and the state after each."""
     made, states = [], [state]
-    while (found := feed.make(state)) is not None:
-        batch, state = found
-        made.append(content(batch))
-        states.append(state)
+    for one in feed.batches(state, new_arrays):
+        made.append(content(one.batch))
+        states.append(one.state)
     return made, states
 
 
 def test_every_state_gives_the_rest_twice_after_json(store):
-    whole, states = rest(feed_of(store), IndexedState())
+    whole, states = rest(feed_of(store), FeedState())
 
     assert len(whole) > 20
     assert len(states) == len(whole) + 1
     feed = feed_of(store)
     for taken in reversed(range(len(states))):
-        saved = json.loads(json.dumps(to_json(states[taken], BELONGS)))
+        saved = json.loads(json.dumps(to_json(states[taken], "indexed", BELONGS)))
         for _ in range(2):
-            state = from_json(saved, BELONGS, FREE)
+            state = from_json(saved, "indexed", BELONGS, FREE)
             assert state == states[taken]
             assert rest(feed, state)[0] == whole[taken:]
 
@@ -71,33 +74,54 @@ def test_a_changed_world_size_goes_on_with_the_same_sets(store, ranks):
         found = {}
         for rank in range(size):
             feed, now = feed_of(store, size, rank, micro_batch_size=1), state
-            while (made := feed.make(now)) is not None:
-                batch, after = made
+            for made in feed.batches(now, new_arrays):
+                batch = made.batch
                 found.setdefault(now.step, []).append((batch.pack_ids.item(), content(batch)[:3]))
-                now = after
+                now = made.state
             assert now == end_of(size, state)
         return {step: sorted(rows) for step, rows in found.items()}
 
     def end_of(size, state):
         return rest(feed_of(store, size, 0, micro_batch_size=1), state)[1][-1]
 
-    alone = sets(1, IndexedState())
-    begins = [s for s in rest(feed_of(store, micro_batch_size=1), IndexedState())[1] if s.micro_batch == 0]
+    alone = sets(1, FeedState())
+    begins = [s for s in rest(feed_of(store, micro_batch_size=1), FeedState())[1] if s.micro_batch == 0]
     for state in begins[:: max(len(begins) // 4, 1)]:
         assert sets(ranks, state) == {step: rows for step, rows in alone.items() if step >= state.step}
 
 
 def test_a_state_that_belongs_elsewhere_is_refused_and_named():
-    begun, within = IndexedState(step=3), IndexedState(step=3, micro_batch=1)
+    begun, within = (to_json(FeedState(step=3, micro_batch=n), "indexed", BELONGS) for n in (0, 1))
     other = {**BELONGS, "dp_world_size": 2}
 
-    assert from_json(to_json(begun, BELONGS), other, FREE) == begun
+    assert from_json(begun, "indexed", other, FREE) == FeedState(step=3)
     with pytest.raises(StateError, match="dp_world_size was 1 and is 2"):
-        from_json(to_json(within, BELONGS), other, FREE)
+        from_json(within, "indexed", other, FREE)
     with pytest.raises(StateError, match="store was 'abc' and is 'xyz'"):
-        from_json(to_json(begun, BELONGS), {**BELONGS, "store": "xyz"}, FREE)
+        from_json(begun, "indexed", {**BELONGS, "store": "xyz"}, FREE)
     with pytest.raises(StateError, match="version 9"):
-        from_json({**to_json(begun, BELONGS), "version": 9}, BELONGS, FREE)
-    for broken in ({"version": 1, "mode": "indexed"}, {**to_json(begun, BELONGS), "step": -1}, [1]):
+        from_json({**begun, "version": 9}, "indexed", BELONGS, FREE)
+    with pytest.raises(StateError, match="mode 'indexed'; this loader reads version 1 and mode 'streaming'"):
+        from_json(begun, "streaming", BELONGS, FREE)
+    for broken in ({"version": 1, "mode": "indexed"}, {**begun, "step": -1}, {**begun, "at": 3}, [1]):
         with pytest.raises(StateError):
-            from_json(broken, BELONGS, FREE)
+            from_json(broken, "indexed", BELONGS, FREE)
+
+
+def test_a_place_that_is_none_of_a_store_is_refused(store):
+    for at in ({"epoch": 0}, {"epoch": 0, "window": -1, "pack": 0}, {"round": 3}):
+        with pytest.raises(StateError, match="no state of a loader"):
+            next(feed_of(store).batches(FeedState(at=at), new_arrays))
+
+
+def test_a_step_without_targets_is_left_out_on_every_rank_and_counted(tmp_path):
+    documents = [([1] * 9, None)] * 3 + [([2] * 9, [0] * 9)] * 4 + [([3] * 9, None)]
+    silent = write_store(tmp_path, [[documents]])
+    windows = Windows(silent, [1], WindowSettings(capacity=10, seed=None))
+    for rank in range(2):
+        settings = BatchSettings(capacity=10, global_batch_size=2, micro_batch_size=1, dp_world_size=2)
+        made = list(
+            IndexedFeed(silent, PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays)
+        )
+        assert [one.state.step for one in made] == [1, 2, 4]
+        assert [one.batch.pack_ids.item() for one in made] == [rank, 2 + rank, 6 + rank]

@@ -34,6 +34,11 @@ class BatchSettings:
     work: tuple[float, float] = DEFAULT_WORK
     """What a pack costs: so much a token, and so much a squared token of each piece."""
 
+    @property
+    def micro_batches(self) -> int:
+        """Batches that a rank takes in a step."""
+        return self.global_batch_size // (self.dp_world_size * self.micro_batch_size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Step:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy.typing as npt
-
-from varlen.batch.packed import PackedBatch
+from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings, Step, make_batch, plan_step
-from varlen.feed.state import IndexedState
+from varlen.feed.feed import Buffers, Made
+from varlen.feed.state import MOST, FeedState
 from varlen.feed.stream import PackStream, Position
+from varlen.pack.lengths import as_count
 from varlen.source.store import TokenStore
 
 
@@ -22,45 +21,58 @@ class IndexedFeed:
     def __init__(self, store: TokenStore, stream: PackStream, settings: BatchSettings, rank: int) -> None:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
-        self._step = lru_cache(2)(self._make_step)  # all batches of a step come from one plan
 
-    @property
-    def micro_batches(self) -> int:
-        """Batches of a step."""
-        settings = self._settings
-        return settings.global_batch_size // (settings.dp_world_size * settings.micro_batch_size)
+    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState]]:
+        """Yield the steps from the one that a state is in, and the state where each has been taken.
 
-    def step(self, state: IndexedState) -> tuple[Step, Position] | None:
-        """Return the step that a state is in, and where the one after it begins; None at the end.
+        A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
 
         Raises:
+            StateError: the state is none of a token store.
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        return self._step(state.step, state.position)
+        number, position = state.step, _as_position(state.at)
+        while True:
+            packs, position = self._stream.take(position, self._settings.global_batch_size)
+            if packs.num_packs == 0:
+                return
+            step = plan_step(self._store, packs, number, self._settings)
+            number += 1
+            if step.num_targets:
+                yield step, FeedState(step=number, at=asdict(position))
 
-    def _make_step(self, number: int, position: Position) -> tuple[Step, Position] | None:
-        packs, after = self._stream.take(position, self._settings.global_batch_size)
-        return (plan_step(self._store, packs, number, self._settings), after) if packs.num_packs else None
-
-    def make(
-        self, state: IndexedState, out: Mapping[str, npt.NDArray[Any]] | None = None
-    ) -> tuple[PackedBatch, IndexedState] | None:
-        """Return the batch that follows a state, and the state after it; None at the end.
+    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
+        """Yield the batches that follow a state.
 
         Args:
-            state: what has been taken.
-            out: arrays to fill, as `vl.collate` takes them.
+            state: of which the first batch is the next.
+            buffers: called once before each batch.
 
         Raises:
+            StateError: the state is none of a token store.
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        found = self.step(state)
-        if found is None:
-            return None
-        step, after = found
-        batch = make_batch(self._store, step, self._rank, state.micro_batch, self._settings, out)
-        if state.micro_batch + 1 < self.micro_batches:
-            return batch, replace(state, micro_batch=state.micro_batch + 1)
-        return batch, IndexedState(step=state.step + 1, position=after)
+        first = state.micro_batch
+        for step, after in self.steps(state):
+            here = replace(state, step=step.number, micro_batch=0)
+            for number in range(first, self._settings.micro_batches):
+                is_last = number + 1 == self._settings.micro_batches
+                batch = make_batch(self._store, step, self._rank, number, self._settings, buffers())
+                yield Made(batch=batch, state=after if is_last else replace(here, micro_batch=number + 1))
+            first, state = 0, after
+
+
+def _as_position(at: Mapping[str, Any]) -> Position:
+    """Return where a step begins.
+
+    Raises:
+        StateError: nothing of the kind.
+    """
+    if not at:
+        return Position()
+    try:
+        return Position(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "window", "pack")})
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None

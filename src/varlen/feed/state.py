@@ -1,57 +1,59 @@
-"""Where a loader stands, as JSON: a few hundred bytes, the same on every rank; refused where it doesn't belong."""
+"""A loader's place, as a few numbers that are the same on every rank, and what it belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from varlen.errors import StateError
-from varlen.feed.stream import Position
 from varlen.pack.lengths import as_count
 
 VERSION = 1
-_MOST = 2**63 - 1
+MOST = 2**63 - 1
+Mode = Literal["indexed", "streaming"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IndexedState:
+class FeedState:
     """What the trainer has taken: whole steps, and batches of the step that it is in."""
 
     step: int = 0
     """Steps before this one."""
     micro_batch: int = 0
     """Batches of this step that every rank has taken."""
-    position: Position = field(default_factory=Position)
-    """Of this step's first pack."""
+    at: Mapping[str, Any] = field(default_factory=dict)
+    """Where the step begins, or the round of steps that it is in: numbers and lists, as the mode has them, the same
+    on every rank; empty where training begins."""
 
 
-def to_json(state: IndexedState, belongs_to: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as numbers, texts and mappings.
+def to_json(state: FeedState, mode: Mode, belongs_to: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as numbers, texts, lists and mappings.
 
     Args:
         state: of a loader.
+        mode: of the loader.
         belongs_to: settings and fingerprints that the bytes depend on, by name.
     """
-    position = state.position
     return {
         "version": VERSION,
-        "mode": "indexed",
+        "mode": mode,
         "step": state.step,
         "micro_batch": state.micro_batch,
-        "epoch": position.epoch,
-        "window": position.window,
-        "pack": position.pack,
+        "at": dict(state.at),
         "belongs_to": dict(belongs_to),
     }
 
 
-def from_json(state: Mapping[str, Any], belongs_to: Mapping[str, Any], free: frozenset[str]) -> IndexedState:
+def from_json(
+    state: Mapping[str, Any], mode: Mode, belongs_to: Mapping[str, Any], free: frozenset[str]
+) -> FeedState:
     """Return a state that `to_json` wrote.
 
     Args:
         state: as it is, or back from JSON.
-        belongs_to: of the loader that is to go on.
+        mode: of the loader that is to go on.
+        belongs_to: of that loader.
         free: names in it that may differ where a step begins: the world size and the size of batches.
 
     Raises:
@@ -59,25 +61,18 @@ def from_json(state: Mapping[str, Any], belongs_to: Mapping[str, Any], free: fro
     """
     if not isinstance(state, Mapping):
         raise StateError(f"a loader's state is a mapping, got {type(state).__name__}")
-    if state.get("version") != VERSION or state.get("mode") != "indexed":
+    if state.get("version") != VERSION or state.get("mode") != mode:
         raise StateError(
             f"the state has version {state.get('version')!r} and mode {state.get('mode')!r}; this loader reads "
-            f"version {VERSION} and mode 'indexed'"
+            f"version {VERSION} and mode {mode!r}"
         )
     try:
-        numbers = {
-            name: as_count(state[name], name, 0, _MOST)
-            for name in ("step", "micro_batch", "epoch", "window", "pack")
-        }
-        was = dict(state["belongs_to"])
+        step, micro_batch = (as_count(state[name], name, 0, MOST) for name in ("step", "micro_batch"))
+        at, was = dict(state["at"]), dict(state["belongs_to"])
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
-    _check_same(was, belongs_to, free if numbers["micro_batch"] == 0 else frozenset())
-    return IndexedState(
-        step=numbers["step"],
-        micro_batch=numbers["micro_batch"],
-        position=Position(epoch=numbers["epoch"], window=numbers["window"], pack=numbers["pack"]),
-    )
+    _check_same(was, belongs_to, free if micro_batch == 0 else frozenset())
+    return FeedState(step=step, micro_batch=micro_batch, at=at)
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:
