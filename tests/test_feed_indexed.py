@@ -8,6 +8,7 @@ from test_source_store import write_store
 
 from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings
+from varlen.feed.feed import new_arrays
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.feed.stream import PackStream
@@ -34,10 +35,6 @@ def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
         capacity=32, global_batch_size=24, micro_batch_size=micro_batch_size, dp_world_size=ranks
     )
     return IndexedFeed(store, PackStream(windows, epochs), settings, rank)
-
-
-def new_arrays():
-    return None
 
 
 def content(batch):

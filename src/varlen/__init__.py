@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from varlen.batch.collate import collate
     from varlen.batch.packed import PackedBatch
     from varlen.errors import VarlenError
+    from varlen.feed.loader import PackedLoader
     from varlen.pack.api import pack
     from varlen.pack.bound import lower_bound
     from varlen.pack.score import Score, score
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Ledger": "varlen.types",
     "PackedBatch": "varlen.batch.packed",
+    "PackedLoader": "varlen.feed.loader",
     "Packing": "varlen.types",
     "Score": "varlen.pack.score",
     "VarlenError": "varlen.errors",
@@ -47,6 +49,7 @@ _HOMES = {
 __all__ = [
     "Ledger",
     "PackedBatch",
+    "PackedLoader",
     "Packing",
     "Score",
     "VarlenError",

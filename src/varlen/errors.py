@@ -15,6 +15,7 @@
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
+    ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
 
 A message says what was seen, the limit, how many offend, and the way out.
@@ -71,6 +72,10 @@ class PlatformError(VarlenError, ImportError):
 
 class WorkerDiedError(VarlenError):
     """A process that worked for varlen is gone; the message says how, and what is kept."""
+
+
+class StalledError(VarlenError, TimeoutError):
+    """Nothing came within a deadline; the message says who was waited for, and how long."""
 
 
 class LedgerError(VarlenError):

@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -27,6 +27,11 @@ _column_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels_columns"
 _LAYOUTS = get_args(Layout)
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
+Out = (
+    Mapping[str, npt.NDArray[Any]] | PackedBatch | Callable[[tuple[int, int]], Mapping[str, npt.NDArray[Any]]]
+)
+"""Arrays to fill: by name, those of an earlier batch, or what gives them once the shape is known."""
+
 
 def collate(
     documents: Documents,
@@ -43,7 +48,7 @@ def collate(
     shift_labels: bool = False,
     step_num_targets: int | None = None,
     dp_world_size: int = 1,
-    out: Mapping[str, npt.NDArray[Any]] | PackedBatch | None = None,
+    out: Out | None = None,
 ) -> PackedBatch:
     """Build the arrays of some packs.
 
@@ -69,7 +74,8 @@ def collate(
         step_num_targets: targets in the whole step over all ranks and micro-batches; None takes this batch's.
         dp_world_size: data-parallel ranks, for `loss_scale`.
         out: arrays to fill in place of new ones: a mapping with `input_ids`, `labels`, `position_ids` and
-            `segment_ids` (and columns), or an earlier batch. Shape and dtype must match exactly.
+            `segment_ids` (and columns), an earlier batch, or a function that is given the shape and returns such a
+            mapping. Shape and dtype must match exactly.
 
     Returns:
         A PackedBatch; its docstrings give every array's shape and dtype.
@@ -130,7 +136,7 @@ def _fields(
     tokens: tuple[npt.NDArray[Any], IntArray],
     targets: Targets | None,
     columns: Mapping[str, Column],
-    out: Mapping[str, npt.NDArray[Any]] | PackedBatch | None,
+    out: Out | None,
     pad_id: int,
 ) -> tuple[dict[str, Any], int]:
     """Fill the arrays; returns the arrays and counts of a PackedBatch, and the length of its shortest segment."""
@@ -207,7 +213,7 @@ def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _buffers(
-    out: Mapping[str, npt.NDArray[Any]] | PackedBatch | None,
+    out: Out | None,
     shape: tuple[int, int],
     column_dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, npt.NDArray[Any]]:
@@ -219,6 +225,8 @@ def _buffers(
         made = {name: np.empty(shape, dtype) for name, dtype in column_dtypes.items()}
         return {**dict(zip(_NAMES, block)), **made}
     dtypes: dict[str, np.dtype[Any]] = {**dict.fromkeys(_NAMES, np.dtype(np.int32)), **column_dtypes}
+    if callable(out):
+        out = out(shape)
     if isinstance(out, PackedBatch):
         out = {**{name: getattr(out, name) for name in _NAMES}, **out.columns}
     if not isinstance(out, Mapping):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from varlen.batch.collate import collate
+from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
@@ -30,6 +27,7 @@ class BatchSettings:
     dp_world_size: int
     layout: Layout = "rows"
     pad_id: int = 0
+    pad_to_multiple_of: int = 1
     document_multiple_of: int = 1
     work: tuple[float, float] = DEFAULT_WORK
     """What a pack costs: so much a token, and so much a squared token of each piece."""
@@ -84,7 +82,7 @@ def make_batch(
     rank: int,
     micro_batch: int,
     settings: BatchSettings,
-    out: Mapping[str, npt.NDArray[Any]] | None = None,
+    out: Out | None = None,
 ) -> PackedBatch:
     """Build one batch of a rank.
 
@@ -118,6 +116,7 @@ def make_batch(
         _as_packing(lengths, offsets, settings),
         loss_mask=None if mask is None else (mask, ends),
         pad_id=settings.pad_id,
+        pad_to_multiple_of=settings.pad_to_multiple_of,
         layout=settings.layout,
         step_num_targets=step.num_targets,
         dp_world_size=settings.dp_world_size,

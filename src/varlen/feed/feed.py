@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy.typing as npt
-
+from varlen.batch.collate import Out
 from varlen.batch.packed import PackedBatch
 from varlen.feed.state import FeedState
+from varlen.types import Ledger
 
-Buffers = Callable[[], Mapping[str, npt.NDArray[Any]] | None]
-"""Gives the arrays that the next batch is to fill, as `vl.collate` takes them; None for new ones. It may wait."""
+Buffers = Callable[[], Out | None]
+"""Gives what the next batch is to fill, as `vl.collate` takes it; None for new arrays. It may wait."""
+
+
+def new_arrays() -> None:
+    """Let a batch have arrays of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -22,6 +26,10 @@ class Made:
     batch: PackedBatch
     state: FeedState
     """After this batch."""
+    ledger: Ledger | None = None
+    """What became of the tokens of the window that begins with this batch, over all ranks; None where none does."""
+    skipped: int = 0
+    """Records of that window that couldn't be read, over all ranks."""
 
 
 class Feed(Protocol):

@@ -73,6 +73,7 @@ def index_source(
     *,
     crew: Crew | None = None,
     overwrite: bool = False,
+    marks: dict[str, Any] | None = None,
     on_progress: OnProgress = quiet,
 ) -> tuple[TokenStore, bool]:
     """Tokenize a source into a token store; returns the store, and whether an earlier run had finished it.
@@ -85,6 +86,7 @@ def index_source(
         folder: of the store; it appears when it is whole.
         crew: who does the work; None: this process.
         overwrite: replace a store made from something else.
+        marks: of `source_marks`, where they are known; else the files are read for them.
         on_progress: called with bytes read, bytes of all files, and words.
 
     Raises:
@@ -94,8 +96,9 @@ def index_source(
     folder = folder.resolve() if folder.is_symlink() else folder
     check_places(source.files, folder)
     with (crew or Crew()).hired() as team:
-        marks = look_at(source, folder, team, on_progress)
-        was_there = (read_manifest(folder) or {}).get("fingerprint") == _fingerprint(marks)
+        if marks is None:
+            marks = look_at(source, folder, team, on_progress)
+        was_there = (read_manifest(folder) or {}).get("fingerprint") == fingerprint_of(marks)
         store = build_store(source, folder, marks, team=team, on_progress=on_progress, overwrite=overwrite)
     return store, was_there
 
@@ -112,7 +115,7 @@ def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -
     return source_marks(source)
 
 
-def _fingerprint(marks: dict[str, Any]) -> str:
+def fingerprint_of(marks: dict[str, Any]) -> str:
     """Return what changes with the tokens of a store."""
     return digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
 
@@ -140,7 +143,7 @@ def build_store(
         SourceError: a record can't be read, or there is no document.
         SettingError: the folder can't be written, or holds something else.
     """
-    print_ = _fingerprint(marks)
+    print_ = fingerprint_of(marks)
     manifest = read_manifest(folder)
     if manifest is not None and manifest.get("fingerprint") == print_:
         tidy(folder)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, TypeVar, cast
 
 from varlen.errors import SettingError, WorkerDiedError
+from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
 
 Result = TypeVar("Result")
@@ -131,7 +129,7 @@ class _Worker:
     """A process that runs one task at a time."""
 
     def __init__(self, threads: int) -> None:
-        self.process = _start(threads)
+        self.process = fresh_interpreter("varlen.offline.worker", threads=threads)
         self._head = b""
 
     def ask(self, head: bytes, task: Any) -> tuple[bool, Any]:
@@ -161,29 +159,6 @@ class _Worker:
             if pipe is not None:
                 with suppress(OSError):  # what it had not read yet
                     pipe.close()
-
-
-def _start(threads: int) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that waits for tasks: no fork, and no need for a guard in the user's script.
-
-    It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-        "RAYON_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
-    }
-    command = [sys.executable, "-m", "varlen.offline.worker"]
-    try:
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
-    except OSError as error:
-        raise WorkerDiedError(
-            f"no other process can be started ({error.strerror or error}); what is finished is kept: run the same "
-            "again with fewer processes"
-        ) from error
 
 
 def _death(code: int | None) -> WorkerDiedError:

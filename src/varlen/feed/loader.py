@@ -1,0 +1,290 @@
+"""`PackedLoader`: documents in, packed batches out, made ahead by a worker; the same bytes whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from varlen.batch.packed import Layout, PackedBatch
+from varlen.errors import SettingError
+from varlen.feed.feed import Made
+from varlen.feed.opening import open_data
+from varlen.feed.process import ProcessWorker
+from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
+from varlen.feed.state import FeedState, from_json, to_json
+from varlen.feed.stats import LoaderStats, Meter
+from varlen.feed.thread import ThreadWorker
+from varlen.feed.wire import slot_bytes
+from varlen.source.documents import Supervise
+from varlen.source.files import Data
+from varlen.source.source import OnError, TextCut
+from varlen.types import Method, Overlong
+
+_log = logging.getLogger(__name__)
+
+
+class PackedLoader:
+    """An asynchronous, exactly resumable stream of packed batches, for one data-parallel rank.
+
+    ::
+
+        with vl.PackedLoader("store", capacity=8192, global_batch_size=64) as loader:
+            for batch in loader:
+                ...
+
+    It is its own iterator: iterating again goes on where the last loop stopped, and gives nothing once all epochs
+    are over. Every document comes exactly once an epoch. The set of packs of a step doesn't depend on the number of
+    ranks, all of which get the same number of batches. `state_dict` is a small mapping for JSON, the same on every
+    rank, that counts what was taken and not what was made ahead; with it a loader goes on from any batch with the
+    same bytes, and from any step on another number of ranks.
+
+    Args:
+        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, or a list of them.
+        tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function; of documents.
+        capacity: tokens of a pack.
+        global_batch_size: packs of a step (an optimizer update), over all ranks and batches.
+        micro_batch_size: packs of a batch; None for all that a rank takes in a step.
+        dp_rank: this rank among those with different data; tensor, pipeline and context parallel peers pass the same.
+        dp_world_size: number of such ranks; both may be left out in a job of one process.
+        mode: "indexed" knows all lengths (documents are tokenized once into a store in the cache), "streaming"
+            tokenizes on the fly and writes nothing; "auto" takes the first for a token store, else the second.
+        scope: "window" packs a window of documents at a time; "all" the whole data set at once; "minibatch" packs
+            nothing: `global_batch_size` documents make a step, each a pack of its own, flattened (`layout="flat"`).
+        window: documents packed at a time (indexed, 65,536 unless said), or packs a lane (streaming, 32).
+        lanes: of streaming; the packs of a step unless said. The number of ranks must divide it.
+        method: of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.
+        overlong: what becomes of documents longer than a pack: "split", "truncate", "drop" or "error".
+        max_documents: most pieces a pack may hold.
+        document_multiple_of: round the space each piece takes up to this multiple.
+        shuffle: in random order, another one in each epoch; False keeps the order of the data.
+        seed: of the shuffle.
+        epochs: passes over the data; None for no end.
+        layout: "rows" or "flat", as in `vl.collate`.
+        pad_id: token id at padding.
+        pad_to_multiple_of: rounds the width of the flat layout up.
+        device: where torch tensors are wanted; None for numpy arrays in host memory.
+        worker: "process", or "thread" within this process: the same bytes, for debugging.
+        ring_slots: batches made ahead at most; in a process they lie in shared memory.
+        read_ahead_s: of streaming: stalls of the storage that are to be ridden out.
+        deadline_s: longest wait for a batch before StalledError says what is missing.
+        columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
+        chat_template: a jinja template, or a file that holds one; None for the tokenizer's own, else ChatML.
+        eos: the token that ends a document, by id or text; None for the tokenizer's own.
+        append_eos: end every text with it.
+        supervise: "assistant": of chats only what the model is to say; "all": everything.
+        text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
+        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks.
+        cache: folder for stores made on the fly; None for varlen's in the user's cache.
+        model: a transformers model or configuration; its positions and vocabulary must suffice.
+
+    Raises:
+        SettingError: a setting out of its range, or that doesn't go with the others; forgotten ranks.
+        SourceError: no such data, or it can't be read.
+        OverlongDocumentError: `overlong="error"` and a document of a token store is longer than a pack.
+    """
+
+    def __init__(
+        self,
+        source: Data,
+        tokenizer: Any = None,
+        *,
+        capacity: int,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        mode: Literal["auto", "indexed", "streaming"] = "auto",
+        scope: Scope = "window",
+        window: int | None = None,
+        lanes: int | None = None,
+        method: Method = "best_fit",
+        overlong: Overlong = "split",
+        max_documents: int | None = None,
+        document_multiple_of: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = 1,
+        layout: Layout = "rows",
+        pad_id: int = 0,
+        pad_to_multiple_of: int = 1,
+        device: Any = None,
+        worker: WorkerKind = "process",
+        ring_slots: int = 4,
+        read_ahead_s: float = 10.0,
+        deadline_s: float = 600.0,
+        columns: Mapping[str, str] | None = None,
+        chat_template: str | Path | None = None,
+        eos: int | str | None = None,
+        append_eos: bool = True,
+        supervise: Supervise = "assistant",
+        text_cut: TextCut = "auto",
+        on_error: OnError = "raise",
+        cache: Path | None = None,
+        model: Any = None,
+    ) -> None:
+        self._settings = LoaderSettings(
+            capacity=capacity,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            mode=mode,
+            scope=scope,
+            window=window,
+            lanes=lanes,
+            method=method,
+            overlong=overlong,
+            max_documents=max_documents,
+            document_multiple_of=document_multiple_of,
+            shuffle=shuffle,
+            seed=seed,
+            epochs=epochs,
+            layout=layout,
+            pad_id=pad_id,
+            pad_to_multiple_of=pad_to_multiple_of,
+            device=device,
+            worker=worker,
+            ring_slots=ring_slots,
+            read_ahead_s=read_ahead_s,
+            deadline_s=deadline_s,
+            reading={
+                "columns": columns,
+                "chat_template": chat_template,
+                "eos": eos,
+                "append_eos": append_eos,
+                "supervise": supervise,
+                "text_cut": text_cut,
+                "on_error": on_error,
+            },
+            cache=cache,
+            model=model,
+        )
+        self._begin(source, tokenizer)
+
+    def _begin(self, source: Data, tokenizer: Any) -> None:
+        """Look at the data, and hire a worker.
+
+        Raises:
+            SettingError: the data and the settings don't go together.
+        """
+        settings = self._settings
+        self._opened = open_data(source, tokenizer, settings)
+        self._state = FeedState()
+        self._is_running = self._is_over = self._is_closed = False
+        self._meter = Meter()
+        positions = settings.batch_sizes[1] * settings.capacity
+        self._worker: ProcessWorker | ThreadWorker
+        if settings.worker == "process":
+            self._worker = ProcessWorker(self._opened.spec, settings.ring_slots, slot_bytes(positions))
+        else:
+            self._worker = ThreadWorker(self._opened.spec, settings.ring_slots)
+        self._end = weakref.finalize(self, self._worker.closer())
+
+    @property
+    def mode(self) -> str:
+        """How the data is fed: "indexed" or "streaming"."""
+        return self._opened.mode
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches that each rank takes in a step."""
+        whole, micro = self._settings.batch_sizes
+        return whole // (self._settings.ranks[1] * micro)
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken whole; where one is begun, its number."""
+        return self._state.step
+
+    def start_prefetch(self) -> None:
+        """Have batches made from now on, before the first is asked for: while a model loads, for instance.
+
+        Raises:
+            SettingError: the loader is closed.
+        """
+        if self._is_closed:
+            raise SettingError("the loader is closed; make a new one, and load the state of this one")
+        if not self._is_running and not self._is_over:
+            self._worker.start(self._state)
+            self._is_running = True
+
+    def __iter__(self) -> PackedLoader:
+        """Return itself: a loop goes on where the last one stopped."""
+        self.start_prefetch()
+        return self
+
+    def __next__(self) -> PackedBatch:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: all epochs are over.
+            StalledError: no batch came within `deadline_s`.
+            WorkerDiedError: the worker dies again and again.
+            VarlenError: what keeps a batch from being made, such as a bad record.
+        """
+        self.start_prefetch()
+        if self._is_over:
+            raise StopIteration
+        ready, begun = self._worker.ready, time.perf_counter()
+        made: Made | None
+        try:
+            made = self._worker.take(self._settings.deadline_s)
+        except BaseException:
+            self._is_running = False  # the next call begins after the last batch that was taken
+            raise
+        if made is None:
+            self._is_over, self._is_running = True, False
+            raise StopIteration
+        self._meter.took(made, time.perf_counter() - begun, ready)
+        self._state = made.state
+        return made.batch if self._settings.device is None else made.batch.to_torch(self._settings.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank."""
+        return to_json(self._state, self._opened.mode, self._opened.belongs_to)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after a state.
+
+        Args:
+            state: of `state_dict`, of any rank; the number of ranks and `micro_batch_size` may be others where it
+                stands at the beginning of a step, and `epochs` may be another one anywhere.
+
+        Raises:
+            StateError: of other data or settings, which are named; nothing has changed then.
+        """
+        self._go_to(from_json(state, self._opened.mode, self._opened.belongs_to, FREE))
+
+    def _go_to(self, state: FeedState) -> None:
+        was_running, self._state, self._is_over = self._is_running, state, False
+        self._is_running = False
+        if was_running:
+            self.start_prefetch()
+
+    def stats(self) -> LoaderStats:
+        """Return counts and times since the loader was made."""
+        return self._meter.stats(copies=self._worker.copies, restarts=self._worker.restarts)
+
+    def close(self) -> None:
+        """Leave no process, thread, memory or file behind; batches that are held keep their bytes."""
+        self._is_closed, self._is_running = True, False
+        self._worker.close()
+        self._end.detach()
+
+    def __enter__(self) -> PackedLoader:
+        """Begin to make batches."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()

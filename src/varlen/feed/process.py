@@ -1,0 +1,306 @@
+"""A worker that is a process of its own: batches come through a ring of shared memory, and a killed one is replaced.
+
+::
+
+    trainer's process                                          worker
+      take() ◄── batches ◄── reader ◄──── pipe ◄──── messages ◄─ main thread, fills slots
+      last array over a slot dies ──► keeper ──► pipe ──► free slots ──►
+      state to begin after ─────────►
+
+The reader starts the worker, and starts it again after the last batch that came whole, if it dies. The keeper alone
+knows which slots are held on this side. Both are threads that wait for pipes, and do nothing a trainer would feel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import IO, Any, cast
+
+from varlen.errors import SettingError, StalledError, WorkerDiedError
+from varlen.feed.feed import Made
+from varlen.feed.ring import Ring
+from varlen.feed.spec import Spec
+from varlen.feed.state import FeedState
+from varlen.feed.wire import read_made
+from varlen.offline.interpreter import fresh_interpreter
+from varlen.offline.tasks import NOT_FOUND, receive, send
+
+_log = logging.getLogger(__name__)
+_MOST_DEATHS = 3
+"""Deaths one after the other, without a batch between them, after which it is no accident."""
+_PATIENCE_S = 5.0
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Line:
+    """What the threads share; none of it knows the worker's owner, so that the owner can die."""
+
+    head: bytes
+    ring: Ring
+    batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """(kind, run, content) for `take`."""
+    orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """For the keeper, in the order in which things happened."""
+    run: int = 0
+    """Number of the last `start`; what earlier ones made is thrown away."""
+    reached: FeedState = field(default_factory=FeedState)
+    """After the last batch of the run that came whole."""
+    closing: bool = False
+    process: subprocess.Popen[bytes] | None = None
+    deaths: int = 0
+    """Of all workers so far."""
+    lock: Any = field(default_factory=threading.Lock)
+
+
+class ProcessWorker:
+    """Has batches made in a fresh interpreter."""
+
+    def __init__(self, spec: Spec, slots: int, slot_bytes: int) -> None:
+        """Take what makes the feed, and the slots of the ring.
+
+        Raises:
+            SettingError: the tokenizer can't be handed to another process, or there is no such memory.
+        """
+        try:
+            head = pickle.dumps(spec)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise SettingError(NOT_FOUND.format(error=error)) from error
+        self._line = _Line(head=head, ring=Ring(slots, slot_bytes))
+        self._lent: set[int] = set()
+        """Slots under batches that somebody still holds."""
+        self.copies = 0
+        self._threads = [
+            threading.Thread(target=work, args=(self._line,), name=f"varlen {name}", daemon=True)
+            for name, work in (("keeper", _keep), ("reader", _read))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def ready(self) -> int:
+        """Batches that are waiting to be taken."""
+        return self._line.batches.qsize()
+
+    @property
+    def restarts(self) -> int:
+        """Workers that died and were replaced."""
+        return self._line.deaths
+
+    @property
+    def pid(self) -> int | None:
+        """Of the worker, while there is one."""
+        process = self._line.process
+        return None if process is None else process.pid
+
+    def start(self, state: FeedState) -> None:
+        """Begin after a state, whatever was made before."""
+        line = self._line
+        with line.lock:
+            line.run += 1
+            line.reached = state
+            line.orders.put(("begin", None))
+
+    def take(self, deadline_s: float) -> Made | None:
+        """Return the next batch, or None at the end.
+
+        Raises:
+            StalledError: none came in time.
+            WorkerDiedError: the worker dies again and again.
+        """
+        line = self._line
+        begun = time.monotonic()
+        while True:
+            try:
+                kind, run, content = line.batches.get(timeout=max(deadline_s - (time.monotonic() - begun), 0))
+            except Empty:
+                raise StalledError(_stalled(line, deadline_s)) from None
+            if run != line.run:
+                if kind == "made":
+                    line.orders.put(("free", content[0]))
+                continue
+            if kind == "made":
+                return self._made(*content)
+            if kind == "fail":
+                raise content
+            return None
+
+    def _made(self, slot: int, message: bytes, state: FeedState) -> Made:
+        line = self._line
+        if len(self._lent) + 1 < line.ring.slots:
+            self._lent.add(slot)
+            return read_made(message, line.ring.lend(slot, _Freed(line.orders, self._lent)), state)
+        # With the last slot on this side too, the worker could never go on.
+        if not self.copies:
+            _log.warning(
+                "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
+                "copied: pass a larger ring_slots",
+                f"{len(self._lent):,}",
+                f"{line.ring.slots:,}",
+            )
+        self.copies += 1
+        made = read_made(message, line.ring.slot(slot).copy(), state)
+        line.orders.put(("free", slot))
+        return made
+
+    def close(self) -> None:
+        """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
+        close_line(self._line)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE_S)
+        self._threads = []
+        self._line.ring.close()
+
+    def closer(self) -> Callable[[], None]:
+        """Return what ends it, and doesn't keep it alive."""
+        line = self._line
+        return lambda: close_line(line)
+
+
+class _Freed:
+    """Takes note of a free slot; both may be done in the middle of anything."""
+
+    def __init__(self, orders: SimpleQueue[Any], lent: set[int]) -> None:
+        self._orders, self._lent = orders, lent
+
+    def __call__(self, slot: int) -> None:
+        self._lent.discard(slot)
+        self._orders.put(("free", slot))
+
+
+def close_line(line: _Line) -> None:
+    """End the worker and whoever waits for it."""
+    with line.lock:
+        line.closing = True
+        if line.process is not None:
+            line.process.kill()
+    line.orders.put(("stop", None))
+
+
+def _stalled(line: _Line, seconds: float) -> str:
+    process = line.process
+    who = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
+    return (
+        f"{who} has made no batch for {seconds:,.0f} s and is still alive; it may wait for its storage, or for "
+        "another rank. Pass deadline_s to wait longer"
+    )
+
+
+def _keep(line: _Line) -> None:
+    """Pass on what the worker is to know; the only thread that writes to it."""
+    held: set[int] = set()
+    to: IO[bytes] | None = None
+    while True:
+        kind, content = line.orders.get()
+        message: list[bytes] = []
+        if kind == "stop":
+            return
+        if kind == "held":
+            held.add(content)
+        elif kind == "free":
+            held.discard(content)
+            message = [b"free" + content.to_bytes(4, "little")]
+        elif kind == "begin":
+            message = _begin(line)
+        elif kind == "process":
+            to = cast(IO[bytes], content.stdin)
+            free = [slot for slot in range(line.ring.slots) if slot not in held]
+            told = [b"free" + slot.to_bytes(4, "little") for slot in free]
+            message = [b"head" + line.head, *told, *_begin(line)]
+        try:
+            for one in message:
+                if to is not None:
+                    send(to, one)
+        except OSError:  # it is gone: the reader sees that too, and starts another
+            to = None
+
+
+def _begin(line: _Line) -> list[bytes]:
+    """Return what a worker is to begin with, if anything."""
+    with line.lock:
+        run, state = line.run, line.reached
+    said = json.dumps([run, state.step, state.micro_batch, dict(state.at)])
+    return [b"from" + said.encode()] if run else []
+
+
+def _read(line: _Line) -> None:
+    """Start workers, and pass on what they say."""
+    in_a_row = 0
+    while in_a_row < _MOST_DEATHS:
+        with line.lock:
+            if line.closing:
+                return
+            try:
+                process = _hired(line.ring)
+            except WorkerDiedError as error:
+                line.batches.put(("fail", line.run, error))
+                return
+            line.process = process
+        line.orders.put(("process", process))
+        heard = _listen(line, cast(IO[bytes], process.stdout))
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                cast(IO[bytes], pipe).close()
+        if line.closing:
+            return
+        line.deaths += 1
+        in_a_row = 1 if heard else in_a_row + 1
+    line.batches.put(("fail", line.run, WorkerDiedError(_death(process.returncode))))
+
+
+def _hired(ring: Ring) -> subprocess.Popen[bytes]:
+    arguments = [str(number) for number in (ring.file, ring.slots, ring.slot_bytes)]
+    threads = max((os.cpu_count() or 1) // 2, 1)
+    return fresh_interpreter("varlen.feed.worker", *arguments, threads=threads, files=[ring.file])
+
+
+def _death(code: int | None) -> str:
+    how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+    return (
+        f"the loader's worker {how}, {_MOST_DEATHS} times in a row at the same batch (out of memory?); take fewer "
+        'ring_slots or a smaller window, or worker="thread" to see more'
+    )
+
+
+def _listen(line: _Line, pipe: IO[bytes]) -> bool:
+    """Pass on what a worker says until it is gone; returns whether it made anything."""
+    at: dict[str, Any] = {}
+    heard = False
+    with suppress(EOFError, OSError, ValueError):
+        while True:
+            message = receive(pipe)
+            kind, content = message[:4], message[4:]
+            if kind == b"at__":
+                at = json.loads(content)
+                continue
+            heard = True
+            if kind == b"fail":
+                run, error = pickle.loads(content)
+                line.batches.put(("fail", run, error))
+            elif kind == b"last":
+                line.batches.put(("last", int.from_bytes(content, "little"), None))
+            elif kind == b"made":
+                _received(line, content, at)
+    return heard
+
+
+def _received(line: _Line, content: bytes, at: dict[str, Any]) -> None:
+    """Take a batch in."""
+    run, slot, step, micro_batch = (int.from_bytes(content[8 * n : 8 * n + 8], "little") for n in range(4))
+    state = FeedState(step=step, micro_batch=micro_batch, at=at)
+    line.orders.put(("held", slot))
+    with line.lock:
+        if run == line.run:
+            line.reached = state
+        line.batches.put(("made", run, (slot, content[32:], state)))

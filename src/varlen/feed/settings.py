@@ -1,0 +1,182 @@
+"""What a loader is asked for, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from varlen.batch.packed import Layout
+from varlen.errors import SettingError
+from varlen.feed.ranks import as_batch_sizes, as_ranks
+from varlen.feed.state import Mode
+from varlen.pack.api import as_choice
+from varlen.pack.lengths import as_count, check_multiple
+from varlen.types import Method, Overlong
+
+Scope = Literal["minibatch", "window", "all"]
+WorkerKind = Literal["process", "thread"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """Everything but the data; the fields are the keywords of `vl.PackedLoader`, which says what they mean."""
+
+    capacity: int
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    dp_rank: int | None = None
+    dp_world_size: int | None = None
+    mode: Literal["auto"] | Mode = "auto"
+    scope: Scope = "window"
+    window: int | None = None
+    lanes: int | None = None
+    method: Method = "best_fit"
+    overlong: Overlong = "split"
+    max_documents: int | None = None
+    document_multiple_of: int = 1
+    shuffle: bool = True
+    seed: int = 0
+    epochs: int | None = 1
+    layout: Layout = "rows"
+    pad_id: int = 0
+    pad_to_multiple_of: int = 1
+    device: Any = None
+    worker: WorkerKind = "process"
+    ring_slots: int = 4
+    read_ahead_s: float = 10.0
+    deadline_s: float = 600.0
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    """What `open_source` takes beside the data and the tokenizer."""
+    cache: Path | None = None
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be.
+
+        Raises:
+            SettingError: a setting out of its range; the message names it.
+        """
+        for name, choices in (
+            ("mode", ("auto", *get_args(Mode))),
+            ("scope", get_args(Scope)),
+            ("method", get_args(Method)),
+            ("overlong", get_args(Overlong)),
+            ("layout", get_args(Layout)),
+            ("worker", get_args(WorkerKind)),
+        ):
+            as_choice(getattr(self, name), name, choices)
+        for name, least in (
+            ("capacity", 1),
+            ("document_multiple_of", 1),
+            ("pad_to_multiple_of", 1),
+            ("ring_slots", 2),
+        ):
+            as_count(getattr(self, name), name, least)
+        for name in ("window", "lanes", "max_documents", "epochs"):
+            if getattr(self, name) is not None:
+                as_count(getattr(self, name), name)
+        check_multiple(self.capacity, self.document_multiple_of, "document_multiple_of")
+        if self.layout == "rows":
+            check_multiple(self.capacity, self.pad_to_multiple_of, "pad_to_multiple_of")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+            raise SettingError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
+        if self.scope == "minibatch" and self.layout == "rows":
+            raise SettingError(
+                'scope="minibatch" flattens the documents of a batch, which needs layout="flat": rows of one '
+                "document each would be padding"
+            )
+        for name in ("deadline_s", "read_ahead_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise SettingError(f"{name} must be a positive number of seconds, got {value!r}")
+        _check_model(self)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """The data-parallel rank and world size.
+
+        Raises:
+            SettingError: one without the other, or neither in a job of several processes.
+        """
+        return as_ranks(self.dp_rank, self.dp_world_size)
+
+    @property
+    def batch_sizes(self) -> tuple[int, int]:
+        """Packs of a step, and packs of a batch.
+
+        Raises:
+            SettingError: they don't divide among the ranks.
+        """
+        return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.ranks[1])
+
+    @property
+    def order_seed(self) -> int | None:
+        """The seed of the shuffle; None for documents in their order."""
+        return self.seed if self.shuffle else None
+
+    def deciding(self) -> dict[str, Any]:
+        """Return the settings that the bytes depend on."""
+        whole, micro = self.batch_sizes
+        return {
+            "capacity": self.capacity,
+            "global_batch_size": whole,
+            "scope": self.scope,
+            "window": self.window,
+            "method": self.method,
+            "overlong": self.overlong,
+            "max_documents": self.max_documents,
+            "document_multiple_of": self.document_multiple_of,
+            "seed": self.order_seed,
+            "layout": self.layout,
+            "pad_id": self.pad_id,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "dp_world_size": self.ranks[1],
+            "micro_batch_size": micro,
+        }
+
+
+FREE = frozenset({"dp_world_size", "micro_batch_size"})
+"""What may change where a step begins."""
+
+
+def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings) -> None:
+    """Refuse tokens that the model doesn't know.
+
+    Args:
+        vocab_size: all tokens are below; None where it isn't known.
+        name: of the tokenizer.
+        settings: with the model, if one was given.
+
+    Raises:
+        SettingError: the vocabulary is larger than the model's.
+    """
+    known = _of_model(settings.model, "vocab_size")
+    if known is not None and vocab_size is not None and vocab_size > known:
+        raise SettingError(
+            f"the tokenizer {name} has {vocab_size:,} tokens, but the model knows {known:,}; take the model's own "
+            "tokenizer, or resize the model's embeddings"
+        )
+
+
+def _check_model(settings: LoaderSettings) -> None:
+    """Refuse packs longer than the model's positions.
+
+    Raises:
+        SettingError: they are.
+    """
+    positions = _of_model(settings.model, "max_position_embeddings")
+    if positions is not None and settings.capacity > positions:
+        raise SettingError(
+            f"capacity {settings.capacity:,} is longer than the {positions:,} positions of the model; take capacity="
+            f"{positions} at most"
+        )
+
+
+def _of_model(model: Any, name: str) -> int | None:
+    """Return a number of a transformers configuration, or of a model that has one."""
+    config = getattr(model, "config", model)
+    inner = getattr(config, "get_text_config", None)
+    value = getattr(inner() if callable(inner) else config, name, None)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,44 @@
+"""Everything that makes a feed, in one frozen record: what the trainer's process hands to the one that works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from varlen.feed.batches import BatchSettings
+from varlen.feed.feed import Feed
+from varlen.feed.indexed import IndexedFeed
+from varlen.feed.stream import PackStream
+from varlen.feed.windows import Windows, WindowSettings
+from varlen.source.store import open_store
+
+
+class Spec(Protocol):
+    """Makes a feed, in this process or in another one."""
+
+    def open(self) -> Feed:
+        """Make it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedSpec:
+    """A feed out of a token store."""
+
+    store: Path
+    groups: tuple[int, ...]
+    """The shard at which each group ends."""
+    windows: WindowSettings
+    batches: BatchSettings
+    epochs: int | None
+    rank: int
+
+    def open(self) -> Feed:
+        """Make the feed.
+
+        Raises:
+            SourceError: the store can't be read.
+        """
+        store = open_store(self.store)
+        stream = PackStream(Windows(store, self.groups, self.windows), self.epochs)
+        return IndexedFeed(store, stream, self.batches, self.rank)

@@ -1,0 +1,101 @@
+"""What a loader has done so far, and how long the trainer waited for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from varlen.batch.packed import PackedBatch
+from varlen.feed.feed import Made
+from varlen.types import Ledger
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderStats:
+    """Counts of this rank since its loader was made, but for the ledger, which is of all ranks."""
+
+    batches: int = 0
+    """Taken by the trainer."""
+    tokens: int = 0
+    """Of documents in these batches, padding not counted."""
+    positions: int = 0
+    """Of these batches, padding counted."""
+    targets: int = 0
+    """Labels in them."""
+    masked_packs: int = 0
+    """Packs without any document, at the end of the last epoch."""
+    waited_s: float = 0.0
+    """Time in which the trainer stood still for a batch, the first one's not counted."""
+    first_s: float = 0.0
+    """Time for which it stood still for the first one."""
+    late: int = 0
+    """Batches that it had to wait for, the first one not counted."""
+    queued: int = 0
+    """Sum over batches of those that were ready when one was taken."""
+    copies: int = 0
+    """Batches copied since the trainer held all slots of the ring."""
+    restarts: int = 0
+    """Workers that died and were replaced."""
+    skipped: int = 0
+    """Records that couldn't be read, over all ranks."""
+    ledger: Ledger
+    """What became of the tokens of all windows begun since the loader was made, over all ranks."""
+
+    @property
+    def fill_ratio(self) -> float:
+        """Tokens a position; 1.0 before the first batch."""
+        return self.tokens / self.positions if self.positions else 1.0
+
+    @property
+    def readiness(self) -> float:
+        """Share of batches that were there when they were asked for, the first one not counted."""
+        return 1 - self.late / (self.batches - 1) if self.batches > 1 else 1.0
+
+    @property
+    def queue_depth(self) -> float:
+        """Batches that were ready when one was taken, on the average."""
+        return self.queued / self.batches if self.batches else 0.0
+
+
+class Meter:
+    """Adds up, cheaply: it runs in the trainer's process at every batch."""
+
+    def __init__(self) -> None:
+        """Begin at nothing."""
+        names = [field.name for field in fields(LoaderStats) if field.name != "ledger"]
+        self._counts: dict[str, float] = dict.fromkeys(names, 0)
+        self._ledger = Ledger(tokens_in=0, packed=0)
+
+    def took(self, made: Made, waited_s: float, ready: int) -> None:
+        """Enter a batch.
+
+        Args:
+            made: the batch.
+            waited_s: for it.
+            ready: batches that were there when it was asked for.
+        """
+        counts, batch = self._counts, made.batch
+        is_first = counts["batches"] == 0
+        counts["batches"] += 1
+        counts["tokens"] += int(batch.document_lengths.sum())
+        counts["positions"] += batch.input_ids.size
+        counts["targets"] += batch.num_targets
+        counts["masked_packs"] += _masked(batch)
+        counts["queued"] += ready
+        counts["first_s" if is_first else "waited_s"] += waited_s
+        counts["late"] += ready == 0 and not is_first
+        counts["skipped"] += made.skipped
+        if made.ledger is not None:
+            self._ledger = _sum(self._ledger, made.ledger)
+
+    def stats(self, *, copies: int, restarts: int) -> LoaderStats:
+        """Return what was entered so far, beside what the worker counts."""
+        whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}
+        return LoaderStats(**{**whole, "copies": copies, "restarts": restarts}, ledger=self._ledger)  # type: ignore[arg-type]
+
+
+def _masked(batch: PackedBatch) -> int:
+    return int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
+
+
+def _sum(one: Ledger, other: Ledger) -> Ledger:
+    return Ledger(**{name: value + asdict(other)[name] for name, value in asdict(one).items()})

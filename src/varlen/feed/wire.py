@@ -1,0 +1,114 @@
+"""A batch between two processes: its arrays in a slot of memory that both see, its numbers in a few hundred bytes.
+
+::
+
+    slot      input_ids | labels | position_ids | segment_ids | cu_seqlens | document_ids | ...
+    message   {"arrays": {"input_ids": ["<i4", [8, 32768], 0], ...}, "numbers": {"num_targets": 261004, ...}}
+
+The arrays of a value a position are made in the slot; the others are copied behind them, and what doesn't fit there
+(packs of thousands of tiny documents) goes with the message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.batch.packed import PackedBatch
+from varlen.feed.feed import Made
+from varlen.feed.ring import Bytes
+from varlen.feed.state import FeedState
+from varlen.types import Ledger
+
+_BY_POSITION = ("input_ids", "labels", "position_ids", "segment_ids")
+_ALIGNED = 64
+_SEGMENT_BYTES = 64
+"""Arrays with a value a segment take at most so much of each."""
+_TOKENS_A_SEGMENT = 32
+"""Fewer than these on the average, and some arrays go with the message."""
+
+
+def slot_bytes(positions: int) -> int:
+    """Return the size of a slot for batches of so many positions, padding counted."""
+    return positions * (4 * len(_BY_POSITION)) + (positions // _TOKENS_A_SEGMENT + 1) * _SEGMENT_BYTES + 4096
+
+
+class Slot:
+    """A slot that is being filled with one batch."""
+
+    def __init__(self, memory: Bytes) -> None:
+        """Take its bytes."""
+        self._memory, self._filled = memory, 0
+
+    def arrays(self, shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
+        """Return int32 arrays for the values of positions, as `vl.collate` fills them."""
+        return {name: self._take(np.dtype(np.int32), shape)[0] for name in _BY_POSITION}
+
+    def _take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], int]:
+        """Return the next part of the memory as an array, and where it begins."""
+        start, size = self._filled, math.prod(shape) * dtype.itemsize
+        self._filled = -(-(start + size) // _ALIGNED) * _ALIGNED
+        return self._memory[start : start + size].view(dtype).reshape(shape), start
+
+    def message(self, made: Made) -> bytes:
+        """Put what isn't in the slot yet there, and return what says where everything is."""
+        batch = made.batch
+        arrays: dict[str, Any] = {}
+        numbers: dict[str, Any] = {}
+        inline: list[bytes] = []
+        sent = 0
+        origin = self._memory.__array_interface__["data"][0]
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if not isinstance(value, np.ndarray):
+                numbers[field.name] = value
+                continue
+            start = value.__array_interface__["data"][0] - origin
+            if field.name not in _BY_POSITION or not 0 <= start < len(self._memory):
+                start = self._put(value)
+            if start < 0:
+                content = np.ascontiguousarray(value).tobytes()
+                inline.append(content)
+                sent += len(content)
+                start = -sent
+            arrays[field.name] = [value.dtype.str, list(value.shape), start]
+        ledger = None if made.ledger is None else asdict(made.ledger)
+        said = {"arrays": arrays, "numbers": numbers, "ledger": ledger, "skipped": made.skipped}
+        head = json.dumps(said).encode()
+        return b"".join([len(head).to_bytes(8, "little"), head, *reversed(inline)])
+
+    def _put(self, value: npt.NDArray[Any]) -> int:
+        """Copy an array behind the others; returns where, or -1 where there is no room."""
+        if self._filled + value.nbytes > len(self._memory):
+            return -1
+        room, start = self._take(value.dtype, value.shape)
+        room[...] = value
+        return start
+
+
+def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
+    """Return the batch that a message speaks of; its arrays lie in the memory, but for those that came with it.
+
+    Args:
+        message: of `Slot.message`.
+        memory: of the slot.
+        state: after the batch.
+    """
+    size = int.from_bytes(message[:8], "little")
+    said = json.loads(message[8 : 8 + size])
+    found: dict[str, Any] = said["numbers"]
+    for name, (dtype, shape, start) in said["arrays"].items():
+        kind = np.dtype(dtype)
+        count = math.prod(shape)
+        if start >= 0:
+            found[name] = memory[start : start + count * kind.itemsize].view(kind).reshape(shape)
+        else:  # counted from the message's end, since its length wasn't known; and it is not to be kept alive
+            flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
+            found[name] = flat.reshape(shape).copy()
+    ledger = None if said["ledger"] is None else Ledger(**said["ledger"])
+    return Made(batch=PackedBatch.of(found), state=state, ledger=ledger, skipped=said["skipped"])

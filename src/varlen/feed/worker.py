@@ -1,0 +1,146 @@
+"""`python -m varlen.feed.worker`: makes batches into the slots of a ring, from any state that it is told."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from queue import SimpleQueue
+from typing import IO
+
+from varlen.batch.collate import Out
+from varlen.feed.feed import Feed
+from varlen.feed.ring import Ring
+from varlen.feed.spec import Spec
+from varlen.feed.state import FeedState
+from varlen.feed.wire import Slot
+from varlen.offline.tasks import receive, send
+
+_LOOK_S = 2.0
+
+
+class _SupersededError(Exception):
+    """Another state is to be begun with."""
+
+
+class _Desk:
+    """What the trainer's process has said, for the thread that works."""
+
+    def __init__(self) -> None:
+        self.head: SimpleQueue[bytes] = SimpleQueue()
+        self.free: SimpleQueue[int | None] = SimpleQueue()
+        """Numbers of slots; None where a run is to be begun."""
+        self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
+
+
+def main() -> None:
+    """Make batches until nobody wants any; what is printed goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    file, slots, size = map(int, sys.argv[1:4])
+    ring, desk = Ring(slots, size, file), _Desk()
+    orders = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
+    threading.Thread(target=_listen, args=(orders, desk), daemon=True).start()
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    feed: Feed | None = None
+    head = desk.head.get()
+    while True:
+        run, state = desk.runs.get()
+        while not desk.runs.empty():
+            run, state = desk.runs.get()
+        try:
+            if feed is None:
+                spec: Spec = pickle.loads(head)
+                feed = spec.open()
+                gc.freeze()
+            _run(feed, run, state, ring, desk, answers)
+            send(answers, b"last" + run.to_bytes(8, "little"))
+        except _SupersededError:
+            continue
+        except BrokenPipeError:
+            return
+        except BaseException as error:  # it belongs to the trainer
+            send(answers, b"fail" + _pickled(run, error))
+
+
+def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, answers: IO[bytes]) -> None:
+    """Make the batches that follow a state.
+
+    Raises:
+        _SupersededError: there is another state to begin with.
+    """
+    taken: list[tuple[int, Slot]] = []
+
+    def buffers() -> Out:
+        while (number := desk.free.get()) is None or not desk.runs.empty():
+            if number is not None:
+                desk.free.put(number)
+            if not desk.runs.empty():
+                raise _SupersededError
+        slot = Slot(ring.slot(number))
+        taken.append((number, slot))
+        return slot.arrays
+
+    at: object = None
+    batches = feed.batches(state, buffers)
+    try:
+        for made in batches:
+            number, slot = taken.pop()
+            after = made.state
+            if after.at is not at:
+                at = after.at
+                send(answers, b"at__" + json.dumps(dict(after.at)).encode())
+            numbers = b"".join(n.to_bytes(8, "little") for n in (run, number, after.step, after.micro_batch))
+            send(answers, b"made" + numbers + slot.message(made))
+    finally:
+        close = getattr(batches, "close", None)
+        if close is not None:
+            close()
+        for number, _ in taken:
+            desk.free.put(number)
+
+
+def _pickled(run: int, error: BaseException) -> bytes:
+    """Return an error so that it can cross; one that can't goes as text."""
+    try:
+        content = pickle.dumps((run, error))
+        pickle.loads(content)
+    except Exception:
+        import traceback
+
+        text = "".join(traceback.format_exception(error))
+        return pickle.dumps((run, RuntimeError(f"{type(error).__name__}: {error}\n{text}")))
+    return content
+
+
+def _listen(orders: IO[bytes], desk: _Desk) -> None:
+    """Pass on what is said; once whoever says it is gone, nobody waits for what is being done."""
+    try:
+        while True:
+            message = receive(orders)
+            kind, content = message[:4], message[4:]
+            if kind == b"head":
+                desk.head.put(content)
+            elif kind == b"free":
+                desk.free.put(int.from_bytes(content, "little"))
+            elif kind == b"from":
+                run, step, micro_batch, at = json.loads(content)
+                desk.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
+                desk.free.put(None)
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    """End with the trainer, also where a process that it forked keeps its pipes open."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
