@@ -45,6 +45,7 @@ def test_the_rule_finds_a_planted_violation(
 PUBLIC_NAMES = [
     "Ledger",
     "PackedBatch",
+    "PackedLoader",
     "Packing",
     "Score",
     "VarlenError",

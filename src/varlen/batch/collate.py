@@ -49,6 +49,7 @@ def collate(
     step_num_targets: int | None = None,
     dp_world_size: int = 1,
     out: Out | None = None,
+    report: bool = True,
 ) -> PackedBatch:
     """Build the arrays of some packs.
 
@@ -76,6 +77,7 @@ def collate(
         out: arrays to fill in place of new ones: a mapping with `input_ids`, `labels`, `position_ids` and
             `segment_ids` (and columns), an earlier batch, or a function that is given the shape and returns such a
             mapping. Shape and dtype must match exactly.
+        report: log a warning where packs hold no target.
 
     Returns:
         A PackedBatch; its docstrings give every array's shape and dtype.
@@ -126,7 +128,9 @@ def collate(
     fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
     batch = PackedBatch.of(fields)
-    if shortest == 1 or labels is not None or loss_mask is not None:  # else every segment has a target
+    if report and (
+        shortest == 1 or labels is not None or loss_mask is not None
+    ):  # else every segment has a target
         _report_without_targets(batch)
     return batch
 

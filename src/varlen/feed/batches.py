@@ -31,6 +31,8 @@ class BatchSettings:
     document_multiple_of: int = 1
     work: tuple[float, float] = DEFAULT_WORK
     """What a pack costs: so much a token, and so much a squared token of each piece."""
+    in_order: bool = False
+    """Packs of a step go into its batches in their order, and not those with about equal work together."""
 
     @property
     def micro_batches(self) -> int:
@@ -71,7 +73,7 @@ def plan_step(store: TokenStore, packs: StorePacks, number: int, settings: Batch
     return Step(
         number=number,
         packs=packs,
-        hands=deal(work, settings.dp_world_size, settings.micro_batch_size),
+        hands=deal(work, settings.dp_world_size, settings.micro_batch_size, in_order=settings.in_order),
         num_targets=int(store.count_targets(packs.shards, packs.documents, packs.starts, packs.stops).sum()),
     )
 
@@ -121,6 +123,7 @@ def make_batch(
         step_num_targets=step.num_targets,
         dp_world_size=settings.dp_world_size,
         out=out,
+        report=False,  # the loader counts them
     )
     shown = pieces[batch.document_ids]
     before = np.concatenate([[0], np.cumsum(store.documents)])

@@ -10,7 +10,9 @@ import numpy.typing as npt
 from varlen.types import IntArray
 
 
-def deal(work: npt.NDArray[np.float64], ranks: int, micro_batch_size: int) -> IntArray:
+def deal(
+    work: npt.NDArray[np.float64], ranks: int, micro_batch_size: int, *, in_order: bool = False
+) -> IntArray:
     """Deal the packs of a step.
 
     Packs of about equal work go into the same micro-batch of all ranks, because ranks wait for each other there;
@@ -21,21 +23,22 @@ def deal(work: npt.NDArray[np.float64], ranks: int, micro_batch_size: int) -> In
         work: `[packs]`, a multiple of `ranks * micro_batch_size`; equal work keeps the order of the packs.
         ranks: data-parallel ranks.
         micro_batch_size: packs a rank takes at a time.
+        in_order: earlier packs go into earlier micro-batches, however much work they are.
 
     Returns:
-        int64 `[ranks, packs / ranks]`: the packs of each rank, micro-batch after micro-batch.
+        int64 `[ranks, packs / ranks]`: the packs of each rank, micro-batch after micro-batch, ascending in each.
 
     >>> deal(np.array([1.0, 9.0, 8.0, 2.0]), ranks=2, micro_batch_size=2).tolist()
-    [[1, 0], [2, 3]]
+    [[0, 1], [2, 3]]
     """
-    order = np.argsort(-work, kind="stable")
+    order = np.arange(len(work)) if in_order else np.argsort(-work, kind="stable")
     at_once = ranks * micro_batch_size
-    rounds = [
-        _dealt(order[start : start + at_once].tolist(), work, ranks)
-        for start in range(0, len(order), at_once)
-    ]
-    none = np.zeros((ranks, 0), dtype=np.int64)
-    return np.concatenate([none, *(np.array(hands, dtype=np.int64) for hands in rounds)], axis=1)
+    rounds = [np.zeros((ranks, 0), dtype=np.int64)]
+    for start in range(0, len(order), at_once):
+        packs = order[start : start + at_once]
+        packs = packs[np.argsort(-work[packs], kind="stable")]
+        rounds.append(np.sort(np.array(_dealt(packs.tolist(), work, ranks), dtype=np.int64), axis=1))
+    return np.concatenate(rounds, axis=1)
 
 
 def _dealt(packs: list[int], work: npt.NDArray[np.float64], ranks: int) -> list[list[int]]:

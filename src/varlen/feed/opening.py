@@ -106,6 +106,7 @@ def open_indexed(store: TokenStore, settings: LoaderSettings) -> Opened:
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         document_multiple_of=settings.document_multiple_of,
+        in_order=not settings.shuffle,
     )
     spec = IndexedSpec(
         store=store.folder,

@@ -79,12 +79,7 @@ class ProcessWorker:
         self._lent: set[int] = set()
         """Slots under batches that somebody still holds."""
         self.copies = 0
-        self._threads = [
-            threading.Thread(target=work, args=(self._line,), name=f"varlen {name}", daemon=True)
-            for name, work in (("keeper", _keep), ("reader", _read))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
 
     @property
     def ready(self) -> int:
@@ -109,6 +104,8 @@ class ProcessWorker:
             line.run += 1
             line.reached = state
             line.orders.put(("begin", None))
+        if not self._reader.is_alive():  # workers died again and again, and the trainer tries once more
+            self._reader = _at_work(_read, line)
 
     def take(self, deadline_s: float) -> Made | None:
         """Return the next batch, or None at the end.
@@ -155,16 +152,21 @@ class ProcessWorker:
     def close(self) -> None:
         """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
         close_line(self._line)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_PATIENCE_S)
-        self._threads = []
-        self._line.ring.close()
+        for thread in (self._keeper, self._reader):
+            thread.join(_PATIENCE_S)
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""
         line = self._line
         return lambda: close_line(line)
+
+
+def _at_work(what: Callable[[_Line], None], line: _Line) -> threading.Thread:
+    thread = threading.Thread(
+        target=what, args=(line,), name=f"varlen {what.__name__.strip('_')}", daemon=True
+    )
+    thread.start()
+    return thread
 
 
 class _Freed:
@@ -204,6 +206,8 @@ def _keep(line: _Line) -> None:
         kind, content = line.orders.get()
         message: list[bytes] = []
         if kind == "stop":
+            with line.lock:  # the reader hires nobody any more
+                line.ring.close()
             return
         if kind == "held":
             held.add(content)
@@ -221,7 +225,7 @@ def _keep(line: _Line) -> None:
             for one in message:
                 if to is not None:
                     send(to, one)
-        except OSError:  # it is gone: the reader sees that too, and starts another
+        except (OSError, ValueError):  # it is gone: the reader sees that too, and starts another
             to = None
 
 

@@ -76,6 +76,7 @@ class Ring:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+        self._memory = mmap.mmap(-1, 1)  # the other one has a descriptor of its own
 
 
 def _anonymous(size: int) -> int:

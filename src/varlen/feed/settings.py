@@ -91,6 +91,7 @@ class LoaderSettings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise SettingError(f"{name} must be a positive number of seconds, got {value!r}")
+        _ = self.batch_sizes  # and so the ranks
         _check_model(self)
 
     @property

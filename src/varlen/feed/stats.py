@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from varlen.batch.packed import PackedBatch
 from varlen.feed.feed import Made
 from varlen.types import Ledger
 
@@ -23,6 +22,8 @@ class LoaderStats:
     """Labels in them."""
     masked_packs: int = 0
     """Packs without any document, at the end of the last epoch."""
+    packs_without_targets: int = 0
+    """Packs of documents that train nothing."""
     waited_s: float = 0.0
     """Time in which the trainer stood still for a batch, the first one's not counted."""
     first_s: float = 0.0
@@ -79,7 +80,9 @@ class Meter:
         counts["tokens"] += int(batch.document_lengths.sum())
         counts["positions"] += batch.input_ids.size
         counts["targets"] += batch.num_targets
-        counts["masked_packs"] += _masked(batch)
+        masked = int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
+        counts["masked_packs"] += masked
+        counts["packs_without_targets"] += len(batch.packs_without_targets) - masked
         counts["queued"] += ready
         counts["first_s" if is_first else "waited_s"] += waited_s
         counts["late"] += ready == 0 and not is_first
@@ -91,10 +94,6 @@ class Meter:
         """Return what was entered so far, beside what the worker counts."""
         whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}
         return LoaderStats(**{**whole, "copies": copies, "restarts": restarts}, ledger=self._ledger)  # type: ignore[arg-type]
-
-
-def _masked(batch: PackedBatch) -> int:
-    return int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
 
 
 def _sum(one: Ledger, other: Ledger) -> Ledger:

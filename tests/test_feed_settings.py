@@ -1,0 +1,79 @@
+"""What a loader can't be asked for is refused when it is made, by a sentence that names the way out."""
+
+from types import SimpleNamespace
+
+import pytest
+from loaders import loader_of, random_store
+
+import varlen as vl
+from varlen.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return random_store(tmp_path_factory.mktemp("feed"))
+
+
+BAD = [
+    ({"capacity": 0}, "capacity"),
+    ({"global_batch_size": 10, "micro_batch_size": 4}, "multiple of 4: 8 or 12"),
+    ({"dp_rank": 0, "dp_world_size": 5}, "multiple of 5: 20 or 25"),
+    ({"dp_rank": 0}, "only dp_rank was given"),
+    ({"dp_world_size": 2}, "only dp_world_size was given"),
+    ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank"),
+    ({"mode": "fast"}, "mode must be one of"),
+    ({"mode": "streaming"}, "holds tokens already"),
+    ({"tokenizer": "bytes"}, "holds tokens already"),
+    ({"scope": "minibatch"}, 'layout="flat"'),
+    ({"layout": "column"}, "layout must be one of"),
+    ({"worker": "fork"}, "worker must be one of"),
+    ({"ring_slots": 1}, "ring_slots"),
+    ({"epochs": 0}, "epochs"),
+    ({"seed": -1}, "seed"),
+    ({"deadline_s": 0}, "deadline_s must be a positive number"),
+    ({"document_multiple_of": 5}, "document_multiple_of"),
+    ({"overlong": "error", "capacity": 16}, "more than the capacity 16 .* overlong="),
+    ({"model": SimpleNamespace(max_position_embeddings=16)}, "longer than the 16 positions"),
+    (
+        {"model": SimpleNamespace(config=SimpleNamespace(vocab_size=64)), "capacity": 40},
+        "260 tokens, but the model knows 64",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD)
+def test_what_cannot_be_is_refused_when_the_loader_is_made(store, changes, said):
+    with pytest.raises(InputError, match=said):
+        loader_of(store, **changes)
+
+
+def test_forgotten_ranks_under_torchrun_are_refused(store, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=r"dp_rank=torch\.distributed\.get_rank\(\)"):
+        loader_of(store)
+    loader_of(store, dp_rank=1, dp_world_size=4).close()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    loader_of(store).close()
+
+
+def test_documents_are_indexed_once_into_the_cache_and_found_there(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("one\n\ntwo\n\nthree")
+    counts = []
+    for _ in range(2):
+        loader = vl.PackedLoader(
+            tmp_path / "data",
+            capacity=8,
+            global_batch_size=1,
+            mode="indexed",
+            worker="thread",
+            cache=tmp_path / "cache",
+        )
+        with loader:
+            counts.append(sum(batch.num_tokens for batch in loader))
+        stores = list((tmp_path / "cache" / "stores").iterdir())
+        assert len(stores) == 1
+        marks = (stores[0] / "manifest.json").stat().st_mtime_ns
+        counts.append(marks)
+    assert counts[0] == counts[2] == 14
+    assert counts[1] == counts[3]
