@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
+from varlen.feed.agree import Agreement
 from varlen.feed.feed import Made
 from varlen.feed.ring import Ring
 from varlen.feed.spec import Spec
@@ -47,10 +48,14 @@ class _Line:
 
     head: bytes
     ring: Ring
+    agreement: Agreement | None
+    """Of all ranks, where the feed needs one."""
     batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """(kind, run, content) for `take`."""
     orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """For the keeper, in the order in which things happened."""
+    asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    """What workers ask the other ranks, for the thread that waits for them."""
     run: int = 0
     """Number of the last `start`; what earlier ones made is thrown away."""
     reached: FeedState = field(default_factory=FeedState)
@@ -65,8 +70,8 @@ class _Line:
 class ProcessWorker:
     """Has batches made in a fresh interpreter."""
 
-    def __init__(self, spec: Spec, slots: int, slot_bytes: int) -> None:
-        """Take what makes the feed, and the slots of the ring.
+    def __init__(self, spec: Spec, slots: int, slot_bytes: int, agreement: Agreement | None = None) -> None:
+        """Take what makes the feed, the slots of the ring, and how ranks agree where they have to.
 
         Raises:
             SettingError: the tokenizer can't be handed to another process, or there is no such memory.
@@ -75,11 +80,12 @@ class ProcessWorker:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
-        self._line = _Line(head=head, ring=Ring(slots, slot_bytes))
+        self._line = _Line(head=head, ring=Ring(slots, slot_bytes), agreement=agreement)
         self._lent: set[int] = set()
         """Slots under batches that somebody still holds."""
         self.copies = 0
         self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
+        self._asker = None if agreement is None else _at_work(_ask, self._line)
 
     @property
     def ready(self) -> int:
@@ -152,8 +158,9 @@ class ProcessWorker:
     def close(self) -> None:
         """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
         close_line(self._line)
-        for thread in (self._keeper, self._reader):
-            thread.join(_PATIENCE_S)
+        for thread in (self._keeper, self._reader, self._asker):
+            if thread is not None:
+                thread.join(_PATIENCE_S)
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""
@@ -186,6 +193,9 @@ def close_line(line: _Line) -> None:
         line.closing = True
         if line.process is not None:
             line.process.kill()
+    if line.agreement is not None:
+        line.agreement.close()
+    line.asked.put(None)
     line.orders.put(("stop", None))
 
 
@@ -201,6 +211,7 @@ def _stalled(line: _Line, seconds: float) -> str:
 def _keep(line: _Line) -> None:
     """Pass on what the worker is to know; the only thread that writes to it."""
     held: set[int] = set()
+    process: subprocess.Popen[bytes] | None = None
     to: IO[bytes] | None = None
     while True:
         kind, content = line.orders.get()
@@ -216,8 +227,10 @@ def _keep(line: _Line) -> None:
             message = [b"free" + content.to_bytes(4, "little")]
         elif kind == "begin":
             message = _begin(line)
+        elif kind == "answer" and content[0] is process:
+            message = [b"answ" + content[1]]
         elif kind == "process":
-            to = cast(IO[bytes], content.stdin)
+            process, to = content, cast(IO[bytes], content.stdin)
             free = [slot for slot in range(line.ring.slots) if slot not in held]
             told = [b"free" + slot.to_bytes(4, "little") for slot in free]
             message = [b"head" + line.head, *told, *_begin(line)]
@@ -245,13 +258,13 @@ def _read(line: _Line) -> None:
             if line.closing:
                 return
             try:
-                process = _hired(line.ring)
+                process = _hired(line)
             except WorkerDiedError as error:
                 line.batches.put(("fail", line.run, error))
                 return
             line.process = process
         line.orders.put(("process", process))
-        heard = _listen(line, cast(IO[bytes], process.stdout))
+        heard = _listen(line, process)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):
@@ -263,8 +276,10 @@ def _read(line: _Line) -> None:
     line.batches.put(("fail", line.run, WorkerDiedError(_death(process.returncode))))
 
 
-def _hired(ring: Ring) -> subprocess.Popen[bytes]:
-    arguments = [str(number) for number in (ring.file, ring.slots, ring.slot_bytes)]
+def _hired(line: _Line) -> subprocess.Popen[bytes]:
+    ring = line.ring
+    told = (ring.file, ring.slots, ring.slot_bytes, line.agreement is not None)
+    arguments = [str(int(number)) for number in told]
     threads = max((os.cpu_count() or 1) // 2, 1)
     return fresh_interpreter("varlen.feed.worker", *arguments, threads=threads, files=[ring.file])
 
@@ -277,8 +292,24 @@ def _death(code: int | None) -> str:
     )
 
 
-def _listen(line: _Line, pipe: IO[bytes]) -> bool:
+def _ask(line: _Line) -> None:
+    """Ask the other ranks what a worker wants to know."""
+    agreement = cast(Agreement, line.agreement)
+    while (asked := line.asked.get()) is not None:
+        process, content = asked
+        key, mine = json.loads(content)
+        all_of_them: list[Any] | None = None
+        why = ""
+        try:
+            all_of_them = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
+        except Exception as error:  # of the store too: its server may be gone
+            why = str(error)
+        line.orders.put(("answer", (process, json.dumps([key, all_of_them, why]).encode())))
+
+
+def _listen(line: _Line, process: subprocess.Popen[bytes]) -> bool:
     """Pass on what a worker says until it is gone; returns whether it made anything."""
+    pipe = cast(IO[bytes], process.stdout)
     at: dict[str, Any] = {}
     heard = False
     with suppress(EOFError, OSError, ValueError):
@@ -287,6 +318,9 @@ def _listen(line: _Line, pipe: IO[bytes]) -> bool:
             kind, content = message[:4], message[4:]
             if kind == b"at__":
                 at = json.loads(content)
+                continue
+            if kind == b"ask_":
+                line.asked.put((process, content))
                 continue
             heard = True
             if kind == b"fail":

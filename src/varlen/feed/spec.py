@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from varlen.feed.batches import BatchSettings
+from varlen.feed.exchange import Exchanges
 from varlen.feed.feed import Feed
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.stream import PackStream
@@ -17,8 +18,12 @@ from varlen.source.store import open_store
 class Spec(Protocol):
     """Makes a feed, in this process or in another one."""
 
-    def open(self) -> Feed:
-        """Make it."""
+    def open(self, exchanges: Exchanges | None = None) -> Feed:
+        """Make it.
+
+        Args:
+            exchanges: how ranks tell each other what they know; None where they can't.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +38,7 @@ class IndexedSpec:
     epochs: int | None
     rank: int
 
-    def open(self) -> Feed:
+    def open(self, exchanges: Exchanges | None = None) -> Feed:  # noqa: ARG002 - lengths are known everywhere
         """Make the feed.
 
         Raises:

@@ -9,10 +9,12 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 from varlen.batch.collate import Out
+from varlen.errors import StalledError
 from varlen.feed.feed import Feed
 from varlen.feed.ring import Ring
 from varlen.feed.spec import Spec
@@ -35,13 +37,55 @@ class _Desk:
         self.free: SimpleQueue[int | None] = SimpleQueue()
         """Numbers of slots; None where a run is to be begun."""
         self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
+        self.answers: SimpleQueue[tuple[str, list[Any] | None, str] | None] = SimpleQueue()
+        """What the other ranks said; None where nobody is to wait for it any more."""
+
+
+class _Mouth:
+    """Where messages leave; several threads speak."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def say(self, content: bytes) -> None:
+        with self._lock:
+            send(self._pipe, content)
+
+
+class _Relay:
+    """Asks the other ranks by way of the trainer's process, which is in touch with them."""
+
+    def __init__(self, desk: _Desk, mouth: _Mouth) -> None:
+        self._desk, self._mouth = desk, mouth
+        self._is_closed = False
+
+    def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the values of all ranks.
+
+        Raises:
+            StalledError: some didn't come in time, or nobody waits any more.
+        """
+        self._mouth.say(b"ask_" + json.dumps([key, list(mine.items())]).encode())
+        while not self._is_closed:
+            answer = self._desk.answers.get()
+            if answer is None or answer[0] != key:  # of a run before this one
+                continue
+            if answer[1] is None:
+                raise StalledError(answer[2])
+            return {int(lane): value for lane, value in answer[1]}
+        raise StalledError("the run is over")
+
+    def close(self) -> None:
+        """Have whoever waits give up."""
+        self._is_closed = True
+        self._desk.answers.put(None)
 
 
 def main() -> None:
     """Make batches until nobody wants any; what is printed goes to the standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
+    mouth = _Mouth(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
-    file, slots, size = map(int, sys.argv[1:4])
+    file, slots, size, are_several = map(int, sys.argv[1:5])
     ring, desk = Ring(slots, size, file), _Desk()
     orders = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
     threading.Thread(target=_listen, args=(orders, desk), daemon=True).start()
@@ -55,19 +99,19 @@ def main() -> None:
         try:
             if feed is None:
                 spec: Spec = pickle.loads(head)
-                feed = spec.open()
+                feed = spec.open((lambda _: _Relay(desk, mouth)) if are_several else None)
                 gc.freeze()
-            _run(feed, run, state, ring, desk, answers)
-            send(answers, b"last" + run.to_bytes(8, "little"))
+            _run(feed, run, state, ring, desk, mouth)
+            mouth.say(b"last" + run.to_bytes(8, "little"))
         except _SupersededError:
             continue
         except BrokenPipeError:
             return
         except BaseException as error:  # it belongs to the trainer
-            send(answers, b"fail" + _pickled(run, error))
+            mouth.say(b"fail" + _pickled(run, error))
 
 
-def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, answers: IO[bytes]) -> None:
+def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> None:
     """Make the batches that follow a state.
 
     Raises:
@@ -93,9 +137,9 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, answer
             after = made.state
             if after.at is not at:
                 at = after.at
-                send(answers, b"at__" + json.dumps(dict(after.at)).encode())
+                mouth.say(b"at__" + json.dumps(dict(after.at)).encode())
             numbers = b"".join(n.to_bytes(8, "little") for n in (run, number, after.step, after.micro_batch))
-            send(answers, b"made" + numbers + slot.message(made))
+            mouth.say(b"made" + numbers + slot.message(made))
     finally:
         close = getattr(batches, "close", None)
         if close is not None:
@@ -131,6 +175,9 @@ def _listen(orders: IO[bytes], desk: _Desk) -> None:
                 run, step, micro_batch, at = json.loads(content)
                 desk.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
                 desk.free.put(None)
+            elif kind == b"answ":
+                key, all_of_them, why = json.loads(content)
+                desk.answers.put((key, all_of_them, why))
     except (EOFError, OSError):
         os._exit(1)
 

@@ -1,0 +1,116 @@
+"""What ranks tell each other, through the key-value store of the training job and never through its collectives.
+
+Values are pure functions of the data and the settings, so a rank that does a stretch again finds there what it found
+the first time, and says itself what it said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from varlen.counts import many
+from varlen.errors import StalledError
+
+_FIRST_S, _MOST_S = 0.001, 0.05
+"""Pauses between two looks."""
+_KEPT = 512
+"""Keys that each rank leaves in the store: more than ranks can be apart."""
+_SHORT_S = 30.0
+_numbers: dict[str, itertools.count[int]] = {}
+
+
+def job_store() -> Any:
+    """Return the store of the process group of this job, on a connection of its own; None without a group."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    clone = getattr(store, "clone", None)  # whoever waits on a connection keeps others from using it
+    return store if clone is None else clone()
+
+
+def name_of(belongs_to: str) -> str:
+    """Return a name under which all ranks' loaders of these settings meet: the first, the second ... made here."""
+    return f"varlen/{belongs_to}/{next(_numbers.setdefault(belongs_to, itertools.count()))}"
+
+
+class Agreement:
+    """Brings together what the ranks know."""
+
+    def __init__(self, store: Any, name: str, rank: int, ranks: int, deadline_s: float) -> None:
+        """Take a store of torch.distributed, and which rank this is.
+
+        Args:
+            store: of the job.
+            name: of `name_of`, the same on all ranks.
+            rank: among the data-parallel ranks.
+            ranks: how many there are.
+            deadline_s: longest wait for the others.
+        """
+        self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
+        self._deadline_s = deadline_s
+        self._said: deque[str] = deque()
+        self._closed = threading.Event()
+        store.set_timeout(timedelta(seconds=_SHORT_S))
+
+    def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the values of all ranks; waits until every rank has given its own.
+
+        Args:
+            key: the same on all ranks.
+            mine: values of this rank by number, of numbers, texts, lists and mappings.
+
+        Raises:
+            StalledError: not all ranks came in time; names those that are missing.
+        """
+        self._store.set(self._key(key, self._rank), json.dumps(list(mine.items())))
+        self._forget(key)
+        found = dict(mine)
+        begun, pause = time.monotonic(), _FIRST_S
+        missing = [rank for rank in range(self._ranks) if rank != self._rank]
+        while missing:
+            there = [rank for rank in missing if self._store.check([self._key(key, rank)])]
+            for rank in there:
+                found.update(
+                    (int(lane), value) for lane, value in json.loads(self._store.get(self._key(key, rank)))
+                )
+            missing = [rank for rank in missing if rank not in there]
+            if not missing:
+                break
+            waited = time.monotonic() - begun
+            if waited >= self._deadline_s or self._closed.is_set():
+                raise StalledError(self._whom(missing, key, waited))
+            time.sleep(pause)
+            pause = _FIRST_S if there else min(2 * pause, _MOST_S)
+        return found
+
+    def close(self) -> None:
+        """Have whoever waits give up."""
+        self._closed.set()
+
+    def _key(self, key: str, rank: int) -> str:
+        return f"{self._name}/{key}/{rank}"
+
+    def _forget(self, key: str) -> None:
+        """Remove what nobody can need any more."""
+        self._said.append(key)
+        if len(self._said) > _KEPT:
+            self._store.delete_key(self._key(self._said.popleft(), self._rank))
+
+    def _whom(self, missing: list[int], key: str, waited: float) -> str:
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        return (
+            f"data-parallel rank {self._rank} has waited {waited:,.0f} s for {many(len(missing), 'rank')} of "
+            f"{self._ranks:,} ({shown}) at {key}; either they are gone, or their loaders have other settings or were "
+            "made in another order"
+        )
