@@ -4,11 +4,10 @@ import threading
 from functools import partial
 
 import pytest
+import torch
 
 from varlen.errors import StalledError
 from varlen.feed.agree import Agreement, job_store, name_of
-
-torch = pytest.importorskip("torch", reason="needs torch.distributed")
 
 
 def ranks_of(count, deadline_s=20.0):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,8 @@ def kill_at_random(loader, kills, rng):
             pid = loader._worker.pid
             if pid is not None and is_there(pid):
                 time.sleep(rng.random() * 0.02)
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it had made the last batch, and was waited for
+                    os.kill(pid, signal.SIGKILL)
                 left -= 1
     return found
 

@@ -19,6 +19,34 @@ def new_arrays() -> None:
     """Let a batch have arrays of its own."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchCounts:
+    """What a batch holds, counted where it is made: on a device it would have to be waited for."""
+
+    tokens: int
+    """Of documents, padding not counted."""
+    positions: int
+    """Padding counted."""
+    targets: int
+    """Labels."""
+    masked_packs: int
+    """Packs without any document, at the end of the last epoch."""
+    packs_without_targets: int
+    """Packs of documents that train nothing."""
+
+
+def counts_of(batch: PackedBatch) -> BatchCounts:
+    """Count what a batch in host memory holds."""
+    masked = int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
+    return BatchCounts(
+        tokens=int(batch.document_lengths.sum()),
+        positions=batch.input_ids.size,
+        targets=batch.num_targets,
+        masked_packs=masked,
+        packs_without_targets=len(batch.packs_without_targets) - masked,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Made:
     """A batch, and where whoever has taken it stands."""
@@ -30,6 +58,8 @@ class Made:
     """What became of the tokens of the window that begins with this batch, over all ranks; None where none does."""
     skipped: int = 0
     """Records of that window that couldn't be read, over all ranks."""
+    counts: BatchCounts | None = None
+    """What the batch holds; workers enter it."""
 
 
 class Feed(Protocol):
@@ -42,3 +72,35 @@ class Feed(Protocol):
             state: of which the first batch is the next.
             buffers: called once before each batch.
         """
+
+
+class Worker(Protocol):
+    """Runs a feed ahead of the trainer, in a thread or in a process."""
+
+    @property
+    def ready(self) -> int:
+        """Batches that are waiting to be taken."""
+
+    @property
+    def restarts(self) -> int:
+        """Workers that died and were replaced."""
+
+    @property
+    def copies(self) -> int:
+        """Batches copied since the trainer held all slots."""
+
+    def start(self, state: FeedState) -> None:
+        """Begin after a state, whatever was made before."""
+
+    def take(self, deadline_s: float) -> Made | None:
+        """Return the next batch, or None at the end.
+
+        Args:
+            deadline_s: longest wait.
+        """
+
+    def closer(self) -> Callable[[], None]:
+        """Return what ends it, and doesn't keep it alive."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""

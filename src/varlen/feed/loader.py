@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError
-from varlen.feed.feed import Made
+from varlen.feed.device import DeviceWorker
+from varlen.feed.feed import Made, Worker
 from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
@@ -178,11 +179,14 @@ class PackedLoader:
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
         positions = settings.batch_sizes[1] * settings.capacity
-        self._worker: ProcessWorker | ThreadWorker
+        spec, exchanges = self._opened.spec, self._opened.exchanges
+        self._worker: Worker
         if settings.worker == "process":
-            self._worker = ProcessWorker(self._opened.spec, settings.ring_slots, slot_bytes(positions))
+            self._worker = ProcessWorker(spec, settings.ring_slots, slot_bytes(positions), exchanges)
         else:
-            self._worker = ThreadWorker(self._opened.spec, settings.ring_slots)
+            self._worker = ThreadWorker(spec, settings.ring_slots, exchanges)
+        if settings.device is not None:
+            self._worker = DeviceWorker(self._worker, settings.device)
         self._end = weakref.finalize(self, self._worker.closer())
 
     @property
@@ -242,7 +246,7 @@ class PackedLoader:
             raise StopIteration
         self._meter.took(made, time.perf_counter() - begun, ready)
         self._state = made.state
-        return made.batch if self._settings.device is None else made.batch.to_torch(self._settings.device)
+        return made.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank."""

@@ -15,6 +15,7 @@ import numpy as np
 from varlen.counts import many
 from varlen.errors import OverlongDocumentError, SettingError
 from varlen.feed.batches import BatchSettings
+from varlen.feed.exchange import Exchanges
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, Spec
 from varlen.feed.state import Mode
@@ -38,6 +39,8 @@ class Opened:
     mode: Mode
     spec: Spec
     belongs_to: dict[str, Any]
+    exchanges: Exchanges | None = None
+    """How ranks agree, where they have to."""
 
 
 def open_data(data: Any, tokenizer: Any, settings: LoaderSettings) -> Opened:

@@ -27,9 +27,9 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
-from varlen.feed.agree import Agreement
+from varlen.feed.exchange import Exchange, Exchanges
 from varlen.feed.feed import Made
-from varlen.feed.ring import Ring
+from varlen.feed.ring import Bytes, Ring
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.feed.wire import read_made
@@ -48,7 +48,7 @@ class _Line:
 
     head: bytes
     ring: Ring
-    agreement: Agreement | None
+    agreement: Exchange | None
     """Of all ranks, where the feed needs one."""
     batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """(kind, run, content) for `take`."""
@@ -70,7 +70,7 @@ class _Line:
 class ProcessWorker:
     """Has batches made in a fresh interpreter."""
 
-    def __init__(self, spec: Spec, slots: int, slot_bytes: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, spec: Spec, slots: int, slot_bytes: int, exchanges: Exchanges | None = None) -> None:
         """Take what makes the feed, the slots of the ring, and how ranks agree where they have to.
 
         Raises:
@@ -80,12 +80,14 @@ class ProcessWorker:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
-        self._line = _Line(head=head, ring=Ring(slots, slot_bytes), agreement=agreement)
+        self._line = _Line(
+            head=head, ring=Ring(slots, slot_bytes), agreement=None if exchanges is None else exchanges(0)
+        )
         self._lent: set[int] = set()
         """Slots under batches that somebody still holds."""
-        self.copies = 0
+        self._copies = 0
         self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
-        self._asker = None if agreement is None else _at_work(_ask, self._line)
+        self._asker = None if exchanges is None else _at_work(_ask, self._line)
 
     @property
     def ready(self) -> int:
@@ -96,6 +98,16 @@ class ProcessWorker:
     def restarts(self) -> int:
         """Workers that died and were replaced."""
         return self._line.deaths
+
+    @property
+    def copies(self) -> int:
+        """Batches copied since the trainer held all slots."""
+        return self._copies
+
+    @property
+    def memory(self) -> Bytes:
+        """All slots."""
+        return self._line.ring.memory
 
     @property
     def pid(self) -> int | None:
@@ -143,14 +155,14 @@ class ProcessWorker:
             self._lent.add(slot)
             return read_made(message, line.ring.lend(slot, _Freed(line.orders, self._lent)), state)
         # With the last slot on this side too, the worker could never go on.
-        if not self.copies:
+        if not self._copies:
             _log.warning(
                 "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
                 "copied: pass a larger ring_slots",
                 f"{len(self._lent):,}",
                 f"{line.ring.slots:,}",
             )
-        self.copies += 1
+        self._copies += 1
         made = read_made(message, line.ring.slot(slot).copy(), state)
         line.orders.put(("free", slot))
         return made
@@ -294,7 +306,7 @@ def _death(code: int | None) -> str:
 
 def _ask(line: _Line) -> None:
     """Ask the other ranks what a worker wants to know."""
-    agreement = cast(Agreement, line.agreement)
+    agreement = cast(Exchange, line.agreement)
     while (asked := line.asked.get()) is not None:
         process, content = asked
         key, mine = json.loads(content)

@@ -53,6 +53,11 @@ class Ring:
                 'worker="thread", or fewer slots'
             ) from error
 
+    @property
+    def memory(self) -> Bytes:
+        """All slots end to end, to be registered with a driver."""
+        return np.frombuffer(memoryview(self._memory), dtype=np.uint8)
+
     def slot(self, number: int) -> Bytes:
         """Return a slot's bytes, to be filled."""
         start = number * self.slot_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from varlen.feed.feed import Made
+from varlen.feed.feed import BatchCounts, Made, counts_of
 from varlen.types import Ledger
 
 
@@ -57,6 +57,9 @@ class LoaderStats:
         return self.queued / self.batches if self.batches else 0.0
 
 
+_OF_BATCHES = tuple(field.name for field in fields(BatchCounts))
+
+
 class Meter:
     """Adds up, cheaply: it runs in the trainer's process at every batch."""
 
@@ -74,15 +77,11 @@ class Meter:
             waited_s: for it.
             ready: batches that were there when it was asked for.
         """
-        counts, batch = self._counts, made.batch
+        counts, found = self._counts, made.counts or counts_of(made.batch)
         is_first = counts["batches"] == 0
         counts["batches"] += 1
-        counts["tokens"] += int(batch.document_lengths.sum())
-        counts["positions"] += batch.input_ids.size
-        counts["targets"] += batch.num_targets
-        masked = int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
-        counts["masked_packs"] += masked
-        counts["packs_without_targets"] += len(batch.packs_without_targets) - masked
+        for name in _OF_BATCHES:
+            counts[name] += getattr(found, name)
         counts["queued"] += ready
         counts["first_s" if is_first else "waited_s"] += waited_s
         counts["late"] += ready == 0 and not is_first

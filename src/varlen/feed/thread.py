@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, Full, Queue
 
 from varlen.errors import StalledError
-from varlen.feed.feed import Feed, Made, new_arrays
+from varlen.feed.exchange import Exchanges
+from varlen.feed.feed import Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 
@@ -21,9 +23,9 @@ _End = tuple[Made | None, BaseException | None]
 class ThreadWorker:
     """Makes batches ahead, as many as asked for."""
 
-    def __init__(self, spec: Spec, ahead: int) -> None:
-        """Take what makes the feed, and the batches made ahead."""
-        self._spec, self._ahead = spec, ahead
+    def __init__(self, spec: Spec, ahead: int, exchanges: Exchanges | None = None) -> None:
+        """Take what makes the feed, the batches made ahead, and how ranks agree where they have to."""
+        self._spec, self._ahead, self._exchanges = spec, ahead, exchanges
         self._feed: Feed | None = None
         self._queue: Queue[_End] = Queue(ahead)
         self._current: list[threading.Event] = []
@@ -51,7 +53,7 @@ class ThreadWorker:
         self._queue, stop = Queue(self._ahead), threading.Event()
         self._current.append(stop)
         if self._feed is None:
-            self._feed = self._spec.open()
+            self._feed = self._spec.open(self._exchanges)
         self._thread = threading.Thread(
             target=_run, args=(self._feed, state, self._queue, stop), name="varlen feed", daemon=True
         )
@@ -113,7 +115,7 @@ def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event
     batches = feed.batches(state, new_arrays)
     try:
         for made in batches:
-            if not put(made, None):
+            if not put(replace(made, counts=counts_of(made.batch)), None):
                 return
         put(None, None)
     except BaseException as error:  # it belongs to the trainer

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.packed import PackedBatch
-from varlen.feed.feed import Made
+from varlen.feed.feed import BatchCounts, Made, counts_of
 from varlen.feed.ring import Bytes
 from varlen.feed.state import FeedState
 from varlen.types import Ledger
@@ -78,7 +78,13 @@ class Slot:
                 start = -sent
             arrays[field.name] = [value.dtype.str, list(value.shape), start]
         ledger = None if made.ledger is None else asdict(made.ledger)
-        said = {"arrays": arrays, "numbers": numbers, "ledger": ledger, "skipped": made.skipped}
+        said = {
+            "arrays": arrays,
+            "numbers": numbers,
+            "ledger": ledger,
+            "skipped": made.skipped,
+            "counts": asdict(counts_of(batch)),
+        }
         head = json.dumps(said).encode()
         return b"".join([len(head).to_bytes(8, "little"), head, *reversed(inline)])
 
@@ -111,4 +117,7 @@ def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
             flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
             found[name] = flat.reshape(shape).copy()
     ledger = None if said["ledger"] is None else Ledger(**said["ledger"])
-    return Made(batch=PackedBatch.of(found), state=state, ledger=ledger, skipped=said["skipped"])
+    counts = BatchCounts(**said["counts"])
+    return Made(
+        batch=PackedBatch.of(found), state=state, ledger=ledger, skipped=said["skipped"], counts=counts
+    )

@@ -1,0 +1,158 @@
+"""Batches on an accelerator: copied out of pinned slots on a stream of its own, while the batch before is in use.
+
+::
+
+    worker ──► slot (pinned) ──copy stream──► tensors on the device ──► trainer's stream waits for the copy alone
+                 └ held until the copy is over: then the slot is free again
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from varlen.batch.packed import PackedBatch
+from varlen.batch.torch import import_torch
+from varlen.feed.feed import Made, Worker
+from varlen.feed.state import FeedState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Sent:
+    """A batch on its way."""
+
+    made: Made
+    """In host memory."""
+    batch: PackedBatch
+    """On the device, once `event` is over."""
+    event: Any
+    """None where nothing has to be waited for."""
+
+
+class DeviceWorker:
+    """Another worker's batches, as tensors on a device; on CUDA one of them is on its way ahead of the trainer."""
+
+    def __init__(self, worker: Worker, device: Any) -> None:
+        """Take the worker, and the device.
+
+        Raises:
+            MissingExtraError: torch isn't installed.
+        """
+        torch = import_torch()
+        self._worker, self._device = worker, torch.device(device)
+        self._is_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
+        self._coming: _Sent | None = None
+        self._is_over = False
+        self._in_flight: deque[_Sent] = deque()
+        """Whose slots may still be read by the copy."""
+        self._pinned = self._pin()
+
+    @property
+    def ready(self) -> int:
+        """Batches that are waiting to be taken."""
+        return self._worker.ready + (self._coming is not None)
+
+    @property
+    def restarts(self) -> int:
+        """Workers that died and were replaced."""
+        return self._worker.restarts
+
+    @property
+    def copies(self) -> int:
+        """Batches copied since all slots were held."""
+        return self._worker.copies
+
+    def start(self, state: FeedState) -> None:
+        """Begin after a state, whatever was made before."""
+        self._coming, self._is_over = None, False
+        self._worker.start(state)
+
+    def take(self, deadline_s: float) -> Made | None:
+        """Return the next batch, or None at the end; errors as the worker's own.
+
+        Args:
+            deadline_s: longest wait.
+        """
+        if self._coming is None and not self._is_over:
+            self._coming = self._sent(deadline_s)
+        sent, self._coming = self._coming, None
+        if sent is None:
+            return None
+        if self._is_cuda and self._worker.ready and not self._is_over:
+            self._coming = self._sent(deadline_s)
+        return replace(sent.made, batch=self._arrived(sent))
+
+    def _sent(self, deadline_s: float) -> _Sent | None:
+        """Take a batch and have it copied."""
+        made = self._worker.take(deadline_s)
+        if made is None:
+            self._is_over = True
+            return None
+        if not self._is_cuda:
+            return _Sent(made=made, batch=made.batch.to_torch(self._device), event=None)
+        torch = import_torch()
+        while self._in_flight and self._in_flight[0].event.query():
+            self._in_flight.popleft()
+        with torch.cuda.stream(self._stream):
+            batch = made.batch.to_torch(self._device)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        sent = _Sent(made=made, batch=batch, event=event)
+        self._in_flight.append(sent)
+        return sent
+
+    def _arrived(self, sent: _Sent) -> PackedBatch:
+        """Have the trainer's stream wait for the copy, and the allocator know who uses it."""
+        if sent.event is not None:
+            current = import_torch().cuda.current_stream(self._device)
+            current.wait_event(sent.event)
+            for tensor in _tensors(sent.batch):
+                tensor.record_stream(current)
+        return sent.batch
+
+    def _pin(self) -> int:
+        """Register the ring with the driver, once, so that copies out of it are asynchronous; returns its address.
+
+        Batches are the same without; copying them then takes the trainer's time.
+        """
+        memory = getattr(self._worker, "memory", None)
+        if not self._is_cuda or memory is None:
+            return 0
+        address, size = memory.__array_interface__["data"][0], memory.nbytes
+        runtime: Any = import_torch().cuda.cudart()
+        error = runtime.cudaHostRegister(address, size, 0)
+        if int(error) != 0:
+            _log.warning(
+                "the ring of %s MB can't be pinned (CUDA error %s)", f"{size / 1e6:,.0f}", int(error)
+            )
+            return 0
+        return int(address)
+
+    def closer(self) -> Callable[[], None]:
+        """Return what ends the worker, and doesn't keep it alive."""
+        return self._worker.closer()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self._is_cuda:
+            import_torch().cuda.current_stream(self._device).wait_stream(self._stream)
+            self._stream.synchronize()  # type: ignore[union-attr]
+        self._in_flight.clear()
+        self._coming = None
+        if self._pinned:
+            runtime: Any = import_torch().cuda.cudart()
+            runtime.cudaHostUnregister(self._pinned)
+            self._pinned = 0
+        self._worker.close()
+
+
+def _tensors(batch: PackedBatch) -> list[Any]:
+    """Return all tensors of a batch."""
+    values = [getattr(batch, field.name) for field in fields(batch) if field.name != "columns"]
+    return [value for value in [*values, *batch.columns.values()] if hasattr(value, "record_stream")]
