@@ -11,7 +11,7 @@ import pytest
 
 from varlen.errors import MissingExtraError, SourceError
 from varlen.source.files import File, find_files, kind_of
-from varlen.source.opening import fingerprint
+from varlen.source.fingerprints import fingerprint
 from varlen.source.read import read_texts
 
 
@@ -316,7 +316,7 @@ def test_a_file_that_is_gone_when_it_is_opened_is_an_error(tmp_path):
     [file] = find_files(tmp_path)
     (tmp_path / "a.jsonl").unlink()
 
-    with pytest.raises(SourceError, match=r"a\.jsonl can't be read: No such file"):
+    with pytest.raises(SourceError, match=r"a\.jsonl can't be read: it was there .* and is gone now"):
         fingerprint(file)
     with pytest.raises(SourceError, match="memory://gone/a can't be read"):
         fingerprint(File(path="memory://gone/a", name="a", size=1, format="text"))
