@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Kind = Literal["busy", "broken", "forbidden", "stall", "silent", "refuse", "cut", "short"]
+Answer = tuple[int, dict[str, str], bytes]
 _SAID = {
     "busy": (503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"),
     "broken": (500, b"<Error><Code>InternalError</Code><Message>Something broke.</Message></Error>"),
@@ -37,6 +38,7 @@ class FaultyProxy:
         self._closed = threading.Event()
         self._spoils: Mapping[int, Spoil] = {}
         self._always: Spoil | None = None
+        self._known: dict[tuple[str, str, str | None], Answer] = {}
         self.requests: list[str] = []
         proxy = self
 
@@ -95,7 +97,20 @@ class FaultyProxy:
         else:
             _answer(request, status, short, headers)
 
-    def _true_answer(self, request: BaseHTTPRequestHandler, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _true_answer(self, request: BaseHTTPRequestHandler, sent: bytes) -> Answer:
+        """Ask the server behind; what it answered once isn't asked again until something is written."""
+        wanted = (request.command, request.path, request.headers.get("Range"))
+        with self._lock:
+            if request.command not in ("GET", "HEAD"):
+                self._known.clear()
+            elif wanted in self._known:
+                return self._known[wanted]
+        answer = self._asked(request, sent)
+        with self._lock:
+            self._known[wanted] = answer
+        return answer
+
+    def _asked(self, request: BaseHTTPRequestHandler, sent: bytes) -> Answer:
         connection = http.client.HTTPConnection(*self._behind)
         try:
             connection.request(request.command, request.path, sent, dict(request.headers))

@@ -48,11 +48,21 @@ class _Stored(io.FileIO):
     def readinto(self, buffer: Any, /) -> int | None:
         start = self.tell()
         count = super().readinto(buffer) or 0
-        if not count and len(buffer) and start < self._file.size:
-            raise SourceError(changed(self._file.path, self._file.size, f"{start:,}"))
-        if self._file.on_read is not None:
-            self._file.on_read(self._file.path, start, start + count)
+        self._check(start, start + count, is_end=not count and len(buffer) > 0)
         return count
+
+    def readall(self) -> bytes:
+        start = self.tell()
+        content = super().readall() or b""
+        self._check(start, start + len(content), is_end=True)
+        return content
+
+    def _check(self, start: int, stop: int, *, is_end: bool) -> None:
+        """Tell what was read; the end may not come earlier than it was listed."""
+        if is_end and stop < self._file.size:
+            raise SourceError(changed(self._file.path, self._file.size, f"{stop:,}"))
+        if self._file.on_read is not None:
+            self._file.on_read(self._file.path, start, stop)
 
 
 def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:

@@ -30,10 +30,11 @@ def open_remote(url: str, size: int, retry: Retry, buffer_bytes: int = BUFFER_BY
         SourceError: it can't be opened, or has another size than when it was listed.
         MissingExtraError: the file system's package isn't installed.
     """
-    ranges = retried(lambda: _ranges_of(url, size, retry), url, retry)
-    if 0 <= size != ranges.size and ranges.size >= 0:
-        ranges.close()
-        raise SourceError(changed(url, size, f"{ranges.size:,}"))
+    fs, path = file_system(url, retry)
+    by_request = size >= 0 and url.startswith(_BY_REQUEST)
+    ranges = (_Requests if by_request else _Ranges)(url, fs, path, size)
+    if not by_request:
+        retried(ranges.open, url, retry)
     return cast(BinaryIO, io.BufferedReader(_Remote(url, ranges, retry), min(buffer_bytes, _MOST_FETCHED)))
 
 
@@ -45,30 +46,29 @@ def changed(path: str, size: int, now: str) -> str:
     )
 
 
-def _ranges_of(url: str, size: int, retry: Retry) -> _Ranges:
-    fs, path = file_system(url, retry)
-    if size >= 0 and url.startswith(_BY_REQUEST):
-        return _Requests(fs, path, size)
-    ranges = _Ranges(fs, path)
-    ranges.open()
-    return ranges
-
-
 class _Ranges:
     """Ranges of a file, by the stream that its file system gives; whatever fails, the next fetch begins anew."""
 
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
+    def __init__(self, url: str, fs: Any, path: str, size: int) -> None:
+        self._url, self._fs, self._path = url, fs, path
         self._stream: Any = None
-        self.size = -1
+        self.size = size
 
     def open(self) -> Any:
-        """Return the stream, opened if need be."""
+        """Return the stream, opened if need be.
+
+        Raises:
+            SourceError: the file has another size than when it was listed, or opened before.
+        """
         if self._stream is None:
             # Ranges come at the size that is wanted: read ahead would be fetched twice.
-            self._stream = self._fs.open(self._path, "rb", cache_type="none")
-            size = getattr(self._stream, "size", None)
-            self.size = size if isinstance(size, int) else -1
+            stream = self._fs.open(self._path, "rb", cache_type="none")
+            now = getattr(stream, "size", None)
+            if isinstance(now, int):
+                if 0 <= self.size != now:
+                    raise SourceError(changed(self._url, self.size, f"{now:,}"))
+                self.size = now
+            self._stream = stream
         return self._stream
 
     def fetch(self, start: int, stop: int) -> bytes:
@@ -99,10 +99,6 @@ class _Ranges:
 
 class _Requests(_Ranges):
     """Ranges of a file, each by a request of its own."""
-
-    def __init__(self, fs: Any, path: str, size: int) -> None:
-        super().__init__(fs, path)
-        self.size = size
 
     def fetch(self, start: int, stop: int) -> bytes:
         return bytes(self._fs.cat_file(self._path, start=start, end=stop))

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from varlen.errors import SourceError, VarlenError
-from varlen.source.retry import Retry, as_os_error, first_line, is_passing, missing_package, retried
+from varlen.source.retry import Retry, as_os_error, first_line, is_nothing_there, missing_package, retried
 
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c")
 _S3 = ("s3://", "s3a://")
@@ -54,13 +54,26 @@ def file_system(url: str, retry: Retry) -> tuple[Any, str]:
 
     Of S3 it is one of our own, so that what is set for it changes no other: it doesn't try again by itself, or
     each of our tries would be 25 (5 of s3fs by 5 of botocore), and doesn't remember listings. What the user has
-    configured for s3fs goes first.
+    configured for s3fs goes first. To be called by the thread that reads, not by one that lives for one call: some
+    versions of fsspec keep a file system, with connections of its own, for each thread.
+
+    Raises:
+        SourceError: there is none for such a URL.
+        MissingExtraError: its package isn't installed.
     """
     import fsspec
 
-    if not url.startswith(_S3):
-        fs, path = fsspec.core.url_to_fs(url)
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url, **(_of_s3(retry) if url.startswith(_S3) else {}))
+        if url.startswith(_S3):
+            fs.retries = 1
         return fs, path
+
+
+def _of_s3(retry: Retry) -> dict[str, Any]:
+    """Return what s3fs is told."""
+    import fsspec
+
     # The client gives up a little earlier than we do, and so closes its connection.
     quiet_s = 0.8 * retry.silence_s
     ours = {
@@ -70,9 +83,7 @@ def file_system(url: str, retry: Retry) -> tuple[Any, str]:
         "max_pool_connections": 64,
     }
     configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    fs, path = fsspec.core.url_to_fs(url, config_kwargs=ours | configured, use_listings_cache=False)
-    fs.retries = 1
-    return fs, path
+    return {"config_kwargs": ours | configured, "use_listings_cache": False}
 
 
 def list_remote(url: str, retry: Retry) -> list[Listed]:
@@ -82,12 +93,12 @@ def list_remote(url: str, retry: Retry) -> list[Listed]:
         SourceError: nothing is there, or the file system failed.
         MissingExtraError: the file system's package isn't installed.
     """
-    # Long listings take many requests, each with the client's own limit.
-    return retried(lambda: _list(url, retry), url, retry, silence_s=retry.deadline_s)
-
-
-def _list(url: str, retry: Retry) -> list[Listed]:
     fs, path = file_system(url, retry)
+    # Long listings take many requests, each with the client's own limit.
+    return retried(lambda: _list(fs, path, url), url, retry, silence_s=retry.deadline_s)
+
+
+def _list(fs: Any, path: str, url: str) -> list[Listed]:
     is_web = url.startswith("http")
     if has_magic(path) and not (is_web and _info(fs, path) is not None):
         found = fs.glob(path, detail=True) if is_web else _glob(fs, path)
@@ -110,9 +121,9 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
     try:
         return dict(fs.info(path))
     except FileNotFoundError as error:
-        if is_passing(error):  # HTTPFileSystem calls so whatever a server refuses
-            raise
-        return None
+        if is_nothing_there(error):
+            return None
+        raise
 
 
 def _glob(fs: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -178,12 +189,8 @@ def remote_mark(url: str, retry: Retry) -> str | None:
     Raises:
         SourceError: the file system failed.
     """
-
-    def ask() -> str | None:
-        fs, path = file_system(url, retry)
-        return _mark(fs.info(path))
-
-    return retried(ask, url, retry)
+    fs, path = file_system(url, retry)
+    return retried(lambda: _mark(fs.info(path)), url, retry)
 
 
 def read_remote(url: str, retry: Retry) -> bytes:
@@ -192,9 +199,5 @@ def read_remote(url: str, retry: Retry) -> bytes:
     Raises:
         SourceError: the file system failed.
     """
-
-    def ask() -> bytes:
-        fs, path = file_system(url, retry)
-        return bytes(fs.cat_file(path))
-
-    return retried(ask, url, retry)
+    fs, path = file_system(url, retry)
+    return retried(lambda: bytes(fs.cat_file(path)), url, retry)

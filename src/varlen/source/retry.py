@@ -30,6 +30,7 @@ _PACKAGES = {
     "az": "adlfs",
 }
 """What pip installs for the URLs that begin so."""
+_NOTHING_THERE = (None, 404, 410)
 _NO_SUCH_RANGE = 416
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_CODES = {
@@ -45,6 +46,7 @@ _PASSING_CODES = {
 _PASSING_KINDS = {
     "aiohttp.ClientConnectionError",
     "aiohttp.ClientPayloadError",
+    "botocore.FlexibleChecksumError",
     "botocore.HTTPClientError",
     "botocore.IncompleteReadError",
     "botocore.ResponseParserError",
@@ -121,24 +123,28 @@ def retried(
         MissingExtraError: the file system's package isn't installed.
     """
     began = time.monotonic()
+    most_s = silence_s or retry.silence_s
     attempt = 0
+    failed: Exception | None = None
     while True:
         attempt += 1
-        left = retry.deadline_s - (time.monotonic() - began)
+        left_s = max(retry.deadline_s - (time.monotonic() - began), 0.001)
         try:
-            return within(min(silence_s or retry.silence_s, max(left, 0.001)), call)
+            return within(min(most_s, left_s), call)
         except VarlenError:
             raise
         except ImportError as error:
             raise missing_package(url, error) from error
         except Exception as error:
-            wait_s = retry.wait_s(attempt)
-            spent_s = time.monotonic() - began
             if not is_passing(error):
                 raise SourceError(_sentence(url, error, place)) from as_os_error(error)
+            # A last try cut off by the deadline says less than the one before.
+            failed = failed if failed and left_s < most_s and isinstance(error, TimeoutError) else error
+            wait_s = retry.wait_s(attempt)
+            spent_s = time.monotonic() - began
             if attempt >= retry.attempts or spent_s + wait_s >= retry.deadline_s:
                 tried = f"tried {many(attempt, 'time')} in {spent_s:.1f} s"
-                raise SourceError(f"{_sentence(url, error, place)}; {tried}") from as_os_error(error)
+                raise SourceError(f"{_sentence(url, failed, place)}; {tried}") from as_os_error(failed)
         time.sleep(wait_s)
 
 
@@ -202,6 +208,16 @@ def is_passing(error: BaseException) -> bool:
     return False
 
 
+def is_nothing_there(error: FileNotFoundError) -> bool:
+    """Whether nothing is there; some libraries call so whatever a server refuses."""
+    return not is_passing(error) and answer_of(error)[0] in _NOTHING_THERE
+
+
+def answer_of(error: BaseException) -> tuple[int | None, str]:
+    """Return the status and the code that a server answered with, or (None, "")."""
+    return next((answer for answer in map(_answer, _chain(error)) if answer[0] is not None), (None, ""))
+
+
 def as_os_error(error: BaseException) -> OSError:
     """Return a failure as one of reading, which readers tell from faults of what they read."""
     if isinstance(error, OSError):
@@ -230,7 +246,8 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
     else:
         status = getattr(response, "status_code", None)
         code = ""
-    for name in ("status", "status_code", "code"):
+    # What aiohttp calls `code` of a body that it can't read is no answer of the server's.
+    for name in ("status", "status_code", *(["code"] if type(error).__module__.startswith("gcsfs") else [])):
         status = getattr(error, name, None) if status is None else status
     return (status if isinstance(status, int) and 100 <= status < 600 else None), code
 
@@ -238,11 +255,11 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
 def _sentence(url: str, error: BaseException, place: str) -> str:
     """Say what failed, and what the server said."""
     said = getattr(error, "strerror", None) or first_line(error)
-    status, code = next((a for a in map(_answer, _chain(error)) if a[0] is not None), (None, ""))
+    status, code = answer_of(error)
     if status is not None and str(status) not in said:
         said = f"{said} (status {status}{f', {code}' if code and not code.isdigit() else ''})"
     if status == _NO_SUCH_RANGE:
         said = f"{said}; it has become shorter since it was listed"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and status in _NOTHING_THERE:
         said = f"it is not there (any more); {said}" if said != url else "it is not there (any more)"
     return f"{url} can't be read{f' at {place}' if place else ''}: {said}"
