@@ -347,6 +347,27 @@ def test_a_web_server_is_asked_again_too(bucket):
             assert texts_of(opened(url), 80_000) == TEXTS, (kind, number)
 
 
+def test_a_web_server_that_says_nothing_is_asked_again(bucket):
+    source = opened(f"{bucket.proxy.url}/bucket/set/a.jsonl", retry=QUICK)
+    bucket.proxy.spoil({1: Spoil(kind="stall", seconds=6), 4: Spoil(kind="silent")})
+
+    began = time.monotonic()
+    assert texts_of(source) == TEXTS
+
+    assert 1.6 < time.monotonic() - began < 5
+
+
+def test_an_object_read_in_one_go_is_whole(bucket, monkeypatch):
+    monkeypatch.setattr(ranges, "_MOST_FETCHED", 50_000)
+    [file] = find_files(bucket.url("set/a.jsonl"), retry=PATIENT)
+
+    with opening.open_stored(file) as stored:
+        assert stored.read() == LINES
+        assert stored.seek(-5, io.SEEK_END) == len(LINES) - 5
+        assert stored.read() == LINES[-5:]
+        assert stored.read(5) == b""
+
+
 def test_the_mark_of_an_object_is_its_fingerprint_and_costs_no_request(bucket):
     url = bucket.put("marked.jsonl", LINES)
     [file] = find_files(url, retry=PATIENT)
