@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import json
-import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from faulty_proxy import FaultyProxy, Spoil
+from buckets import LINES, PATIENT, TEXTS, Bucket, served
+from faulty_proxy import Spoil
 
 from varlen.errors import SourceError
 from varlen.source import opening, ranges
@@ -23,73 +19,17 @@ from varlen.source.files import find_files
 from varlen.source.fingerprints import fingerprint, fingerprint_files
 from varlen.source.formats import reading
 from varlen.source.remote import file_system
-from varlen.source.retry import Retry
 from varlen.source.source import Part, Source, open_source
 
-PATIENT = Retry(attempts=6, first_s=0.005, most_s=0.02, silence_s=10, deadline_s=60)
 QUICK = replace(PATIENT, silence_s=0.8, deadline_s=8)
 """Where silence is to be noticed; the rest is patient, since tests may run on a busy machine."""
-TEXTS = [f"{number} " + chr(97 + number % 26) * (number * 37 % 700) for number in range(600)]
-LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
 FAULTS = ["busy", "broken", "refuse", "cut", "short"]
-
-
-def parquet() -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(
-        pa.table({"text": TEXTS, "id": range(len(TEXTS))}), sink, row_group_size=100, compression="none"
-    )
-    return sink.getvalue()
-
-
-OBJECTS = {
-    "set/a.jsonl": LINES,
-    "set/b.jsonl.gz": gzip.compress(LINES, 1),
-    "set/deep/c.parquet": parquet(),
-    "set/deep/.hidden.jsonl": LINES,
-}
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A bucket behind a proxy that spoils requests."""
-
-    proxy: FaultyProxy
-    name: str = "bucket"
-
-    def url(self, key: str) -> str:
-        return f"s3://{self.name}/{key}"
-
-    def put(self, key: str, content: bytes) -> str:
-        self.proxy.spoil()
-        file_system(self.url(key), PATIENT)[0].pipe_file(f"{self.name}/{key}", content, ACL="public-read")
-        return self.url(key)
 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    proxy = FaultyProxy(*server.get_host_and_port())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        patch.setenv("AWS_ACCESS_KEY_ID", "anyone")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "anything")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        # moto gives the whole object's checksum with a part of it
-        patch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
-        made = Bucket(proxy)
-        fs, _ = file_system("s3://bucket", PATIENT)
-        fs.mkdir("bucket")  # the client's first words take long, and aren't what is tested
-        for key, content in OBJECTS.items():
-            made.put(key, content)
+    with served() as made:
         yield made
-        fs.clear_instance_cache()
-    proxy.close()
-    server.stop()
 
 
 @pytest.fixture(autouse=True)
