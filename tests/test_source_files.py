@@ -11,7 +11,7 @@ import pytest
 
 from varlen.errors import MissingExtraError, SourceError
 from varlen.source.files import File, find_files, kind_of
-from varlen.source.opening import fingerprint
+from varlen.source.fingerprints import fingerprint
 from varlen.source.read import read_texts
 
 
@@ -316,7 +316,47 @@ def test_a_file_that_is_gone_when_it_is_opened_is_an_error(tmp_path):
     [file] = find_files(tmp_path)
     (tmp_path / "a.jsonl").unlink()
 
-    with pytest.raises(SourceError, match=r"a\.jsonl can't be read: No such file"):
+    with pytest.raises(SourceError, match=r"a\.jsonl can't be read: it was there .* and is gone now"):
         fingerprint(file)
     with pytest.raises(SourceError, match="memory://gone/a can't be read"):
         fingerprint(File(path="memory://gone/a", name="a", size=1, format="text"))
+
+
+@pytest.mark.parametrize("link", ["b.jsonl", "deep/b.jsonl"])
+def test_links_to_one_file_are_one_file_named_twice(tmp_path, link):
+    touch(tmp_path, "in/a.jsonl")
+    (tmp_path / "in" / link).parent.mkdir(exist_ok=True)
+    (tmp_path / "in" / link).symlink_to(tmp_path / "in" / "a.jsonl")
+
+    with pytest.raises(SourceError, match=r"b\.jsonl and .*a\.jsonl are links to one file; .*name it once"):
+        find_files(tmp_path / "in")
+
+    assert names_of(tmp_path / "in" / link) == ["b.jsonl"]
+
+
+@pytest.mark.parametrize("key", ["_indices_data_files", "_indices_files"])
+def test_a_saved_data_set_behind_a_url_whose_rows_are_chosen_by_indices_is_refused(tmp_path, key):
+    folder = f"memory://{tmp_path.name}/set"
+    contents = {"data.arrow": b"x", "dataset_info.json": b"{}", "state.json": json.dumps({key: [1]}).encode()}
+    for name, content in contents.items():
+        with fsspec.open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+
+    for named in (folder, folder.rpartition("/")[0]):
+        with pytest.raises(SourceError, match=r"state\.json names files of indices, .* flatten_indices"):
+            find_files(named)
+
+    with fsspec.open(f"{folder}/state.json", "wb") as file:
+        file.write(b'{"_data_files": [{"filename": "data.arrow"}]}')
+    assert names_of(folder) == ["data.arrow"]
+
+
+@pytest.mark.parametrize("content", [b"[{", b"\xff"])
+def test_a_description_behind_a_url_that_is_none_is_named(tmp_path, content):
+    folder = f"memory://{tmp_path.name}/set"
+    for name in ("data.arrow", "dataset_info.json", "state.json"):
+        with fsspec.open(f"{folder}/{name}", "wb") as file:
+            file.write(content)
+
+    with pytest.raises(SourceError, match=r"state\.json doesn't describe a saved data set"):
+        find_files(folder)

@@ -23,7 +23,7 @@ from varlen.offline.places import (
     working_folder,
     write_json,
 )
-from varlen.source.opening import fingerprint
+from varlen.source.fingerprints import fingerprint
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
 from varlen.source.tokenizer import digest

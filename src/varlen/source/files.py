@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.source.remote import list_remote
+from varlen.source.remote import Listed, list_remote, read_remote
+from varlen.source.retry import Retry
+from varlen.source.saved import described, refuse_indices
 from varlen.source.written import PARTIAL, WORK, is_unfinished, what_varlen_wrote
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
@@ -40,8 +41,6 @@ COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": 
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
 """Beginnings of the names of text files that speak of the data beside them."""
 _OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
-_INDICES = ("_indices_data_files", "_indices_files")
-"""Where a data set names the rest that was selected from or shuffled and saved by an older version of `datasets`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +58,10 @@ class File:
     """What the end of its name says; what the file's first bytes say goes before it."""
     on_read: Callable[[str, int, int], None] | None = field(default=None, compare=False, repr=False)
     """Told its path and where what is read of it begins and ends, about a megabyte at a time, where it is local."""
+    mark: str | None = None
+    """What a server said when it was listed that changes whenever its content does: an ETag or a checksum."""
+    retry: Retry = field(default=Retry(), compare=False, repr=False)
+    """How often and how long a read of it is tried, where it is remote."""
 
     @property
     def is_remote(self) -> bool:
@@ -79,7 +82,7 @@ def kind_of(name: str) -> tuple[Format, Compression | None]:
     return FORMATS.get(suffix, "text"), compression
 
 
-def find_files(data: Data, leave_out: Sequence[Path] = ()) -> list[File]:
+def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None = None) -> list[File]:
     """List the files that paths, folders, globs or URLs stand for.
 
     Each of them gives its files sorted by name, one after the other in the order they were named. Folders that are
@@ -88,6 +91,7 @@ def find_files(data: Data, leave_out: Sequence[Path] = ()) -> list[File]:
     Args:
         data: what is named.
         leave_out: folders that results go to; where they lie in a folder or match a glob, they aren't read.
+        retry: how often and how long a listing or a read of remote files is tried; None for the usual.
 
     Raises:
         SourceError: nothing is there, a file was named twice, or all of them are empty.
@@ -96,13 +100,8 @@ def find_files(data: Data, leave_out: Sequence[Path] = ()) -> list[File]:
     if not entries:
         raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
     unread = [path for out in leave_out if out.name for path in (out, out.with_name(out.name + PARTIAL))]
-    files = [file for entry in entries for file in _find(entry, unread)]
-    seen: set[str] = set()
-    for file in files:
-        place = file.path if file.is_remote else os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
-        if place in seen:
-            raise SourceError(f"{file.path} is named twice; its documents would be read twice: name it once")
-        seen.add(place)
+    files = [file for entry in entries for file in _find(entry, unread, retry or Retry())]
+    _refuse_twice(files)
     if all(file.size == 0 for file in files):
         beside = many(len(files) - 1, "file beside it is", "files beside it are")
         more = f", and {beside} too" if len(files) > 1 else ""
@@ -110,12 +109,29 @@ def find_files(data: Data, leave_out: Sequence[Path] = ()) -> list[File]:
     return files
 
 
-def _find(data: str | Path, unread: Sequence[Path]) -> list[File]:
+def _refuse_twice(files: Sequence[File]) -> None:
+    """Refuse a file that is met twice, by its own name or by that of a link to it.
+
+    Raises:
+        SourceError: there is one.
+    """
+    seen: dict[str, str] = {}
+    for file in files:
+        place = file.path if file.is_remote else os.path.realpath(file.path)
+        first = seen.setdefault(place, file.path)
+        if first is file.path:
+            continue
+        linked = os.path.abspath(first) != os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
+        twice = f"and {first} are links to one file" if linked and not file.is_remote else "is named twice"
+        raise SourceError(f"{file.path} {twice}; its documents would be read twice: name it once")
+
+
+def _find(data: str | Path, unread: Sequence[Path], retry: Retry) -> list[File]:
     """List the files of one entry."""
     if not str(data):
         raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
     if is_url(data):
-        return [_file(path, name, size) for path, name, size in _of_folder(_remote(str(data)), str(data))]
+        return [_file(listed, retry) for listed in _of_folder(_remote(str(data), retry), str(data))]
     try:
         return _find_local(data, unread)
     except OSError as error:
@@ -144,23 +160,30 @@ def _find_local(data: str | Path, unread: Sequence[Path]) -> list[File]:
     )
 
 
-def _remote(url: str) -> list[tuple[str, str, int]]:
+def _remote(url: str, retry: Retry) -> list[Listed]:
     """List the files behind a URL; of saved data sets those that are meant.
 
     Raises:
-        SourceError: nothing is there, or a saved data set of several splits.
+        SourceError: nothing is there, or a saved data set of several splits, or one whose rows are chosen and
+            ordered by indices in another file.
     """
-    listing = list_remote(url)
-    names = {name for _, name, _ in listing}
-    splits = sorted(name.split("/")[0] for name in names if name.endswith("/state.json"))
-    if "dataset_dict.json" in names and len(splits) > 1:
+    listing = list_remote(url, retry)
+    places = {listed.name: listed.path for listed in listing}
+    splits = sorted(name.split("/")[0] for name in places if name.endswith("/state.json"))
+    if "dataset_dict.json" in places and len(splits) > 1:
         raise SourceError(
             f"{url} holds several splits ({', '.join(splits)}); name one, such as {url}/{splits[0]}"
         )
-    saved = {name.rpartition("/")[0] for name in names if name.rpartition("/")[2] == "state.json"}
+    states = [name for name in places if name.rpartition("/")[2] == "state.json"]
+    for name in states:
+        if name.removesuffix("state.json") + "dataset_info.json" in places:
+            refuse_indices(read_remote(places[name], retry), places[name])
+    saved = {name.rpartition("/")[0] for name in states}
     # Beside a data set's own files lie what was made of them later.
     return [
-        e for e in listing if not (e[1].rpartition("/")[0] in saved and Path(e[1]).name.startswith("cache-"))
+        listed
+        for listed in listing
+        if not (listed.name.rpartition("/")[0] in saved and Path(listed.name).name.startswith("cache-"))
     ]
 
 
@@ -201,12 +224,24 @@ def _before_magic(parts: Iterable[str]) -> list[str]:
 
 
 def _local(path: Path, root: Path) -> File:
-    return _file(str(path), path.relative_to(root).as_posix(), path.stat().st_size)
+    return _file(_listed(path, root), Retry())
 
 
-def _file(path: str, name: str, size: int) -> File:
-    format_, compression = kind_of(name)
-    return File(path=path, name=name, size=size, format=format_, suffix_compression=compression)
+def _listed(path: Path, root: Path) -> Listed:
+    return Listed(path=str(path), name=path.relative_to(root).as_posix(), size=path.stat().st_size)
+
+
+def _file(listed: Listed, retry: Retry) -> File:
+    format_, compression = kind_of(listed.name)
+    return File(
+        path=listed.path,
+        name=listed.name,
+        size=listed.size,
+        format=format_,
+        suffix_compression=compression,
+        mark=listed.mark,
+        retry=retry,
+    )
 
 
 def _in_folder(path: Path, unread: Sequence[Path] = ()) -> list[File]:
@@ -216,8 +251,8 @@ def _in_folder(path: Path, unread: Sequence[Path] = ()) -> list[File]:
         return saved
     every = _without(_walk(path), unread)
     _refuse_results(path, every)
-    listing = [(str(p), p.relative_to(path).as_posix(), p.stat().st_size) for p in every]
-    return [_file(*entry) for entry in _of_folder(listing, str(path))]
+    listing = [_listed(p, path) for p in every]
+    return [_file(listed, Retry()) for listed in _of_folder(listing, str(path))]
 
 
 def _walk(path: Path) -> list[Path]:
@@ -267,7 +302,7 @@ def _result_in_data(results: Sequence[Path], data: str) -> str:
     )
 
 
-def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[str, str, int]]:
+def _of_folder(listing: list[Listed], folder: str) -> list[Listed]:
     """Choose the files of a folder that hold documents.
 
     Text that speaks of the data (README.md, LICENSE.txt) isn't data where rows lie beside it; names that begin
@@ -276,24 +311,24 @@ def _of_folder(listing: list[tuple[str, str, int]], folder: str) -> list[tuple[s
     Raises:
         SourceError: none does.
     """
-    shown = [e for e in listing if not any(part.startswith(".") for part in e[1].split("/"))]
-    if len(shown) == 1 and shown[0][0] == folder:
+    shown = [e for e in listing if not any(part.startswith(".") for part in e.name.split("/"))]
+    if len(shown) == 1 and shown[0].path == folder:
         return shown
-    rows = [e for e in shown if kind_of(e[1])[0] != "text" and Path(e[1]).name not in _OF_DATA_SETS]
-    names = {entry[0] for entry in rows}
+    rows = [e for e in shown if kind_of(e.name)[0] != "text" and Path(e.name).name not in _OF_DATA_SETS]
+    names = {entry.path for entry in rows}
     for entry in shown:
-        name = Path(entry[1])
+        name = Path(entry.name)
         plain = name.with_suffix("") if name.suffix.lower() in COMPRESSIONS else name
         is_about = bool(rows) and name.name.lower().startswith(_ABOUT_DATA)
-        if kind_of(entry[1])[0] == "text" and plain.suffix.lower() in TEXT_SUFFIXES and not is_about:
-            names.add(entry[0])
+        if kind_of(entry.name)[0] == "text" and plain.suffix.lower() in TEXT_SUFFIXES and not is_about:
+            names.add(entry.path)
     if not names:
         known = ", ".join(sorted(FORMATS.keys() | TEXT_SUFFIXES))
         raise SourceError(
             f"{folder} is a folder without any {known} file, plain or as .gz or .zst; "
             f"name other text files by a glob, such as '{folder.rstrip('/')}/**/*.tex'"
         )
-    return [entry for entry in shown if entry[0] in names]
+    return [entry for entry in shown if entry.path in names]
 
 
 def _saved_data_set(path: Path) -> list[File] | None:
@@ -304,7 +339,7 @@ def _saved_data_set(path: Path) -> list[File] | None:
             are chosen and ordered by indices in another file.
     """
     if (path / "dataset_dict.json").is_file():
-        splits = _described(path / "dataset_dict.json", "splits")
+        splits = described(path / "dataset_dict.json", "splits")
         chosen = splits[0] if len(splits) == 1 else "train"
         if chosen not in splits:
             named = ", ".join(map(str, splits)) or "none"
@@ -316,13 +351,8 @@ def _saved_data_set(path: Path) -> list[File] | None:
         return _in_folder(path / str(chosen))
     if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
         return None
-    files = [entry.get("filename") for entry in _described(path / "state.json", "_data_files")]
-    state = json.loads((path / "state.json").read_bytes())
-    if any(state.get(key) for key in _INDICES):
-        raise SourceError(
-            f"{path / 'state.json'} names files of indices, which say which rows are meant and in which order, and "
-            "aren't read here; load it with datasets, call flatten_indices() and save it again"
-        )
+    files = [entry.get("filename") for entry in described(path / "state.json", "_data_files")]
+    refuse_indices((path / "state.json").read_bytes(), str(path / "state.json"))
     if not files:
         raise SourceError(f"{path / 'state.json'} names no files, so the data set is empty")
     missing = [name for name in files if not isinstance(name, str) or not (path / Path(name).name).is_file()]
@@ -332,18 +362,3 @@ def _saved_data_set(path: Path) -> list[File] | None:
             "files are missing); copy the whole folder"
         )
     return [_local(path / Path(name).name, path) for name in files]
-
-
-def _described(path: Path, key: str) -> list[Any]:
-    """Return a list that a data set's description holds.
-
-    Raises:
-        SourceError: it doesn't.
-    """
-    try:
-        value = json.loads(path.read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SourceError(f"{path} doesn't describe a saved data set: no list `{key}`") from error
-    if not isinstance(value, list) or (key == "_data_files" and not all(isinstance(v, dict) for v in value)):
-        raise SourceError(f"{path} doesn't describe a saved data set: `{key}` is not a list of files")
-    return value

@@ -6,53 +6,84 @@ A file's first bytes say whether it is compressed, whatever its name.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
+import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
 from varlen.source.files import Compression, File
-from varlen.source.remote import first_line, open_remote, remote_faults, remote_mark
+from varlen.source.ranges import BUFFER_BYTES, changed, open_remote
+from varlen.source.remote import remote_faults
+from varlen.source.retry import first_line
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar"}
 """First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
+HEAD_BYTES = 64 << 10
+"""Read at a time where only a file's first row is wanted."""
+_MOST_MAGIC = max(map(len, [*_MAGIC, *_REFUSED]))
 _BUFFER_BYTES = 1 << 20
 _UNPACKED_BYTES = 1 << 16
 """Unpacked at a time, and lost where a compressed file turns out to be damaged."""
 
 
-class _Watched(io.FileIO):
-    """A local file that tells what is read of it."""
+class _Stored(io.FileIO):
+    """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
 
-    def __init__(self, path: str, on_read: Callable[[str, int, int], None]) -> None:
-        super().__init__(path)
-        self._path, self._on_read = path, on_read
+    def __init__(self, file: File) -> None:
+        super().__init__(file.path)
+        self._file = file
+        now = os.fstat(self.fileno()).st_size
+        if 0 <= file.size != now:
+            self.close()
+            raise SourceError(changed(file.path, file.size, f"{now:,}"))
 
     def readinto(self, buffer: Any, /) -> int | None:
         start = self.tell()
-        count = super().readinto(buffer)
-        self._on_read(self._path, start, start + (count or 0))
+        count = super().readinto(buffer) or 0
+        self._check(start, start + count, is_end=not count and len(buffer) > 0)
         return count
 
+    def readall(self) -> bytes:
+        start = self.tell()
+        content = super().readall() or b""
+        self._check(start, start + len(content), is_end=True)
+        return content
 
-def open_stored(file: File) -> BinaryIO:
+    def _check(self, start: int, stop: int, *, is_end: bool) -> None:
+        """Tell what was read; the end may not come earlier than it was listed."""
+        if is_end and stop < self._file.size:
+            raise SourceError(changed(self._file.path, self._file.size, f"{stop:,}"))
+        if self._file.on_read is not None:
+            self._file.on_read(self._file.path, start, stop)
+
+
+def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
     """Open a file's bytes as they are stored.
 
+    Args:
+        file: to be opened.
+        buffer_bytes: read at a time, by one request where it is remote; None for what suits reading all of it.
+
     Raises:
-        SourceError: it can't be opened.
+        SourceError: it can't be opened, or isn't what it was when the files were listed.
     """
     if file.is_remote:
-        return open_remote(file.path)
+        return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES)
     try:
-        if file.on_read is not None:
-            return io.BufferedReader(_Watched(file.path, file.on_read), _BUFFER_BYTES)
-        return open(file.path, "rb", buffering=_BUFFER_BYTES)  # noqa: PTH123 - paths may be no valid Path text
+        return io.BufferedReader(_Stored(file), buffer_bytes or _BUFFER_BYTES)
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{file.path} can't be read: it was there when the files were listed, and is gone now; put it back, or "
+            "begin again without it"
+        ) from error
     except OSError as error:
         raise SourceError(f"{file.path} can't be read: {error.strerror or error}") from error
 
@@ -60,12 +91,18 @@ def open_stored(file: File) -> BinaryIO:
 def compression_of(file: File) -> Compression | None:
     """Return how a file is compressed, by its first bytes.
 
+    Cost: one small request for a remote file, once as long as it stays what it is.
+
     Raises:
         SourceError: it can't be opened, or is compressed in a way that isn't read, or its name says that it is
             compressed and it isn't.
     """
-    with faults(file), open_stored(file) as stored:
-        first = stored.read(max(map(len, _REFUSED)))
+    return _compression_of(file) if file.mark is None else _compression_by_mark(replace(file, on_read=None))
+
+
+def _compression_of(file: File) -> Compression | None:
+    with faults(file), open_stored(file, _MOST_MAGIC if file.is_remote else None) as stored:
+        first = stored.read(_MOST_MAGIC)
     for magic, compression in _MAGIC.items():
         if first.startswith(magic):
             return compression
@@ -79,15 +116,23 @@ def compression_of(file: File) -> Compression | None:
     return None
 
 
+_compression_by_mark = lru_cache(maxsize=1 << 14)(_compression_of)
+"""Remembered by the server's mark of the file's content; faults are not remembered."""
+
+
 @contextmanager
-def open_plain(file: File) -> Iterator[BinaryIO]:
+def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO]:
     """Give a file's bytes, unpacked, as a buffered stream to be read once from beginning to end.
+
+    Args:
+        file: to be opened.
+        buffer_bytes: as stored, read at a time; None for what suits reading all of it.
 
     Raises:
         SourceError: it can't be opened, read or unpacked, while the stream is in use too.
     """
     compression = compression_of(file)
-    with faults(file), open_stored(file) as stored:
+    with faults(file), open_stored(file, buffer_bytes) as stored:
         if compression == "gzip":
             with gzip.GzipFile(fileobj=stored, mode="rb") as stream:
                 yield cast(BinaryIO, io.BufferedReader(stream, _UNPACKED_BYTES))
@@ -110,7 +155,8 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
         SourceError: it can't be opened, read or unpacked, while the stream is in use too.
     """
     if compression_of(file) is None:
-        with faults(file), open_stored(file) as stored:
+        # Tables and archives are read here and there, a little at a time.
+        with faults(file), open_stored(file, _BUFFER_BYTES) as stored:
             yield stored
         return
     with faults(file), tempfile.TemporaryFile() as unpacked:
@@ -144,20 +190,3 @@ def _broken(said: str) -> str:
     if "truncated" in said.lower() or "end-of-stream" in said.lower():
         return "ends too early: the compressed file is truncated; copy it again"
     return f"is damaged: {said.splitlines()[0] if said else 'it does not unpack'}"
-
-
-def fingerprint(file: File) -> str:
-    """Return a text that changes whenever a file's content does: its SHA-256, or a server's mark for it.
-
-    Cost: reads a local file whole, about a second a GB.
-
-    Raises:
-        SourceError: it can't be read.
-    """
-    if file.is_remote and (mark := remote_mark(file.path)) is not None:
-        return mark
-    digest = hashlib.sha256()
-    with faults(file), open_stored(file) as stored:
-        while chunk := stored.read(_BUFFER_BYTES):
-            digest.update(chunk)
-    return f"sha256:{digest.hexdigest()}"

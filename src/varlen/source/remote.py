@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import has_magic
 from operator import itemgetter
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from varlen.errors import MissingExtraError, SourceError, VarlenError
+from varlen.errors import SourceError, VarlenError
+from varlen.source.retry import Retry, as_os_error, first_line, is_nothing_there, missing_package, retried
 
-_MOST_CHARACTERS = 200
-"""Of what a library says that a sentence repeats: some say all that they have read."""
+_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c")
+_S3 = ("s3://", "s3a://")
 
 
-def first_line(error: Exception) -> str:
-    """Return what an error says, short enough for a sentence; its kind where it says nothing."""
-    said = next(iter(str(error).splitlines()), "").rstrip(". ")
-    return (said if len(said) <= _MOST_CHARACTERS else said[:_MOST_CHARACTERS] + "…") or type(error).__name__
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """A file that a server lists."""
+
+    path: str
+    """Its URL."""
+    name: str
+    """Relative to the URL that was listed."""
+    size: int
+    """Bytes, or -1 where the server doesn't say."""
+    mark: str | None = None
+    """What changes whenever its content does: an ETag or a checksum."""
 
 
 @contextmanager
@@ -33,35 +44,115 @@ def remote_faults(url: str) -> Iterator[None]:
     except VarlenError:
         raise
     except ImportError as error:
-        raise MissingExtraError(f"{url} can't be opened: {error}") from error
+        raise missing_package(url, error) from error
     except Exception as error:
-        raise SourceError(f"{url} can't be read: {first_line(error)}") from error
+        raise SourceError(f"{url} can't be read: {first_line(error)}") from as_os_error(error)
 
 
-def list_remote(url: str) -> list[tuple[str, str, int]]:
-    """List the files that a URL stands for, sorted: path, name relative to the URL, and size (-1: unknown).
+def file_system(url: str, retry: Retry) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it.
+
+    Of S3 it is one of our own, so that what is set for it changes no other: it doesn't try again by itself, or
+    each of our tries would be 25 (5 of s3fs by 5 of botocore), and doesn't remember listings. What the user has
+    configured for s3fs goes first. To be called by the thread that reads, not by one that lives for one call: some
+    versions of fsspec keep a file system, with connections of its own, for each thread.
+
+    Raises:
+        SourceError: there is none for such a URL.
+        MissingExtraError: its package isn't installed.
+    """
+    import fsspec
+
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url, **(_of_s3(retry) if url.startswith(_S3) else {}))
+        if url.startswith(_S3):
+            fs.retries = 1
+        return fs, path
+
+
+def _of_s3(retry: Retry) -> dict[str, Any]:
+    """Return what s3fs is told."""
+    import fsspec
+
+    # The client gives up a little earlier than we do, and so closes its connection.
+    quiet_s = 0.8 * retry.silence_s
+    ours = {
+        "connect_timeout": min(quiet_s, 10.0),
+        "read_timeout": quiet_s,
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": 64,
+    }
+    configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": ours | configured, "use_listings_cache": False}
+
+
+def list_remote(url: str, retry: Retry) -> list[Listed]:
+    """List the files that a URL stands for, sorted.
 
     Raises:
         SourceError: nothing is there, or the file system failed.
         MissingExtraError: the file system's package isn't installed.
     """
-    import fsspec
+    fs, path = file_system(url, retry)
+    # Long listings take many requests, each with the client's own limit.
+    return retried(lambda: _list(fs, path, url), url, retry, silence_s=retry.deadline_s)
 
-    with remote_faults(url):
-        fs, path = fsspec.core.url_to_fs(url)
-        if has_magic(path) and not (url.startswith("http") and fs.exists(path)):
-            files = [(p, i) for p, i in fs.glob(path, detail=True).items() if i["type"] == "file"]
-            found = sorted(files, key=itemgetter(0))
-            fixed = "/".join(_before_magic(path))
-            if not found:
-                raise SourceError(f"no file matches {url}")
-            return [(fs.unstrip_protocol(p), p[len(fixed) :].lstrip("/"), _size(i)) for p, i in found]
-        if not url.startswith("http") and fs.isdir(path):
-            found = sorted(fs.find(path, detail=True).items(), key=itemgetter(0))
-            return [(fs.unstrip_protocol(p), p[len(path) :].lstrip("/"), _size(i)) for p, i in found]
-        if not fs.exists(path):
-            raise SourceError(f"{url} does not exist")
-        return [(url, path.rstrip("/").rsplit("/", 1)[-1].split("?")[0], _size(fs.info(path)))]
+
+def _list(fs: Any, path: str, url: str) -> list[Listed]:
+    is_web = url.startswith("http")
+    if has_magic(path) and not (is_web and _info(fs, path) is not None):
+        found = fs.glob(path, detail=True) if is_web else _glob(fs, path)
+        fixed = "/".join(_before_magic(path))
+        files = [entry for entry in found.items() if entry[1]["type"] == "file"]
+        if not files:
+            raise SourceError(f"no file matches {url}")
+        return _listed(fs, files, fixed)
+    info = _info(fs, path)
+    if info is None:
+        raise SourceError(f"{url} does not exist")
+    if info["type"] == "directory" and not is_web:
+        return _listed(fs, fs.find(path, detail=True).items(), path)
+    name = path.rstrip("/").rsplit("/", 1)[-1].split("?")[0]
+    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info))]
+
+
+def _info(fs: Any, path: str) -> dict[str, Any] | None:
+    """Return what a file system says of a path, or None where nothing is; its `exists` hides other failures."""
+    try:
+        return dict(fs.info(path))
+    except FileNotFoundError as error:
+        if is_nothing_there(error):
+            return None
+        raise
+
+
+def _glob(fs: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Return what matches; fsspec's own leaves out, without a word, folders whose listing failed."""
+    from fsspec.utils import glob_translate
+
+    parts = path.split("/")
+    fixed = _before_magic(path)
+    if "**" in path:
+        wanted = re.compile(glob_translate(path))
+        return {
+            name: info for name, info in fs.find("/".join(fixed), detail=True).items() if wanted.match(name)
+        }
+    level: dict[str, dict[str, Any]] = {"/".join(fixed): {"type": "directory"}}
+    for depth in range(len(fixed) + 1, len(parts) + 1):
+        wanted = re.compile(glob_translate("/".join(parts[:depth])))
+        inside: dict[str, dict[str, Any]] = {}
+        for folder in [name for name, info in level.items() if info["type"] == "directory"]:
+            inside |= {info["name"].rstrip("/"): info for info in _entries(fs, folder)}
+        level = {name: info for name, info in inside.items() if wanted.match(name)}
+    return level
+
+
+def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
+    """List a folder; one that isn't there holds nothing."""
+    try:
+        return list(fs.ls(folder, detail=True))
+    except FileNotFoundError:
+        return []
 
 
 def _before_magic(path: str) -> list[str]:
@@ -69,37 +160,44 @@ def _before_magic(path: str) -> list[str]:
     return parts[: next(i for i, part in enumerate(parts) if has_magic(part))]
 
 
+def _listed(fs: Any, found: Any, folder: str) -> list[Listed]:
+    """Return files as they are named from a folder, sorted."""
+    return [
+        Listed(
+            path=fs.unstrip_protocol(path),
+            name=path[len(folder) :].lstrip("/"),
+            size=_size(info),
+            mark=_mark(info),
+        )
+        for path, info in sorted(found, key=itemgetter(0))
+    ]
+
+
 def _size(info: dict[str, Any]) -> int:
     size = info.get("size")
     return -1 if size is None else int(size)
 
 
-def open_remote(url: str) -> BinaryIO:
-    """Open a file behind a URL for reading, seekable where the server allows it.
-
-    Raises:
-        SourceError: it can't be opened.
-        MissingExtraError: the file system's package isn't installed.
-    """
-    import fsspec
-
-    with remote_faults(url):
-        fs, path = fsspec.core.url_to_fs(url)
-        return cast(BinaryIO, fs.open(path, "rb"))
+def _mark(info: dict[str, Any]) -> str | None:
+    """Return what changes whenever the file's content does, or None."""
+    return next((f"{key.lower()}:{info[key]}" for key in _MARKS if info.get(key)), None)
 
 
-def remote_mark(url: str) -> str | None:
+def remote_mark(url: str, retry: Retry) -> str | None:
     """Return what changes whenever the file behind a URL does (its ETag or checksum), or None.
 
     Raises:
         SourceError: the file system failed.
     """
-    import fsspec
+    fs, path = file_system(url, retry)
+    return retried(lambda: _mark(fs.info(path)), url, retry)
 
-    with remote_faults(url):
-        fs, path = fsspec.core.url_to_fs(url)
-        info = fs.info(path)
-        for key in ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c"):
-            if info.get(key):
-                return f"{key.lower()}:{info[key]}"
-        return None
+
+def read_remote(url: str, retry: Retry) -> bytes:
+    """Return all bytes of a small file behind a URL.
+
+    Raises:
+        SourceError: the file system failed.
+    """
+    fs, path = file_system(url, retry)
+    return retried(lambda: bytes(fs.cat_file(path)), url, retry)

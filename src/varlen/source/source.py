@@ -17,6 +17,7 @@ from varlen.source.documents import Documents, Encoding, Supervise, encode_rows
 from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import cut_points, rows_of
+from varlen.source.retry import Retry
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import ByteTokenizer, digest
@@ -156,6 +157,7 @@ def open_source(
     vocab_size: int | None = None,
     on_error: OnError = "raise",
     leave_out: Sequence[Path] = (),
+    retry: Retry | None = None,
 ) -> Source:
     """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
 
@@ -172,6 +174,7 @@ def open_source(
         vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
         on_error: "raise" at the first bad record, or "skip" it and tell.
         leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
+        retry: how often and how long a listing or a read of remote files is tried; None for the usual.
 
     Raises:
         SourceError: no such files, or the rows of a packed set that holds pieces of documents.
@@ -186,7 +189,7 @@ def open_source(
         raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
     named = dict(columns or {})
     check_named(named)
-    files = tuple(find_files(data, leave_out))
+    files = tuple(find_files(data, leave_out, retry))
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials

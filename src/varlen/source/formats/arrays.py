@@ -18,7 +18,7 @@ from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
 from varlen.source.lists import list_column
 from varlen.source.opening import open_seekable
-from varlen.source.remote import first_line
+from varlen.source.retry import first_line
 from varlen.source.rows import Rows, listed
 
 _BATCH_VALUES = 1 << 20

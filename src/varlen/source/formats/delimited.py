@@ -10,7 +10,7 @@ from typing import BinaryIO
 from varlen.errors import SourceError
 from varlen.source.files import File
 from varlen.source.formats.gather import Found, gather
-from varlen.source.opening import open_plain
+from varlen.source.opening import HEAD_BYTES, open_plain
 from varlen.source.rows import Rows, listed, place
 
 _MOST_FIELD_CHARACTERS = 256 << 20
@@ -22,7 +22,7 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or two columns have the same name.
     """
-    with open_plain(file) as stream:
+    with open_plain(file, HEAD_BYTES) as stream:
         return _names(_Reader(stream, file))
 
 

@@ -17,7 +17,7 @@ from varlen.source.columns import Fields
 from varlen.source.files import File
 from varlen.source.formats.gather import Found, gather
 from varlen.source.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
-from varlen.source.opening import open_plain
+from varlen.source.opening import HEAD_BYTES, open_plain
 from varlen.source.rows import Rows, place
 
 _CHUNK_BYTES = 1 << 20
@@ -32,7 +32,7 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or none of its first values is an object.
     """
-    with open_plain(file) as stream:
+    with open_plain(file, HEAD_BYTES) as stream:
         values = enumerate(_Values(stream, file.path), start=1)
         rows = ((place(file.path, "value", number), as_object(value)) for number, value in values)
         return first_names(rows, file.path)

@@ -12,10 +12,13 @@ from varlen.errors import SourceError
 from varlen.source.columns import Fields
 from varlen.source.files import File
 from varlen.source.formats.gather import Found, gather
-from varlen.source.opening import compression_of, faults, open_plain, open_stored
+from varlen.source.opening import HEAD_BYTES, compression_of, faults, open_plain, open_stored
+from varlen.source.ranges import BUFFER_BYTES
 from varlen.source.rows import Rows, json_kind, listed, place
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
+_LAST_LINE_BYTES = 64 << 10
+"""Fetched beyond a stretch of a remote file, for the line that ends after it."""
 _MOST_TRIED = 1000
 """Lines in which a first row is looked for."""
 MOST_RECORD_BYTES = 256 << 20
@@ -28,7 +31,7 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read, or none of its first rows is an object.
     """
-    with open_plain(file) as stream:
+    with open_plain(file, HEAD_BYTES) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
             (place(file.path, "line", number), _parse(line)) for number, line in lines if line.strip(_BLANKS)
@@ -83,7 +86,7 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
         with open_plain(file) as stream:
             yield from _read(stream, file, fields, 0, stop)
         return
-    with faults(file), open_stored(file) as stream:
+    with faults(file), open_stored(file, _stretch_bytes(file, start, stop)) as stream:
         if start > 0:
             stream.seek(start - 1)
             start -= 1
@@ -93,6 +96,13 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
                     break
         if stop is None or start < stop:
             yield from _read(stream, file, fields, start, stop)
+
+
+def _stretch_bytes(file: File, start: int, stop: int | None) -> int | None:
+    """Return what to fetch of a stretch of a remote file, so that a short one takes one request."""
+    if stop is None or not file.is_remote:
+        return None
+    return min(stop - max(start - 1, 0) + _LAST_LINE_BYTES, BUFFER_BYTES)
 
 
 def _read(stream: BinaryIO, file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:

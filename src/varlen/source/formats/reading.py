@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from varlen.errors import SourceError
@@ -95,6 +97,12 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file can't be read.
     """
+    if file.mark is None:
+        return _column_names(file)
+    return list(_column_names_by_mark(replace(file, on_read=None)))
+
+
+def _column_names(file: File) -> list[str]:
     readers = {
         "jsonl": jsonl.column_names,
         "json": json_values.column_names,
@@ -105,6 +113,12 @@ def column_names(file: File) -> list[str]:
         "tsv": delimited.column_names,
     }
     return readers[file.format](file) if file.format in readers else ["text"]
+
+
+@lru_cache(maxsize=1 << 14)
+def _column_names_by_mark(file: File) -> tuple[str, ...]:
+    """Remember a remote file's columns by the server's mark of its content: each of its parts asks for them."""
+    return tuple(_column_names(file))
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:

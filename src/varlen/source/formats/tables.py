@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
 from varlen.source.opening import compression_of, open_seekable
-from varlen.source.remote import first_line
+from varlen.source.retry import first_line
 from varlen.source.rows import Fault, Rows, place
 
 _BATCH_BYTES = 4 << 20
