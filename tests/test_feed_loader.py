@@ -173,3 +173,21 @@ def test_a_state_of_other_data_or_settings_is_refused(store, tmp_path):
         loader.load_state_dict(state)
     with loader_of(store, micro_batch_size=4, epochs=5) as loader:
         loader.load_state_dict(state)
+
+
+def test_the_states_of_all_ranks_are_one(store):
+    states = []
+    for rank in range(3):
+        with loader_of(store, dp_rank=rank, dp_world_size=3, micro_batch_size=8) as loader:
+            next(loader)
+            states.append(loader.state_dict())
+            next(loader)
+            later = loader.state_dict()
+    assert vl.merge_states(states) == states[0]
+    for wrong, said in (
+        ([], "at least one"),
+        (states[0], "list of the states"),
+        ([*states, later], "0 and 3 .* in step"),
+    ):
+        with pytest.raises(StateError, match=said):
+            vl.merge_states(wrong)

@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
     "WindowPacker",
     "collate",
     "lower_bound",
+    "merge_states",
     "pack",
     "score",
 ]

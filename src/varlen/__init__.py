@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from varlen.batch.packed import PackedBatch
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
+    from varlen.feed.state import merge_states
     from varlen.pack.api import pack
     from varlen.pack.bound import lower_bound
     from varlen.pack.score import Score, score
@@ -42,6 +43,7 @@ _HOMES = {
     "WindowPacker": "varlen.pack.window",
     "collate": "varlen.batch.collate",
     "lower_bound": "varlen.pack.bound",
+    "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
     "score": "varlen.pack.score",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "WindowPacker",
     "collate",
     "lower_bound",
+    "merge_states",
     "pack",
     "score",
 ]

@@ -23,6 +23,7 @@ from varlen.feed.thread import ThreadWorker
 from varlen.feed.wire import slot_bytes
 from varlen.source.documents import Supervise
 from varlen.source.files import Data
+from varlen.source.retry import Retry
 from varlen.source.source import OnError, TextCut
 from varlen.types import Method, Overlong
 
@@ -80,6 +81,7 @@ class PackedLoader:
         supervise: "assistant": of chats only what the model is to say; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
         on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks.
+        retry: how often and how long reads of remote files are tried again; None for the usual.
         cache: folder for stores made on the fly; None for varlen's in the user's cache.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
 
@@ -125,6 +127,7 @@ class PackedLoader:
         supervise: Supervise = "assistant",
         text_cut: TextCut = "auto",
         on_error: OnError = "raise",
+        retry: Retry | None = None,
         cache: Path | None = None,
         model: Any = None,
     ) -> None:
@@ -161,6 +164,7 @@ class PackedLoader:
                 "supervise": supervise,
                 "text_cut": text_cut,
                 "on_error": on_error,
+                "retry": retry,
             },
             cache=cache,
             model=model,

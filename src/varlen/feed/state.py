@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,6 +73,36 @@ def from_json(
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     _check_same(was, belongs_to, free if micro_batch == 0 else frozenset())
     return FeedState(step=step, micro_batch=micro_batch, at=at)
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the one state that the ranks of a job have, from those of some or all of them.
+
+    States are the same on every rank, so any one would do; this makes sure of it, which is worth its microseconds
+    where ranks saved their own files.
+
+    Args:
+        states: of `PackedLoader.state_dict`, after the same batch.
+
+    Raises:
+        StateError: none was given, or they differ: they were saved at different batches, or by other loaders.
+
+    >>> merge_states([{"version": 1, "step": 3}, {"version": 1, "step": 3}])
+    {'version': 1, 'step': 3}
+    """
+    if isinstance(states, Mapping) or not states:
+        raise StateError("pass a list of the states of all ranks, at least one")
+    first = states[0]
+    for number, state in enumerate(states):
+        if not isinstance(state, Mapping):
+            raise StateError(f"state {number} is {type(state).__name__}, not a mapping")
+        for name in {**first, **state}:
+            if first.get(name) != state.get(name):
+                raise StateError(
+                    f"states 0 and {number} of {len(states):,} differ in {name} ({first.get(name)!r} and "
+                    f"{state.get(name)!r}); ranks save the same state after the same batch: save them at the same step"
+                )
+    return dict(first)
 
 
 def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:
