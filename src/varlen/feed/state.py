@@ -100,7 +100,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if first.get(name) != state.get(name):
                 raise StateError(
                     f"states 0 and {number} of {len(states):,} differ in {name} ({first.get(name)!r} and "
-                    f"{state.get(name)!r}); ranks save the same state after the same batch: save them at the same step"
+                    f"{state.get(name)!r}); save them after the same batch on every rank"
                 )
     return dict(first)
 
