@@ -1,0 +1,62 @@
+"""The feed's kernels, compiled by numba; what each does stands in `reference.py`."""
+
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+@compiled
+def interleave(
+    lengths: Int64, offsets: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+) -> int:
+    """Choose the source of each next document; see the reference.
+
+    Args:
+        lengths: int64: of the documents that come next, source after source.
+        offsets: int64 `[sources + 1]`.
+        weights: float64 `[sources]`, adding up to 1.
+        counts: int64 `[sources]`, brought up to date.
+        most: documents wanted.
+        choices: int64 `[most]`, written.
+
+    Returns:
+        Number of choices.
+    """
+    num = weights.size
+    places = offsets[:-1].copy()
+    total = np.int64(0)
+    for source in range(num):
+        total += counts[source]
+    for number in range(most):
+        chosen, best = -1, np.inf
+        least, least_begin = 0, np.inf
+        for source in range(num):
+            begin = counts[source] / weights[source]
+            if begin < least_begin:
+                least, least_begin = source, begin
+            if begin > np.float64(total):
+                continue
+            end = begin
+            if places[source] < offsets[source + 1]:
+                end = begin + lengths[places[source]] / weights[source]
+            if end < best:
+                chosen, best = source, end
+        if chosen < 0:
+            chosen = least
+        if places[chosen] == offsets[chosen + 1]:
+            return number
+        length = lengths[places[chosen]]
+        counts[chosen] += length
+        total += length
+        places[chosen] += 1
+        choices[number] = chosen
+    return most

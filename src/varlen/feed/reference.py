@@ -1,0 +1,51 @@
+"""The feed's kernels in plain Python, to be read and believed; `kernels.py` must give the same."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+
+
+def interleave(
+    lengths: Int64, offsets: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+) -> int:
+    """Choose the source of each next document, so that every source keeps to its share of what was taken.
+
+    Of the sources that aren't ahead of their share, the one whose next document would end first in a fluid that
+    flows out of all of them by their weights (worst-case fair queueing: Bennett and Zhang, INFOCOM 1996).
+    So no source is ever further from its share than one longest document; ties go by the order of the sources.
+
+    Args:
+        lengths: int64: of the documents that come next, source after source; all 1 to share by documents.
+        offsets: int64 `[sources + 1]`: those of source s are `lengths[offsets[s]:offsets[s + 1]]`.
+        weights: float64 `[sources]`: shares, adding up to 1.
+        counts: int64 `[sources]`: taken of each so far, in the unit of the lengths; brought up to date.
+        most: documents wanted.
+        choices: int64 `[most]`, written: the source of each.
+
+    Returns:
+        Number of choices; fewer than `most` where the next source has no document left.
+    """
+    places = offsets[:-1].copy()
+    for number in range(most):
+        total = float(counts.sum())
+        chosen, best = -1, np.inf
+        for source in range(weights.size):
+            begin = counts[source] / weights[source]
+            if begin > total:
+                continue
+            has_one = places[source] < offsets[source + 1]
+            end = begin + lengths[places[source]] / weights[source] if has_one else begin
+            if end < best:
+                chosen, best = source, end
+        if chosen < 0:  # rounding: all seem to be ahead, so the one that is least
+            chosen = int(np.argmin(counts / weights))
+        if places[chosen] == offsets[chosen + 1]:
+            return number
+        counts[chosen] += lengths[places[chosen]]
+        places[chosen] += 1
+        choices[number] = chosen
+    return most
