@@ -24,8 +24,9 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.source.fingerprints import fingerprint
+from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
+from varlen.source.store import STORE_FORMAT, TokenStore, open_store
 from varlen.source.tokenizer import digest
 from varlen.source.watch import Watch
 from varlen.source.written import WORK, read_manifest
