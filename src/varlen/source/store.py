@@ -42,13 +42,13 @@ class TokenStore:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.shards: list[str] = []
-        self._take(manifest)
+        self.take(manifest)
         names = self.shards  # and not self, which would keep mappings until a collection of garbage
         opened = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
         self._open = opened
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
-    def _take(self, manifest: dict[str, Any]) -> None:
+    def take(self, manifest: dict[str, Any]) -> None:
         """Take in what a manifest lists; it begins with what is there already."""
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
@@ -94,7 +94,7 @@ class TokenStore:
             raise SourceError(
                 f"{self.folder} was replaced by another store while it was read; begin anew with that one"
             )
-        self._take(now.manifest)
+        self.take(now.manifest)
 
     def shard(self, index: int) -> Shard:
         """Return a shard; its offsets stay mapped."""
