@@ -89,6 +89,8 @@ class PartialStore:
         Raises:
             SourceError: they don't come: no run writes the store, or it takes too long over a part.
         """
+        if self._finished_parts >= min(num_parts, self.num_parts):
+            return
         begun = since = time.monotonic()
         free_since: float | None = None
         pause = _SHORTEST_S
