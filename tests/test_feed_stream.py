@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from test_feed_windows import SHARDS, Store, grouped, pieces_of
 
 from varlen.feed.deal import deal
-from varlen.feed.stream import PackStream, Position
 from varlen.feed.groups import Groups
+from varlen.feed.stream import PackStream, Position
 from varlen.feed.windows import Windows, WindowSettings
 
 
@@ -55,7 +55,7 @@ def test_an_epoch_holds_the_parts_that_it_began_with_and_the_next_one_those_that
     windows = Windows(store, Groups(store), WindowSettings(capacity=5, window=4))
     first = PackStream(windows, 2, num_parts=lambda epoch: 1 + (epoch > 0))
     packs, end = first.take(Position(), 10**6)
-    taken, middle = first.take(Position(), 5)
+    _, middle = first.take(Position(), 5)
 
     shards = [{shard for shard, *_ in pack} for pack in packs_of(packs)]
     assert shards[:9] == [{0}] * 9

@@ -1,4 +1,4 @@
-"""Groups of shards, within which documents are shuffled: so many parts each, the same before and after they are there.
+"""Groups of shards, within which documents are shuffled: so many parts each, whether they are there yet or not.
 
 A group is sealed when all its parts, and those before it, are finished. What a group holds then never changes, so
 windows of it may be made while later ones are still being written. An epoch of a store that grows holds the parts
@@ -19,11 +19,11 @@ class Groups:
 
     def __init__(self, store: TokenDocuments, parts_a_group: int = PARTS_A_GROUP) -> None:
         """Take the store, and how many parts are shuffled together."""
-        self._store, self._size = store, parts_a_group
+        self._store, self.parts_a_group = store, parts_a_group
 
     def num_groups(self, num_parts: int) -> int:
         """Return how many groups the first parts make; some may hold nothing."""
-        return -(-num_parts // self._size)
+        return -(-num_parts // self.parts_a_group)
 
     def shards(self, group: int, num_parts: int) -> tuple[int, int]:
         """Return the shard at which a group begins, and the one at which it ends; waits until it is sealed.
@@ -35,7 +35,7 @@ class Groups:
         Raises:
             SourceError: the parts of it don't come.
         """
-        first, stop = (min(number * self._size, num_parts) for number in (group, group + 1))
+        first, stop = (min(number * self.parts_a_group, num_parts) for number in (group, group + 1))
         self._store.wait_for(stop)
         start, end = np.searchsorted(self._store.parts, [first, stop])
         return int(start), int(end)

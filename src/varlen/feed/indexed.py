@@ -96,13 +96,13 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     epochs = [epoch for epoch, _, _ in stages]
-    if not epochs or epochs[-1] > numbers["epoch"] or epochs != sorted(set(epochs)):
+    if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
         raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
     for epoch, num_parts, mark in stages:
         if store.fingerprint_at(num_parts) != mark:
             raise StateError(
-                f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this one "
-                f"has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that store, or "
-                "begin anew"
+                f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
+                f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "
+                "store, or begin anew"
             )
     return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))

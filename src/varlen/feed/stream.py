@@ -23,17 +23,12 @@ class Position:
     pack: int = 0
     """Packs of the window that stand before it."""
     grown: Grown = ()
-    """Parts of the epochs that have begun; empty before the first."""
+    """Parts of the epochs that have begun; empty before the first. Who goes back keeps those of later epochs."""
 
     @property
     def num_parts(self) -> int:
         """Parts of the epoch."""
-        return self.grown[-1][1]
-
-    def next_epoch(self, num_parts: int) -> Position:
-        """Return where the next epoch begins, which holds so many parts."""
-        grown = self.grown if num_parts == self.num_parts else (*self.grown, (self.epoch + 1, num_parts))
-        return Position(epoch=self.epoch + 1, grown=grown)
+        return next(parts for epoch, parts in reversed(self.grown) if epoch <= self.epoch)
 
 
 class PackStream:
@@ -56,7 +51,7 @@ class PackStream:
         """
         self.windows, self.epochs = windows, epochs
         now = windows.store.num_parts
-        self._num_parts = num_parts or (lambda epoch: now)
+        self._num_parts = num_parts or (lambda _: now)
 
     def take(self, position: Position, count: int) -> tuple[StorePacks, Position]:
         """Return the next packs, fewer than asked for only where the last epoch ends, and where those after begin.
@@ -110,5 +105,13 @@ class PackStream:
                 position = replace(position, group=position.group + 1, window=0, pack=0)
             if is_whole or position.epoch + 1 == self.epochs:
                 return None
-            position = position.next_epoch(self._num_parts(position.epoch + 1))
+            position = self._next_epoch(position)
         return None
+
+    def _next_epoch(self, position: Position) -> Position:
+        """Return where the next epoch begins; parts of it are asked for unless the position knows them."""
+        epoch, grown = position.epoch + 1, position.grown
+        if grown[-1][0] < epoch:
+            num_parts = self._num_parts(epoch)
+            grown = grown if num_parts == grown[-1][1] else (*grown, (epoch, num_parts))
+        return Position(epoch=epoch, grown=grown)

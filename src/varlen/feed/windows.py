@@ -73,6 +73,11 @@ class Windows:
         """What the packs depend on, beside them."""
         return self._settings
 
+    @property
+    def parts_a_group(self) -> int:
+        """Parts of the store whose documents are shuffled together."""
+        return self._groups.parts_a_group
+
     def num_groups(self, num_parts: int) -> int:
         """Return the groups of an epoch of so many parts; some may have no windows."""
         return self._groups.num_groups(num_parts)

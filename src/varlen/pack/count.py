@@ -44,19 +44,16 @@ def count_packs(
     checked, most = as_lengths(lengths), max_documents or LARGEST
     if method == "best_fit":
         kept = fit(checked, capacity, overlong).lengths
-        rest = kept[kept > 0]
-        done = 0
+        rest, done = kept[kept > 0], 0
+        is_simple = len(rest) < window
         if len(rest) == window:
-            done, rest, last = _passes(rest, capacity, most, document_multiple_of)
-            if (
-                last > window // 2
-            ):  # some of these go out too, and may be packed otherwise than those that wait
-                rest = None
-        if rest is not None and len(rest) <= window:
-            return (
-                done
-                + assign("best_fit_decreasing", _items(rest, document_multiple_of), None, capacity, most)[1]
-            )
+            done, rest = _passes(rest, capacity, most, document_multiple_of)
+            is_simple = (
+                len(rest) <= window // 2
+            )  # else some of these go out before those that wait are packed
+        if is_simple:
+            items = _items(rest, document_multiple_of)
+            return done + assign("best_fit_decreasing", items, None, capacity, most)[1]
     packer = WindowPacker(
         capacity=capacity,
         window=window,
@@ -68,8 +65,8 @@ def count_packs(
     return packer.add(checked).num_packs + packer.flush().num_packs
 
 
-def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> tuple[int, Int32Array | None, int]:
-    """Return the packs that go out at once, and the lengths and number of the pieces that wait."""
+def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> tuple[int, Int32Array]:
+    """Return how many packs go out at once, and the lengths of the pieces that wait."""
     done = 0
     methods: tuple[Method, ...] = ("best_fit", "balanced", "best_fit_decreasing")
     for method in methods:
@@ -86,7 +83,7 @@ def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> tuple[
         full = (space >= MIN_FILL * capacity) | (sizes >= most)
         done += int(np.count_nonzero(full & (sizes > 0)))
         rest = rest[~full[pack_of]]
-    return done, rest, len(rest)
+    return done, rest
 
 
 def _items(lengths: Int32Array, multiple: int) -> Items:

@@ -1,7 +1,7 @@
 """Arrow files of ready tokens, Hugging Face's saved data sets among them, read at any place where they lie.
 
 A file is mapped into memory and rows are taken out of it as they are. That is so where it isn't compressed and a row
-is one document: `input_ids`, with `labels`, `loss_mask` and an `attention_mask` of padding before or after the tokens.
+is one document: `input_ids`, with `labels`, `loss_mask` and an `attention_mask` of padding before or after them.
 Parquet isn't read so: MEASURE.
 """
 
