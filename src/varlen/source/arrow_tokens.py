@@ -175,6 +175,8 @@ def map_arrow(file: File) -> ArrowFile | None:
         return None
     with table_faults(file):
         mapped = pa.memory_map(file.path)
+        whole = mapped.read_buffer(file.size)
+        mapped.seek(0)
         is_file = mapped.read(len(_MAGIC)) == _MAGIC
         mapped.seek(0)
         reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
@@ -185,11 +187,11 @@ def map_arrow(file: File) -> ArrowFile | None:
             batches = list(reader)
         else:
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        whole = pa.memory_map(file.path).read_buffer(file.size)
         for batch in batches:
             batch.validate()
-        held = next((batch for batch in batches if batch.num_rows), None)
-        if held is not None and not _lies_in(held, whole, columns):
+        name = columns.names["input_ids"]
+        held = next((batch.column(name) for batch in batches if _num_values(batch.column(name))), None)
+        if held is not None and not _lies_in(held, whole):
             return None
     return ArrowFile(file, batches, columns)
 
@@ -212,12 +214,10 @@ def _token_columns(schema: Any, path: str) -> Columns | None:
     return columns
 
 
-def _lies_in(batch: Any, whole: Any, columns: Columns) -> bool:
-    """Return whether a batch's ids are the file's own bytes: what is compressed has been unpacked elsewhere."""
-    buffers = [
-        buffer for buffer in batch.column(columns.names["input_ids"]).buffers() if buffer and buffer.size
-    ]
-    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers[-1:])
+def _lies_in(column: Any, whole: Any) -> bool:
+    """Return whether a column's values are the file's own bytes: what is compressed has been unpacked elsewhere."""
+    values = column.values.buffers()[1]
+    return bool(whole.address <= values.address < whole.address + whole.size)
 
 
 def _num_values(column: Any) -> int:

@@ -183,7 +183,7 @@ class FileTokens:
             file, begins, _ = self._placed(shard)
             if file.has_mask and mask is None:
                 mask = np.ones(len(tokens), dtype=np.uint8)
-            pieces = np.flatnonzero(shards == shard)
+            pieces = np.flatnonzero((shards == shard) & (lengths > 0))
             first = begins[documents[pieces]] + np.asarray(starts)[pieces]
             order = np.argsort(first, kind="stable")
             sizes, to = lengths[pieces][order], (ends - lengths)[pieces][order]
