@@ -190,7 +190,8 @@ class FileTokens:
             with file:
                 for at, size, place in zip(first[order].tolist(), sizes.tolist(), to.tolist()):
                     ids = file.read_tokens(at, at + size)
-                    _check_ids(ids, file, at)
+                    if ids.dtype.kind == "i" or ids.dtype.itemsize > 2:
+                        _check_ids(ids, file, at)
                     tokens[place : place + size] = ids
                     if file.has_mask and mask is not None:
                         mask[place : place + size] = file.read_mask(at, at + size)
@@ -198,10 +199,8 @@ class FileTokens:
 
 
 def _check_ids(ids: npt.NDArray[np.integer[Any]], file: TokenFile, at: int) -> None:
-    """Require that ids are some that a vocabulary may have; the narrow unsigned ones always are."""
-    if (ids.dtype.kind == "u" and ids.dtype.itemsize <= 2) or not len(ids):
-        return
-    if ids.min() < 0 or ids.max() > _MOST_ID:
+    """Require that ids are some that a vocabulary may have."""
+    if ids.min() < 0 or ((ids.dtype.itemsize > 4 or ids.dtype.kind == "u") and ids.max() > _MOST_ID):
         place = int(np.flatnonzero((ids < 0) | (ids > _MOST_ID))[0])
         raise SourceError(
             f"{file.path} holds the id {int(ids[place])} at token {at + place:,} (ids are from 0 to 2^31 - 1); it is "
