@@ -16,9 +16,9 @@ from varlen.errors import SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
     append,
+    fingerprint_of,
     in_stored_order,
     stages_before,
-    fingerprint_of,
     take_back,
     write_plan,
 )
