@@ -152,6 +152,25 @@ def test_what_is_no_pair_of_whole_numbers_is_refused_by_name(tmp_path):
         open_tokens(tmp_path / "data.idx")
 
 
+@pytest.mark.parametrize(
+    ("begins", "said"),
+    [
+        ((0, 2), "a document's sequences don't stand end to end"),
+        ((2, 2), "a document's sequences don't stand end to end"),
+        ((0, 2**63 - 2), r"sequences end behind the 8 bytes of data\.bin"),
+        ((0, 3), "lengths or places of sequences are out of range"),
+        ((-2, 0), "lengths or places of sequences are out of range"),
+    ],
+)
+def test_sequences_that_lie_where_they_cannot_are_refused(tmp_path, begins, said):
+    write_pair(tmp_path / "data", [[[1, 2], [3, 4]]])
+    idx = tmp_path / "data.idx"
+    idx.write_bytes(idx.read_bytes()[:42] + struct.pack("<2q", *begins) + idx.read_bytes()[58:])
+
+    with pytest.raises(SourceError, match=said):
+        documents_in(open_tokens(idx))
+
+
 def test_an_id_below_zero_is_refused_where_it_is_read(tmp_path):
     write_pair(tmp_path / "data", [[[1, 2, -3]]], kind=4)
     store = open_tokens(tmp_path / "data")

@@ -44,16 +44,11 @@ def count_packs(
     checked, most = as_lengths(lengths), max_documents or LARGEST
     if method == "best_fit":
         kept = fit(checked, capacity, overlong).lengths
-        rest, done = kept[kept > 0], 0
-        is_simple = len(rest) < window
+        rest = kept[kept > 0]
+        if len(rest) < window:
+            return assign("best_fit_decreasing", _items(rest, document_multiple_of), None, capacity, most)[1]
         if len(rest) == window:
-            done, rest = _passes(rest, capacity, most, document_multiple_of)
-            is_simple = (
-                len(rest) <= window // 2
-            )  # else some of these go out before those that wait are packed
-        if is_simple:
-            items = _items(rest, document_multiple_of)
-            return done + assign("best_fit_decreasing", items, None, capacity, most)[1]
+            return _passes(rest, capacity, most, document_multiple_of)
     packer = WindowPacker(
         capacity=capacity,
         window=window,
@@ -65,10 +60,14 @@ def count_packs(
     return packer.add(checked).num_packs + packer.flush().num_packs
 
 
-def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> tuple[int, Int32Array]:
-    """Return how many packs go out at once, and the lengths of the pieces that wait."""
+def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> int:
+    """Count the packs of one full window.
+
+    What the last pass leaves in packs that aren't full is packed best-fit-decreasing again in the end. Without the
+    pieces of packs that have gone, every piece finds the place that it had, so that these packs needn't be made again.
+    """
     done = 0
-    methods: tuple[Method, ...] = ("best_fit", "balanced", "best_fit_decreasing")
+    methods: tuple[Method, ...] = ("best_fit", "balanced")
     for method in methods:
         items = _items(rest, multiple)
         if method == "balanced":
@@ -83,7 +82,7 @@ def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> tuple[
         full = (space >= MIN_FILL * capacity) | (sizes >= most)
         done += int(np.count_nonzero(full & (sizes > 0)))
         rest = rest[~full[pack_of]]
-    return done, rest
+    return done + assign("best_fit_decreasing", _items(rest, multiple), None, capacity, most)[1]
 
 
 def _items(lengths: Int32Array, multiple: int) -> Items:

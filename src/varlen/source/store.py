@@ -49,7 +49,11 @@ class TokenStore:
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
     def take(self, manifest: dict[str, Any]) -> None:
-        """Take in what a manifest lists; it begins with what is there already."""
+        """Take in what a manifest lists; it begins with what is there already.
+
+        Raises:
+            SourceError: its parts are out of order.
+        """
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
         documents = np.array([shard["num_documents"] for shard in listed], dtype=np.int64)
@@ -57,7 +61,7 @@ class TokenStore:
         before = int(parts[-1]) + 1 if len(parts) else 0
         num_parts = int(manifest.get("num_parts", before))
         if (np.diff(parts) < 0).any() or num_parts < before:
-            raise ValueError("its parts are out of order")
+            raise SourceError(f"{self.folder} has a damaged manifest: its parts are out of order")
         self.manifest, self.documents, self.parts, self.num_parts = manifest, documents, parts, num_parts
         self.shards[:] = names
 
