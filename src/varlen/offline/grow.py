@@ -54,11 +54,14 @@ def in_stored_order(
         marks: of `source_marks`.
         manifest: of the store that is there, if one is.
     """
+    known_files = _files(manifest)
+    if not known_files:
+        return source, marks
     places: dict[str, list[int]] = {}
     for number, file in enumerate(marks["files"]):
         places.setdefault(json.dumps(file, sort_keys=True), []).append(number)
     order: list[int] = []
-    for known in _files(manifest):
+    for known in known_files:
         same = places.get(json.dumps(known, sort_keys=True))
         if not same:
             return source, marks

@@ -64,7 +64,7 @@ def _passes(rest: Int32Array, capacity: int, most: int, multiple: int) -> int:
     """Count the packs of one full window.
 
     What the last pass leaves in packs that aren't full is packed best-fit-decreasing again in the end. Without the
-    pieces of packs that have gone, every piece finds the place that it had, so that these packs needn't be made again.
+    pieces of packs that have gone every piece finds the place that it had, so those packs needn't be made again.
     """
     done = 0
     methods: tuple[Method, ...] = ("best_fit", "balanced")
