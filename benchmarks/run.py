@@ -33,6 +33,7 @@ _VERDICTS = {None: "", True: "[green]yes[/green]", False: "[bold red]no[/bold re
 SECTIONS = (
     "startup",
     "scale",
+    "feed_scale",
     "demo",
     "packing",
     "collating",

@@ -25,6 +25,7 @@ TITLES = {
     "packing": "Packing",
     "collating": "Collating",
     "scale": "A hundred million lengths",
+    "feed_scale": "A thousand million documents to train on",
     "demo": "The demo",
     "windows": "Packing by windows",
     "reading": "Reading and tokenizing",

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from test_source_store import write_store
 
 from varlen.feed.batches import BatchSettings, make_batch, plan_step
+from varlen.feed.groups import Groups
 from varlen.feed.stream import PackStream, Position
 from varlen.feed.windows import Windows, WindowSettings
 
@@ -33,7 +34,7 @@ def stores(draw):
 def steps_of(store, settings):
     """All steps of one epoch."""
     chosen = WindowSettings(capacity=CAPACITY, window=10, overlong="split")
-    stream = PackStream(Windows(store, [len(store.shards)], chosen), 1)
+    stream = PackStream(Windows(store, Groups(store), chosen), 1)
     position, steps = Position(), []
     while True:
         packs, position = stream.take(position, settings.global_batch_size)

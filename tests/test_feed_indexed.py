@@ -9,6 +9,7 @@ from test_source_store import write_store
 from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.feed import new_arrays
+from varlen.feed.groups import Groups
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.feed.stream import PackStream
@@ -30,7 +31,9 @@ def store(tmp_path_factory):
 
 
 def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
-    windows = Windows(store, [2, 4], WindowSettings(capacity=32, window=50, overlong="split", seed=3))
+    windows = Windows(
+        store, Groups(store, 2), WindowSettings(capacity=32, window=50, overlong="split", seed=3)
+    )
     settings = BatchSettings(
         capacity=32, global_batch_size=24, micro_batch_size=micro_batch_size, dp_world_size=ranks
     )
@@ -106,7 +109,24 @@ def test_a_state_that_belongs_elsewhere_is_refused_and_named():
 
 
 def test_a_place_that_is_none_of_a_store_is_refused(store):
-    for at in ({"epoch": 0}, {"epoch": 0, "window": -1, "pack": 0}, {"round": 3}):
+    good = {"epoch": 0, "group": 0, "window": 0, "pack": 0, "grown": [[0, 4, "f"]]}
+    assert next(feed_of(store).batches(FeedState(at=good), new_arrays))
+    for bad in (
+        {"epoch": -1},
+        {"window": -1},
+        {"pack": None},
+        {"grown": []},
+        {"grown": 3},
+        {"grown": [[0, 4]]},
+        {"grown": [[1, 4, "f"]]},
+        {"grown": [[0, 4, "f"], [0, 4, "f"]]},
+    ):
+        with pytest.raises(StateError, match="no state of a loader"):
+            next(feed_of(store).batches(FeedState(at={**good, **bad}), new_arrays))
+    for mark in ([0, 4, "other"], [0, 3, "f"]):
+        with pytest.raises(StateError, match=r"was begun with a store of \d parts"):
+            next(feed_of(store).batches(FeedState(at={**good, "grown": [mark]}), new_arrays))
+    for at in ({"epoch": 0}, {"round": 3}):
         with pytest.raises(StateError, match="no state of a loader"):
             next(feed_of(store).batches(FeedState(at=at), new_arrays))
 
@@ -114,7 +134,7 @@ def test_a_place_that_is_none_of_a_store_is_refused(store):
 def test_a_step_without_targets_is_left_out_on_every_rank_and_counted(tmp_path):
     documents = [([1] * 9, None)] * 3 + [([2] * 9, [0] * 9)] * 4 + [([3] * 9, None)]
     silent = write_store(tmp_path, [[documents]])
-    windows = Windows(silent, [1], WindowSettings(capacity=10, seed=None))
+    windows = Windows(silent, Groups(silent), WindowSettings(capacity=10, seed=None))
     for rank in range(2):
         settings = BatchSettings(capacity=10, global_batch_size=2, micro_batch_size=1, dp_world_size=2)
         made = list(

@@ -1,11 +1,13 @@
 """Packs of a step: consecutive from any position, through windows and epochs, and dealt evenly to the ranks."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_feed_windows import SHARDS, Store, pieces_of
+from test_feed_windows import SHARDS, Store, grouped, pieces_of
 
 from varlen.feed.deal import deal
+from varlen.feed.groups import Groups
 from varlen.feed.stream import PackStream, Position
 from varlen.feed.windows import Windows, WindowSettings
 
@@ -18,7 +20,7 @@ def packs_of(taken):
 
 def stream(shards, epochs, window=7):
     settings = WindowSettings(capacity=30, window=window, overlong="split")
-    return PackStream(Windows(Store(shards), [len(shards)], settings), epochs)
+    return PackStream(grouped(shards, [len(shards)], settings), epochs)
 
 
 @given(SHARDS, st.integers(0, 3), st.integers(1, 9), st.integers(1, 9))
@@ -46,6 +48,32 @@ def test_every_epoch_holds_every_document_and_an_endless_stream_goes_on():
     assert endless.take(Position(), 500)[0].num_packs == 500
     assert endless.take(Position(epoch=10**6), 5)[0].num_packs == 5
     assert stream([[]], None).take(Position(), 5)[0].num_packs == 0
+
+
+def test_an_epoch_holds_the_parts_that_it_began_with_and_the_next_one_those_that_came():
+    store = Store([[3] * 9, [4] * 8])
+    windows = Windows(store, Groups(store), WindowSettings(capacity=5, window=4))
+    first = PackStream(windows, 2, num_parts=lambda epoch: 1 + (epoch > 0))
+    packs, end = first.take(Position(), 10**6)
+    _, middle = first.take(Position(), 5)
+
+    shards = [{shard for shard, *_ in pack} for pack in packs_of(packs)]
+    assert shards[:9] == [{0}] * 9
+    assert set().union(*shards[9:]) == {0, 1}
+    assert packs.num_packs == 9 + 17
+    assert middle.grown == ((0, 1),)
+    assert end.grown == ((0, 1), (1, 2))
+    for parts_now in (2, 1):  # what the store has by now doesn't change an epoch that has begun
+        later = PackStream(windows, 1, num_parts=lambda epoch, now=parts_now: now)
+        assert packs_of(later.take(middle, 100)[0]) == packs_of(packs)[5:9]
+    assert packs_of(PackStream(windows, 2).take(middle, 100)[0]) == packs_of(packs)[5:]
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_documents_that_are_all_dropped_give_no_packs_and_no_endless_search(epochs):
+    settings = WindowSettings(capacity=5, window=2, overlong="drop")
+
+    assert PackStream(grouped([[9] * 7, [8]], [2], settings), epochs).take(Position(), 4)[0].num_packs == 0
 
 
 WORK = st.lists(st.floats(0, 1e6), max_size=48)

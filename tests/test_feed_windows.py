@@ -6,20 +6,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import OverlongDocumentError
+from varlen.feed.groups import Groups
 from varlen.feed.windows import Windows, WindowSettings
 
 
 class Store:
-    """Stands in for a token store of known lengths, shard by shard."""
+    """Stands in for a token store of known lengths, shard by shard; each is a part, unless told."""
 
-    def __init__(self, shards):
+    tables = None
+
+    def __init__(self, shards, parts=None):
         self.shards = shards
         self.documents = np.array([len(lengths) for lengths in shards], dtype=np.int64)
+        self.parts = np.arange(len(shards)) if parts is None else np.array(parts, dtype=np.int64)
+        self.num_parts = int(self.parts[-1]) + 1 if len(self.parts) else 0
+        self.fingerprint = repr(shards)
+
+    def wait_for(self, num_parts):
+        assert num_parts <= self.num_parts
+
+    def fingerprint_at(self, num_parts):
+        return repr(self.shards[: int(np.searchsorted(self.parts, num_parts))])
 
     def lengths(self, shards, documents):
         return np.array(
             [self.shards[s][d] for s, d in zip(shards.tolist(), documents.tolist())], dtype=np.int64
         )
+
+
+def grouped(shards, ends, settings):
+    """Windows of shards, in groups that end where they are told to."""
+    parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
+    return Windows(Store(shards, parts), Groups(Store(shards, parts), 1), settings)
+
+
+def places_of(windows):
+    """Group and number of every window."""
+    num_parts = windows.store.num_parts
+    groups = range(windows.num_groups(num_parts))
+    return [(group, n) for group in groups for n in range(windows.num_windows(group, num_parts))]
+
+
+def window_of(windows, epoch, place):
+    return windows.window(epoch, *place, windows.store.num_parts)
 
 
 def pieces_of(packs):
@@ -52,8 +81,8 @@ def test_every_token_stands_in_one_pack_of_one_window(
 ):
     shards, groups = grouping
     settings = WindowSettings(capacity=capacity, window=size, seed=seed, overlong=overlong, method=method)
-    windows = Windows(Store(shards), groups, settings)
-    made = [windows.window(epoch, number) for number in range(windows.num_windows)]
+    windows = grouped(shards, groups, settings)
+    made = [window_of(windows, epoch, place) for place in places_of(windows)]
 
     kept = {}
     for window in made:
@@ -80,25 +109,27 @@ def test_every_token_stands_in_one_pack_of_one_window(
 def test_a_window_does_not_depend_on_what_was_made_before_nor_on_later_shards(grouping, window, seed):
     shards, groups = grouping
     settings = WindowSettings(capacity=50, window=window, seed=seed)
-    grown = Windows(Store([*shards, [5, 6, 7]]), [*groups, len(shards) + 1], settings)
-    whole = Windows(Store(shards), groups, settings)
-    alone = [Windows(Store(shards), groups, settings).window(1, n).packs for n in range(whole.num_windows)]
+    grown = grouped([*shards, [5, 6, 7]], [*groups, len(shards) + 1], settings)
+    whole = grouped(shards, groups, settings)
+    alone = {
+        place: window_of(grouped(shards, groups, settings), 1, place).packs for place in places_of(whole)
+    }
 
-    for number in reversed(range(whole.num_windows)):
+    for place in reversed(places_of(whole)):
         assert (
-            pieces_of(whole.window(1, number).packs)
-            == pieces_of(alone[number])
-            == pieces_of(grown.window(1, number).packs)
+            pieces_of(window_of(whole, 1, place).packs)
+            == pieces_of(alone[place])
+            == pieces_of(window_of(grown, 1, place).packs)
         )
-        assert whole.window(1, number).packs.offsets.tolist() == alone[number].offsets.tolist()
+        assert window_of(whole, 1, place).packs.offsets.tolist() == alone[place].offsets.tolist()
 
 
 def test_groups_stay_apart_and_epochs_and_seeds_differ():
     shards, groups = [[1] * 40, [1] * 40, [1] * 40], [1, 3]
 
     def documents(seed, epoch):
-        windows = Windows(Store(shards), groups, WindowSettings(capacity=10, window=20, seed=seed))
-        made = [windows.window(epoch, number).packs for number in range(windows.num_windows)]
+        windows = grouped(shards, groups, WindowSettings(capacity=10, window=20, seed=seed))
+        made = [window_of(windows, epoch, place).packs for place in places_of(windows)]
         assert [set(packs.shards.tolist()) <= {0} for packs in made] == [True] * 2 + [False] * 4
         return tuple((shard, number) for packs in made for shard, number, _, _ in pieces_of(packs))
 
@@ -109,8 +140,8 @@ def test_groups_stay_apart_and_epochs_and_seeds_differ():
 
 def test_packs_stand_in_the_order_of_their_first_document():
     lengths = np.random.default_rng(0).integers(1, 90, 500).tolist()
-    windows = Windows(Store([lengths]), [1], WindowSettings(capacity=100, window=500, seed=None))
-    packs = windows.window(0, 0).packs
+    windows = grouped([lengths], [1], WindowSettings(capacity=100, window=500, seed=None))
+    packs = window_of(windows, 0, (0, 0)).packs
 
     firsts = packs.documents[packs.offsets[:-1]]
     assert (np.diff(firsts) > 0).all()
@@ -120,9 +151,9 @@ def test_packs_stand_in_the_order_of_their_first_document():
 
 
 def test_overlong_documents_are_refused_unless_told_what_becomes_of_them():
-    windows = Windows(Store([[5, 50]]), [1], WindowSettings(capacity=10))
+    windows = grouped([[5, 50]], [1], WindowSettings(capacity=10))
     with pytest.raises(OverlongDocumentError, match="50"):
-        windows.window(0, 0)
+        window_of(windows, 0, (0, 0))
 
 
 def intraclass_correlation(packs):
@@ -143,7 +174,7 @@ def test_windows_are_full_and_lengths_in_a_pack_are_no_more_alike_than_at_random
 
     def packed(method):
         settings = WindowSettings(capacity=8192, window=len(lengths), method=method)
-        return Windows(Store([lengths]), [1], settings).window(0, 0).packs
+        return window_of(grouped([lengths], [1], settings), 0, (0, 0)).packs
 
     packs, at_random, by_length = map(packed, ("best_fit", "next_fit", "best_fit_decreasing"))
 

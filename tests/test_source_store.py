@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from varlen.errors import SourceError
 from varlen.source.documents import Documents
 from varlen.source.rows import Fault
-from varlen.source.store import Shard, ShardWriter, TokenStore, open_store, shard_counts
+from varlen.source.shard import Shard, ShardWriter, shard_counts
+from varlen.source.store import TokenStore, open_store
 
 Batch = list[tuple[list[int], list[int] | None]]
 

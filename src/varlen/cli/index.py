@@ -53,7 +53,8 @@ def index(
 
     A store holds tokens, what is trained of them, and the length of every document. `varlen pack` takes it in place
     of documents, and packs it at any capacity without tokenizing again. An interrupted run leaves nothing that looks
-    finished; the same command again goes on where it stopped.
+    finished; the same command again goes on where it stopped. A store that is named again with more files is given
+    these, and what it holds stays as it is.
 
     [bold]Example:[/]  varlen index 'chats/*.jsonl' -o store --tokenizer ./my-model
     """
@@ -92,6 +93,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         f"{many(manifest['num_documents'], 'document')}, {many(manifest['num_tokens'], 'token')} in "
         f"{many(len(manifest['shards']), 'shard')}, {many(manifest['num_targets'], 'token')} to train on"
     )
+    if manifest.get("grown") and not was_there:
+        print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
     if manifest["num_skipped"]:
         print(f"  {many(manifest['num_skipped'], 'record')} skipped, listed in skipped.log of each shard")
     print(f"To pack it:  varlen pack {folder} -o packed --capacity 8192")

@@ -11,7 +11,7 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.pack.api import DEFAULT_WORK
-from varlen.source.store import TokenStore
+from varlen.source.token_documents import TokenDocuments
 from varlen.types import IntArray, Ledger, Packing
 
 
@@ -53,7 +53,7 @@ class Step:
     """Labels of all ranks."""
 
 
-def plan_step(store: TokenStore, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
+def plan_step(store: TokenDocuments, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
     """Deal the packs of a step to all ranks, and count what they train.
 
     Args:
@@ -79,7 +79,7 @@ def plan_step(store: TokenStore, packs: StorePacks, number: int, settings: Batch
 
 
 def make_batch(
-    store: TokenStore,
+    store: TokenDocuments,
     step: Step,
     rank: int,
     micro_batch: int,

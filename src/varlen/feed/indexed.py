@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from varlen.errors import StateError
@@ -12,13 +12,15 @@ from varlen.feed.feed import Buffers, Made
 from varlen.feed.state import MOST, FeedState
 from varlen.feed.stream import PackStream, Position
 from varlen.pack.lengths import as_count
-from varlen.source.store import TokenStore
+from varlen.source.token_documents import TokenDocuments
+
+_NUMBERS = ("epoch", "group", "window", "pack")
 
 
 class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
-    def __init__(self, store: TokenStore, stream: PackStream, settings: BatchSettings, rank: int) -> None:
+    def __init__(self, store: TokenDocuments, stream: PackStream, settings: BatchSettings, rank: int) -> None:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
 
@@ -32,7 +34,7 @@ class IndexedFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        number, position = state.step, _as_position(state.at)
+        number, position = state.step, self.position(state)
         while True:
             packs, position = self._stream.take(position, self._settings.global_batch_size)
             if packs.num_packs == 0:
@@ -40,7 +42,7 @@ class IndexedFeed:
             step = plan_step(self._store, packs, number, self._settings)
             number += 1
             if step.num_targets:
-                yield step, FeedState(step=number, at=asdict(position))
+                yield step, FeedState(step=number, at=self._as_json(position))
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches that follow a state.
@@ -55,6 +57,7 @@ class IndexedFeed:
             SourceError: the store is damaged.
         """
         first = state.micro_batch
+        state = replace(state, at=self._as_json(self.position(state)))
         for step, after in self.steps(state):
             here = replace(state, step=step.number, micro_batch=0)
             for number in range(first, self._settings.micro_batches):
@@ -63,16 +66,43 @@ class IndexedFeed:
                 yield Made(batch=batch, state=after if is_last else replace(here, micro_batch=number + 1))
             first, state = 0, after
 
+    def position(self, state: FeedState) -> Position:
+        """Return where the step of a state begins, and which parts of the store its epochs hold.
 
-def _as_position(at: Mapping[str, Any]) -> Position:
+        Raises:
+            StateError: the state is none of a token store, or of another one.
+        """
+        return self._stream.begun(_as_position(state.at, self._store))
+
+    def _as_json(self, position: Position) -> dict[str, Any]:
+        """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
+        at = {name: getattr(position, name) for name in _NUMBERS}
+        return {**at, "grown": [[*pair, self._store.fingerprint_at(pair[1])] for pair in position.grown]}
+
+
+def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     """Return where a step begins.
 
     Raises:
-        StateError: nothing of the kind.
+        StateError: nothing of the kind, or the store isn't the one that the state was saved with, nor grown from it.
     """
     if not at:
         return Position()
     try:
-        return Position(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "window", "pack")})
+        numbers = {name: as_count(at[name], name, 0, MOST) for name in _NUMBERS}
+        stages = [
+            (as_count(e, "epoch", 0, MOST), as_count(n, "parts", 0, MOST), mark) for e, n, mark in at["grown"]
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+    epochs = [epoch for epoch, _, _ in stages]
+    if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
+        raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
+    for epoch, num_parts, mark in stages:
+        if store.fingerprint_at(num_parts) != mark:
+            raise StateError(
+                f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
+                f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "
+                "store, or begin anew"
+            )
+    return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))

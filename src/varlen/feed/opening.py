@@ -16,18 +16,19 @@ from varlen.counts import many
 from varlen.errors import OverlongDocumentError, SettingError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
+from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, Spec
 from varlen.feed.state import Mode
 from varlen.feed.windows import WindowSettings
 from varlen.offline.crew import Crew
-from varlen.offline.index import fingerprint_of, index_source, source_marks
+from varlen.offline.grow import fingerprint_of
+from varlen.offline.index import index_source, source_marks
 from varlen.source.source import Source, open_source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.written import read_manifest
 
 _log = logging.getLogger(__name__)
-_GROUP_PARTS = 16
 _WINDOW = 1 << 16
 _WAIT_S = 0.5
 
@@ -113,20 +114,13 @@ def open_indexed(store: TokenStore, settings: LoaderSettings) -> Opened:
     )
     spec = IndexedSpec(
         store=store.folder,
-        groups=(len(store.shards),) if is_all else _groups(store),
+        parts_a_group=max(store.num_parts, 1) if is_all else PARTS_A_GROUP,
         windows=windows,
         batches=batches,
         epochs=settings.epochs,
         rank=rank,
     )
     return Opened(mode="indexed", spec=spec, belongs_to={"data": store.fingerprint, **settings.deciding()})
-
-
-def _groups(store: TokenStore) -> tuple[int, ...]:
-    """Return the shard at which each group ends: shards of so many parts of the data are shuffled together."""
-    groups = np.array([int(name.split("-")[0]) // _GROUP_PARTS for name in store.shards])
-    ends = np.flatnonzero(np.diff(groups)) + 1
-    return (*ends.tolist(), len(store.shards))
 
 
 def _check_lengths(store: TokenStore, capacity: int) -> None:

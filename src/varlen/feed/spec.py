@@ -9,6 +9,7 @@ from typing import Protocol
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
 from varlen.feed.feed import Feed
+from varlen.feed.groups import Groups
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.stream import PackStream
 from varlen.feed.windows import Windows, WindowSettings
@@ -31,8 +32,8 @@ class IndexedSpec:
     """A feed out of a token store."""
 
     store: Path
-    groups: tuple[int, ...]
-    """The shard at which each group ends."""
+    parts_a_group: int
+    """Parts of the store whose documents are shuffled together."""
     windows: WindowSettings
     batches: BatchSettings
     epochs: int | None
@@ -45,5 +46,5 @@ class IndexedSpec:
             SourceError: the store can't be read.
         """
         store = open_store(self.store)
-        stream = PackStream(Windows(store, self.groups, self.windows), self.epochs)
+        stream = PackStream(Windows(store, Groups(store, self.parts_a_group), self.windows), self.epochs)
         return IndexedFeed(store, stream, self.batches, self.rank)

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.windows import Windows
 
+Grown = tuple[tuple[int, int], ...]
+"""Pairs of an epoch and a number of parts: from that epoch on, an epoch holds so many of the store's parts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Position:
-    """Where a pack stands: enough to go on from there after making one window."""
+    """Where a pack stands: enough to go on from there after making one window, whatever the store has become."""
 
     epoch: int = 0
+    group: int = 0
     window: int = 0
+    """Windows of the group that stand before it."""
     pack: int = 0
     """Packs of the window that stand before it."""
+    grown: Grown = ()
+    """Parts of the epochs that have begun; empty before the first. Who goes back keeps those of later epochs."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the epoch."""
+        return next(parts for epoch, parts in reversed(self.grown) if epoch <= self.epoch)
 
 
 class PackStream:
-    """The packs of one epoch after the other."""
+    """The packs of one epoch after the other.
 
-    def __init__(self, windows: Windows, epochs: int | None) -> None:
-        """Take the windows of an epoch, and how many epochs there are; None for no end."""
-        self._windows, self._epochs = windows, epochs
+    An epoch holds the parts that its position says, and where none does yet, those that the store has: a store that
+    grows gives its new documents from the next epoch on, and a position saved before gives the same packs as ever.
+    """
+
+    def __init__(
+        self, windows: Windows, epochs: int | None, num_parts: Callable[[int], int] | None = None
+    ) -> None:
+        """Take the windows, and how many epochs there are.
+
+        Args:
+            windows: of all epochs.
+            epochs: None for no end.
+            num_parts: asked with an epoch, when it is first needed, for how many parts it is to hold, the same on all
+                ranks; None: those that the store has now, for all epochs.
+        """
+        self.windows, self.epochs = windows, epochs
+        now = windows.store.num_parts
+        self._num_parts = num_parts or (lambda _: now)
 
     def take(self, position: Position, count: int) -> tuple[StorePacks, Position]:
         """Return the next packs, fewer than asked for only where the last epoch ends, and where those after begin.
@@ -34,25 +62,56 @@ class PackStream:
 
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+            SourceError: the store is damaged, or isn't there yet and isn't being written.
 
         Cost: that of the windows that hold them.
         """
         parts: list[StorePacks] = []
-        while count and not self._is_over(position):
-            packs = self._windows.window(position.epoch, position.window).packs
-            stop = min(position.pack + count, packs.num_packs)
-            parts.append(packs.slice(position.pack, stop))
-            count -= stop - position.pack
-            position = Position(epoch=position.epoch, window=position.window, pack=stop)
-            if stop == packs.num_packs:
-                position = self._next_window(position)
+        taken, at_start = 0, -1
+        while taken < count:
+            here = self.at_window(position)
+            if here is None:
+                break
+            if here.epoch != position.epoch or (here.group, here.window, here.pack) == (0, 0, 0):
+                if at_start == taken:
+                    break  # a whole epoch gave no pack, and so would those after it
+                at_start = taken
+            packs = self.windows.window(here.epoch, here.group, here.window, here.num_parts).packs
+            stop = min(here.pack + count - taken, packs.num_packs)
+            parts.append(packs.slice(here.pack, stop))
+            taken += stop - here.pack
+            is_over = stop == packs.num_packs
+            position = replace(here, window=here.window + is_over, pack=0 if is_over else stop)
         return end_to_end(parts), position
 
-    def _is_over(self, position: Position) -> bool:
-        is_last = self._epochs is not None and position.epoch >= self._epochs
-        return is_last or self._windows.num_windows == 0
+    def begun(self, position: Position) -> Position:
+        """Return a position with the parts of its epoch."""
+        if position.grown:
+            return position
+        return replace(position, grown=((position.epoch, self._num_parts(position.epoch)),))
 
-    def _next_window(self, position: Position) -> Position:
-        if position.window + 1 < self._windows.num_windows:
-            return Position(epoch=position.epoch, window=position.window + 1)
-        return Position(epoch=position.epoch + 1)
+    def at_window(self, position: Position) -> Position | None:
+        """Return a position in a window that there is: where a group or an epoch ends, the next one's; None: no more.
+
+        Raises:
+            SourceError: a group isn't there, and isn't being written.
+        """
+        position = self.begun(position)
+        while self.epochs is None or position.epoch < self.epochs:
+            is_whole = position.group == position.window == 0
+            while position.group < self.windows.num_groups(position.num_parts):
+                if position.window < self.windows.num_windows(position.group, position.num_parts):
+                    return position
+                position = replace(position, group=position.group + 1, window=0, pack=0)
+            if is_whole or position.epoch + 1 == self.epochs:
+                return None
+            position = self._next_epoch(position)
+        return None
+
+    def _next_epoch(self, position: Position) -> Position:
+        """Return where the next epoch begins; parts of it are asked for unless the position knows them."""
+        epoch, grown = position.epoch + 1, position.grown
+        if grown[-1][0] < epoch:
+            num_parts = self._num_parts(epoch)
+            grown = grown if num_parts == grown[-1][1] else (*grown, (epoch, num_parts))
+        return Position(epoch=epoch, grown=grown)

@@ -8,21 +8,21 @@
     packs    of one window each, carried over nowhere
 
 So any window can be made at any time from the lengths of its documents alone, on every rank alike, and resuming is
-making one window.
+making one window. How many windows a group has is asked for when it is reached, as a store may still be written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from varlen.feed.groups import Groups
 from varlen.feed.packs import StorePacks
 from varlen.pack.window import WindowPacker
 from varlen.source.order import DocumentOrder, hashed
-from varlen.source.store import TokenStore
+from varlen.source.token_documents import TokenDocuments
 from varlen.types import IntArray, Ledger, Method, Overlong, Packing
 
 _KEPT = 4
@@ -54,46 +54,76 @@ class Window:
 
 
 class Windows:
-    """All windows of a store in one epoch after the other."""
+    """All windows of a store, group by group, in one epoch after the other."""
 
-    def __init__(self, store: TokenStore, groups: Sequence[int], settings: WindowSettings) -> None:
-        """Take the store, and the shard at which each group ends, ascending, the last at the end of the store."""
-        self._store, self._settings = store, settings
-        self._bounds = np.concatenate([[0], np.asarray(groups, dtype=np.int64)])
-        counts = [int(store.documents[a:b].sum()) for a, b in zip(self._bounds, self._bounds[1:])]
-        self._first = np.cumsum([0] + [-(-count // settings.window) for count in counts])
+    def __init__(self, store: TokenDocuments, groups: Groups, settings: WindowSettings) -> None:
+        """Take the documents, and what is shuffled together of them."""
+        self._store, self._groups, self._settings = store, groups, settings
         # Of this object alone: several loaders don't push out each other's windows.
         self._order = lru_cache(_KEPT)(self._make_order)
         self.window = lru_cache(_KEPT)(self._make_window)
 
     @property
-    def num_windows(self) -> int:
-        """Windows of one epoch."""
-        return int(self._first[-1])
+    def store(self) -> TokenDocuments:
+        """The documents."""
+        return self._store
 
-    def _make_order(self, epoch: int, group: int) -> DocumentOrder:
+    @property
+    def settings(self) -> WindowSettings:
+        """What the packs depend on, beside them."""
+        return self._settings
+
+    @property
+    def parts_a_group(self) -> int:
+        """Parts of the store whose documents are shuffled together."""
+        return self._groups.parts_a_group
+
+    def num_groups(self, num_parts: int) -> int:
+        """Return the groups of an epoch of so many parts; some may have no windows."""
+        return self._groups.num_groups(num_parts)
+
+    def num_windows(self, group: int, num_parts: int) -> int:
+        """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed.
+
+        Raises:
+            SourceError: the group isn't there, and isn't being written.
+        """
+        start, stop = self._groups.shards(group, num_parts)
+        return -(-int(self._store.documents[start:stop].sum()) // self._settings.window)
+
+    def _make_order(self, epoch: int, group: int, num_parts: int) -> DocumentOrder:
+        start, stop = self._groups.shards(group, num_parts)
         seed = self._settings.seed
         if seed is not None:
             for number in (epoch, group):
                 seed = int(hashed(np.array([number]), seed)[0])
-        shards = slice(self._bounds[group], self._bounds[group + 1])
-        return DocumentOrder(self._store.documents[shards], seed, stretch=self._settings.window)
+        return DocumentOrder(self._store.documents[start:stop], seed, stretch=self._settings.window)
 
-    def _make_window(self, epoch: int, number: int) -> Window:
+    def documents(self, epoch: int, group: int, number: int, num_parts: int) -> tuple[IntArray, IntArray]:
+        """Return the shards, and the numbers within them, of a window's documents; arguments as `window` has them.
+
+        Raises:
+            SourceError: the group isn't there, and isn't being written.
+        """
+        shards, documents = self._order(epoch, group, num_parts).stretch(number)
+        return shards + self._groups.shards(group, num_parts)[0], documents
+
+    def _make_window(self, epoch: int, group: int, number: int, num_parts: int) -> Window:
         """Pack a window.
 
         Args:
             epoch: from 0.
-            number: of the window within its epoch, from 0.
+            group: of the window, from 0.
+            number: of the window within its group, from 0.
+            num_parts: parts of the store that the epoch holds.
 
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+            SourceError: the group isn't there, and isn't being written.
 
         Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
-        group = int(np.searchsorted(self._first, number, side="right")) - 1
-        shards, documents = self._order(epoch, group).stretch(number - int(self._first[group]))
-        shards = shards + self._bounds[group]
+        shards, documents = self.documents(epoch, group, number, num_parts)
         packing = self._packed(self._store.lengths(shards, documents))
         packs = StorePacks(
             shards=shards[packing.document_ids],

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,14 @@ from varlen import __version__
 from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.offline.crew import Crew, Team
+from varlen.offline.grow import (
+    append,
+    fingerprint_of,
+    in_stored_order,
+    stages_before,
+    take_back,
+    write_plan,
+)
 from varlen.offline.places import (
     check_output,
     check_places,
@@ -24,9 +32,9 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.source.fingerprints import fingerprint
+from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, Shard, ShardWriter, TokenStore, open_store
-from varlen.source.tokenizer import digest
+from varlen.source.store import STORE_FORMAT, TokenStore, open_store
 from varlen.source.watch import Watch
 from varlen.source.written import WORK, read_manifest
 
@@ -98,9 +106,9 @@ def index_source(
     with (crew or Crew()).hired() as team:
         if marks is None:
             marks = look_at(source, folder, team, on_progress)
-        was_there = (read_manifest(folder) or {}).get("fingerprint") == fingerprint_of(marks)
+        before = (read_manifest(folder) or {}).get("fingerprint")
         store = build_store(source, folder, marks, team=team, on_progress=on_progress, overwrite=overwrite)
-    return store, was_there
+    return store, store.fingerprint == before
 
 
 def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -> dict[str, Any]:
@@ -115,11 +123,6 @@ def look_at(source: Source, output: Path, team: Team, on_progress: OnProgress) -
     return source_marks(source)
 
 
-def fingerprint_of(marks: dict[str, Any]) -> str:
-    """Return what changes with the tokens of a store."""
-    return digest(json.dumps([STORE_FORMAT, __version__, marks], sort_keys=True))
-
-
 def build_store(
     source: Source,
     folder: Path,
@@ -130,6 +133,8 @@ def build_store(
     overwrite: bool = False,
 ) -> TokenStore:
     """Tokenize a source into a store, or return the finished store that is there already.
+
+    A store that was made of some of these files, in the same way, keeps what it holds and is given the others.
 
     Args:
         source: what to read.
@@ -143,42 +148,69 @@ def build_store(
         SourceError: a record can't be read, or there is no document.
         SettingError: the folder can't be written, or holds something else.
     """
-    print_ = fingerprint_of(marks)
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest.get("fingerprint") == print_:
+    there = read_manifest(folder)
+    source, marks = in_stored_order(source, marks, there)
+    grown = stages_before(there, marks)
+    print_ = fingerprint_of(marks, grown)
+    if there is not None and there.get("fingerprint") == print_:
         tidy(folder)
         return open_store(folder)
-    check_output(folder, overwrite=overwrite)
+    if overwrite or there is None or not grown or len(marks["files"]) == len(there["source"]["files"]):
+        there, grown, print_ = None, [], fingerprint_of(marks)
+        check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
-        parts = source.parts(PART_BYTES)
-        watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
-        is_one = len(parts) == 1
-        reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
-        shards: dict[int, list[dict[str, Any]]] = {}
-        for number, found in team.run(index_part, (reading, partial), enumerate(parts), is_one=is_one):
-            shards[number] = found
-            watch.finish(number)
-        listed = [shard for number in sorted(shards) for shard in shards[number]]
+        if there is not None:
+            take_back(partial, folder, there)
+        first = grown[-1]["parts"] if grown else 0
+        source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
+        listed, num_parts = _index_parts(source, partial, print_, first, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             shutil.rmtree(partial)  # nobody resumes this
             raise SourceError(_nothing(source, listed))
-        finish(
-            partial,
-            folder,
-            {
-                "varlen": __version__,
-                "kind": "tokens",
-                "format": STORE_FORMAT,
-                "fingerprint": print_,
-                "source": marks,
-                "num_documents": sum(shard["num_documents"] for shard in listed),
-                "num_tokens": sum(shard["num_tokens"] for shard in listed),
-                "num_targets": sum(shard["num_targets"] for shard in listed),
-                "num_skipped": sum(shard["num_skipped"] for shard in listed),
-                "shards": listed,
-            },
-        )
+        every = [*(there["shards"] if there is not None else []), *listed]
+        manifest = {
+            "varlen": __version__,
+            "kind": "tokens",
+            "format": STORE_FORMAT,
+            "fingerprint": print_,
+            "source": marks,
+            "num_parts": num_parts,
+            "num_documents": sum(shard["num_documents"] for shard in every),
+            "num_tokens": sum(shard["num_tokens"] for shard in every),
+            "num_targets": sum(shard["num_targets"] for shard in every),
+            "num_skipped": sum(shard["num_skipped"] for shard in every),
+            "shards": every,
+        }
+        if there is None:
+            finish(partial, folder, manifest)
+        else:
+            append(partial, folder, [shard["name"] for shard in listed], {**manifest, "grown": grown})
     return open_store(folder)
+
+
+def _index_parts(
+    source: Source, partial: Path, print_: str, first: int, team: Team, on_progress: OnProgress
+) -> tuple[list[dict[str, Any]], int]:
+    """Tokenize all parts of a source; returns their shards, and how many parts the store has with them.
+
+    Args:
+        source: what is new.
+        partial: where shards go.
+        print_: fingerprint of the store.
+        first: number of the first part.
+        team: who does it.
+        on_progress: called with bytes read, bytes of all files, and words.
+    """
+    parts = source.parts(PART_BYTES)
+    write_plan(partial, print_, first + len(parts))
+    watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
+    is_one = len(parts) == 1
+    reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
+    shards: dict[int, list[dict[str, Any]]] = {}
+    for number, found in team.run(index_part, (reading, partial), enumerate(parts, first), is_one=is_one):
+        shards[number] = found
+        watch.finish(number - first)
+    return [shard for number in sorted(shards) for shard in shards[number]], first + len(parts)
 
 
 def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@
       .work/                   what doesn't: removed after the rename
         lock                   held while a run works
         state.json             what the run makes
+        plan.json              how many parts a token store will have, for those who read it already
         part-00000.json ...    notes of finished tasks, which a later run takes over
 
 A file's content is on the disk before the file gets its name, and a note is written after what it speaks of, so
@@ -20,6 +21,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,10 +31,11 @@ from typing import IO, Any
 from varlen.errors import SettingError
 from varlen.source.files import File
 from varlen.source.writing import sync
-from varlen.source.written import PARTIAL, WORK, read_manifest
+from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
 
 _STATE = "state.json"
-_LOCK = "lock"
+_LOCK_S = 0.5
+"""How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """What file systems of many machines say where they have no locks: then it is up to the user."""
 
@@ -104,7 +107,7 @@ def partial_of(folder: Path) -> Path:
 
 
 @contextmanager
-def working_folder(folder: Path, fingerprint: str, *, keep: str = _LOCK) -> Iterator[Path]:
+def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Iterator[Path]:
     """Give the folder in which a result is made, with what an earlier run of the same left there.
 
     What failed before anything was finished leaves nothing.
@@ -137,7 +140,7 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = _LOCK) -> Iter
 def _holds_finished(partial: Path) -> bool:
     """Return whether a later run takes anything over: tokens by their manifest, or parts by their notes."""
     return any(
-        note.name == "manifest.json" or (note.parent.name == WORK and note.name != _STATE)
+        note.name == "manifest.json" or (note.parent.name == WORK and note.name not in (_STATE, PLAN))
         for note in partial.rglob("*.json")
     )
 
@@ -146,10 +149,10 @@ def _locked(partial: Path, folder: Path) -> IO[str]:
     """Return the open lock of a folder, which is made if need be; closing it, or dying, gives it back."""
     while True:
         (partial / WORK).mkdir(parents=True, exist_ok=True)
-        path = partial / WORK / _LOCK
+        path = partial / WORK / LOCK
         lock = path.open("w")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_lock(lock)
         except BlockingIOError as error:
             lock.close()
             raise SettingError(
@@ -165,12 +168,22 @@ def _locked(partial: Path, folder: Path) -> IO[str]:
         lock.close()
 
 
+def _take_lock(lock: IO[str]) -> None:
+    """Take a lock that others may hold for a moment."""
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.02)
+
+
 def _clear(partial: Path, keep: str) -> None:
     """Remove what a run that made something else left."""
     for entry in [*partial.iterdir(), *(partial / WORK).iterdir()]:
-        if entry.name not in (WORK, _LOCK) and not (
-            entry.parent.name == WORK and entry.name.startswith(keep)
-        ):
+        if entry.name not in (WORK, LOCK) and not (entry.parent.name == WORK and entry.name.startswith(keep)):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 

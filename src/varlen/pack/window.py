@@ -30,6 +30,8 @@ from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
+MIN_FILL = 0.995
+"""How full a pack goes out at once."""
 _SPREAD_PIECE_S = 5e-6
 """What a reference takes to spread one piece, at most."""
 _MOST = 2**63 - 1
@@ -98,7 +100,7 @@ class WindowPacker:
         overlong: Overlong = "split",
         max_documents: int | None = None,
         document_multiple_of: int = 1,
-        min_fill: float = 0.995,
+        min_fill: float = MIN_FILL,
         max_age: int = 4,
     ) -> None:
         as_choice(method, "method", get_args(Method))

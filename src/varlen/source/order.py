@@ -31,7 +31,7 @@ class DocumentOrder:
         shards = np.repeat(np.arange(len(documents)), counts)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = self._first[shards] + within * _RUN
-        order = np.argsort(hashed(begins, seed), kind="stable")
+        order = np.argsort(hashed(begins, seed))  # no two hashes are equal: any sort will do
         sizes = np.minimum(begins + _RUN, self._first[shards + 1]) - begins
         self._runs, self._run_ends = begins[order], np.cumsum(sizes[order])
         self._run_starts = self._run_ends - sizes[order]
@@ -53,19 +53,25 @@ class DocumentOrder:
             number: from 0; the last stretch may be shorter.
         """
         start = number * self._size
-        places = np.arange(start, min(start + self._size, self.num_documents))
-        documents = self._permuted(places)
-        if self._seed is not None:
-            documents = documents[np.argsort(hashed(documents, self._seed + 1), kind="stable")]
+        stop = min(start + self._size, self.num_documents)
+        documents = self._permuted(start, stop)
         shards = np.searchsorted(self._first, documents, side="right") - 1
+        if self._seed is not None:
+            order = np.argsort(hashed(documents, self._seed + 1))  # no two hashes are equal: any sort will do
+            documents, shards = documents[order], shards[order]
         return shards.astype(np.int64), documents - self._first[shards]
 
-    def _permuted(self, places: IntArray) -> IntArray:
-        """Return the documents at places, once runs are permuted."""
+    def _permuted(self, start: int, stop: int) -> IntArray:
+        """Return the documents at places [start, stop), once runs are permuted."""
         if len(self._runs) == 0:
-            return places
-        runs = np.searchsorted(self._run_ends, places, side="right")
-        documents: IntArray = self._runs[runs] + (places - self._run_starts[runs])
+            return np.arange(start, stop)
+        first, last = np.searchsorted(self._run_ends, [start, max(stop - 1, start)], side="right")
+        runs = slice(int(first), int(last) + 1)
+        begins = np.maximum(self._run_starts[runs], start)
+        sizes = np.minimum(self._run_ends[runs], stop) - begins
+        documents: IntArray = np.repeat(self._runs[runs] - self._run_starts[runs], sizes) + np.arange(
+            start, stop
+        )
         return documents
 
 

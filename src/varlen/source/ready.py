@@ -73,15 +73,21 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         is_mask = role in _MASKS and is_list and pa.types.is_boolean(kind.value_type)
         if is_mask or (is_list and pa.types.is_integer(kind.value_type)):
-            return _from_arrow(column, role, wrong)
+            return flat_column(column, role, wrong)
     values = [_numbers(value, role, index, wrong) for index, value in enumerate(as_list(column))]
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     return np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(offsets[-1])), offsets
 
 
-def _from_arrow(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
-    """Return an Arrow list array's values, where they lie if all are numbers."""
+def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
+    """Return the values of an Arrow list array of whole numbers and its offsets, where they lie if they can.
+
+    Args:
+        column: a validated array.
+        role: what it holds, for messages.
+        wrong: takes the rows that hold null, and why.
+    """
     import pyarrow as pa
 
     if not pa.types.is_fixed_size_list(column.type) and not pa.types.is_boolean(column.type.value_type):

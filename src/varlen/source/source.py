@@ -208,8 +208,9 @@ def open_source(
         columns=named,
     )
     cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
+    matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
-    deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), cut)
+    deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
     settings = (*deciding, encoding.vocab_size)
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))

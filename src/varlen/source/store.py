@@ -15,259 +15,90 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Documents, Mask, targets_of
-from varlen.source.writing import sync
+from varlen.source.documents import Mask
+from varlen.source.shard import Shard
 from varlen.source.written import read_manifest
 from varlen.types import Int32Array, IntArray
 
 STORE_FORMAT = 1
+TABLES = ".tables"
+"""Folder in a store for what is computed from its lengths once and kept."""
 _OPEN_SHARDS = 8192
 _KEPT_TARGETS = 64
 """Shards whose counts of labels stay in memory: 4 bytes a document."""
-_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardCounts:
-    """What a shard holds."""
-
-    num_documents: int
-    num_tokens: int
-    num_targets: int
-    num_skipped: int
-    dtype: str
-    has_mask: bool
-
-
-class ShardWriter:
-    """Writes one shard under another name, in `work`, and gives it its own when it is whole."""
-
-    def __init__(self, folder: Path, work: Path | None = None) -> None:
-        self._folder = folder
-        # A run that was killed may have left a process that still writes this shard.
-        self._partial = (work or folder.parent) / f".{folder.name}.{uuid.uuid4().hex[:12]}.part"
-        self._partial.mkdir(parents=True)
-        self._tokens = (self._partial / "tokens.bin").open("wb")
-        self._mask: Any = None
-        self._dtype: type = np.uint16
-        self._lengths: list[IntArray] = []
-        self._targets: list[IntArray] = []
-        self._skipped: list[str] = []
-        self.num_tokens = 0
-
-    def append(self, documents: Documents) -> None:
-        """Add documents."""
-        tokens = documents.tokens
-        if self._dtype is np.uint16 and len(tokens) and int(tokens.max()) > 0xFFFF:
-            self._widen()
-        self._tokens.write(tokens.astype(self._dtype).data)
-        mask = documents.loss_mask
-        if mask is not None and self._mask is None:
-            self._mask = (self._partial / "loss_mask.bin").open("wb")
-            self._mask.write(b"\x01" * self.num_tokens)
-        if self._mask is not None:
-            self._mask.write(b"\x01" * len(tokens) if mask is None else mask.data)
-        lengths = documents.lengths
-        self._lengths.append(lengths)
-        self._targets.append(targets_of(documents))
-        self._skipped += map(str, documents.faults)
-        self.num_tokens += len(tokens)
-
-    def _widen(self) -> None:
-        """Write again, with wider ids, what has been written so far."""
-        self._tokens.close()
-        path = self._partial / "tokens.bin"
-        wide = np.fromfile(path, dtype=np.uint16).astype(np.int32)
-        self._dtype = np.int32
-        self._tokens = path.open("wb")
-        self._tokens.write(wide.data)
-
-    def close(self) -> ShardCounts:
-        """Finish the shard."""
-        self._tokens.close()
-        if self._mask is not None:
-            self._mask.close()
-        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
-        targets = np.concatenate([np.zeros(0, dtype=np.int64), *self._targets])
-        np.save(self._partial / "offsets.npy", np.cumsum(lengths))
-        np.save(self._partial / "targets.npy", targets.astype(np.int32))
-        if self._skipped:
-            text = "".join(f"{line}\n" for line in self._skipped)
-            (self._partial / "skipped.log").write_text(text, encoding="utf-8", errors="replace")
-        counts = ShardCounts(
-            num_documents=len(targets),
-            num_tokens=self.num_tokens,
-            num_targets=int(targets.sum()),
-            num_skipped=len(self._skipped),
-            dtype=np.dtype(self._dtype).name,
-            has_mask=self._mask is not None,
-        )
-        (self._partial / "shard.json").write_text(json.dumps(asdict(counts)))
-        for file in self._partial.iterdir():
-            sync(file)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._partial.replace(self._folder)
-        return counts
-
-    def abandon(self) -> None:
-        """Remove what has been written."""
-        for file in (self._tokens, self._mask):
-            if file is not None:
-                with suppress(OSError):  # a full disk, again
-                    file.close()
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-
-def shard_counts(folder: Path) -> ShardCounts | None:
-    """Return what a finished shard holds, or None where there is none."""
-    try:
-        return ShardCounts(**json.loads((folder / "shard.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
-    """Require that offsets are those of a shard."""
-    is_flat = isinstance(offsets, np.ndarray) and offsets.dtype == np.int64
-    if not is_flat or offsets.shape != (counts.num_documents + 1,):
-        raise SourceError(f"offsets.npy doesn't hold int64 offsets of {counts.num_documents:,} documents")
-    if offsets[0] != 0 or offsets[-1] != counts.num_tokens or (offsets[1:] < offsets[:-1]).any():
-        raise SourceError(f"offsets.npy must rise from 0 to the {counts.num_tokens:,} tokens")
-
-
-class Shard:
-    """A finished shard: its offsets are mapped, and `with shard:` opens its files.
-
-    Tokens are read and not mapped, so that what a process holds stays bounded however large the store is.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        counts = shard_counts(folder)
-        if counts is None:
-            raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
-        self.counts = counts
-        self._path = folder
-        try:
-            self._dtype = _DTYPES[counts.dtype]
-            self.offsets: IntArray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
-            _check_offsets(self.offsets, counts)
-            sizes = {name: (folder / name).stat().st_size for name in self._sizes()}
-        except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-            raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
-        if sizes != self._sizes():
-            raise SourceError(
-                f"{folder} is damaged: it doesn't hold the {counts.num_tokens:,} tokens of "
-                f"{counts.num_documents:,} documents that were written; index the data again"
-            )
-        self._tokens = self._mask = -1
-
-    def _sizes(self) -> dict[str, int]:
-        """Return how large the files must be."""
-        sizes = {"tokens.bin": self.counts.num_tokens * self._dtype.itemsize}
-        return sizes | ({"loss_mask.bin": self.counts.num_tokens} if self.counts.has_mask else {})
-
-    def __enter__(self) -> Shard:
-        """Open the files."""
-        try:
-            self._tokens = os.open(self._path / "tokens.bin", os.O_RDONLY)
-            if self.counts.has_mask:
-                self._mask = os.open(self._path / "loss_mask.bin", os.O_RDONLY)
-        except OSError as error:
-            self.__exit__()
-            raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close them."""
-        for file in (self._tokens, self._mask):
-            if file >= 0:
-                os.close(file)
-        self._tokens = self._mask = -1
-
-    def will_need(self, documents: IntArray) -> None:
-        """Have the system read documents in while other things are done; nothing where it can't.
-
-        Reading ahead of single documents would take in megabytes around each of them, so it is switched off.
-
-        Args:
-            documents: int64, ascending numbers in this shard.
-        """
-        if not hasattr(os, "posix_fadvise"):
-            return
-        breaks = np.flatnonzero(np.diff(documents) != 1)
-        starts = self.offsets[documents[np.concatenate([[0], breaks + 1])]]
-        stops = self.offsets[documents[np.concatenate([breaks, [len(documents) - 1]])] + 1]
-        for file, size in ((self._tokens, self._dtype.itemsize), (self._mask, 1)):
-            if file >= 0:
-                for start, stop in zip((starts * size).tolist(), (stops * size).tolist()):
-                    if stop > start:  # no bytes would mean all that follow
-                        os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_WILLNEED)
-
-    def targets(self) -> IntArray:
-        """Return int64 `[documents]`: the labels that each document gives."""
-        targets: IntArray = np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
-        return targets
-
-    def read_at_random(self) -> None:
-        """Tell the system that documents are read here and there, so that it reads nothing around them."""
-        if hasattr(os, "posix_fadvise"):
-            for file in (self._tokens, self._mask):
-                if file >= 0:
-                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-
-    def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return tokens [start, stop) of the open shard, as they are stored."""
-        size = self._dtype.itemsize
-        return np.frombuffer(self._read(self._tokens, start * size, stop * size), dtype=self._dtype)
-
-    def read_mask(self, start: int, stop: int) -> Mask | None:
-        """Return which of the tokens [start, stop) of the open shard are supervised; None: all."""
-        if not self.counts.has_mask:
-            return None
-        return np.frombuffer(self._read(self._mask, start, stop), dtype=np.uint8)
-
-    def _read(self, file: int, start: int, stop: int) -> bytes:
-        try:
-            content = os.pread(file, stop - start, start)
-        except OSError as error:
-            raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
-        if len(content) != stop - start:
-            raise SourceError(f"{self._path} is damaged: {stop:,} bytes were written, but it ends before")
-        return content
 
 
 class TokenStore:
-    """A finished token store."""
+    """A finished token store; what was added to it since it was opened is there after `reread`."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
-        self.manifest = manifest
-        self.shards: list[str] = [shard["name"] for shard in manifest["shards"]]
-        self.documents: IntArray = np.array([s["num_documents"] for s in manifest["shards"]], dtype=np.int64)
+        self.shards: list[str] = []
+        self.take(manifest)
         names = self.shards  # and not self, which would keep mappings until a collection of garbage
         opened = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
         self._open = opened
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
+    def take(self, manifest: dict[str, Any]) -> None:
+        """Take in what a manifest lists; it begins with what is there already.
+
+        Raises:
+            SourceError: its parts are out of order.
+        """
+        listed = manifest["shards"]
+        names = [shard["name"] for shard in listed]
+        documents = np.array([shard["num_documents"] for shard in listed], dtype=np.int64)
+        parts = np.array([int(name.split("-")[0]) for name in names], dtype=np.int64)
+        before = int(parts[-1]) + 1 if len(parts) else 0
+        num_parts = int(manifest.get("num_parts", before))
+        if (np.diff(parts) < 0).any() or num_parts < before:
+            raise SourceError(f"{self.folder} has a damaged manifest: its parts are out of order")
+        self.manifest, self.documents, self.parts, self.num_parts = manifest, documents, parts, num_parts
+        self.shards[:] = names
+
     @property
     def fingerprint(self) -> str:
         """Changes with the tokens, whatever they were made from."""
         return str(self.manifest["fingerprint"])
+
+    def fingerprint_at(self, num_parts: int) -> str | None:
+        """Return the fingerprint that the store had with its first parts alone; None: it never had just these."""
+        if num_parts == self.num_parts:
+            return self.fingerprint
+        for stage in self.manifest.get("grown", ()):
+            if stage["parts"] == num_parts:
+                return str(stage["fingerprint"])
+        return None
+
+    @property
+    def tables(self) -> Path | None:
+        """Folder for what is computed from the lengths once and kept."""
+        return self.folder / TABLES
+
+    def wait_for(self, num_parts: int) -> None:
+        """Return at once: all parts of a finished store are there."""
+
+    def reread(self) -> None:
+        """Take in what was added since; what was there keeps its place.
+
+        Raises:
+            SourceError: another store stands there now.
+        """
+        now = open_store(self.folder)
+        if now.fingerprint_at(self.num_parts) != self.fingerprint:
+            raise SourceError(
+                f"{self.folder} was replaced by another store while it was read; begin anew with that one"
+            )
+        self.take(now.manifest)
 
     def shard(self, index: int) -> Shard:
         """Return a shard; its offsets stay mapped."""

@@ -8,6 +8,8 @@ from typing import Any
 
 PARTIAL, WORK = ".partial", ".work"
 """What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
+LOCK, PLAN = "lock", "plan.json"
+"""In that folder: held while a run works, and how many parts of a token store there will be."""
 _HEAD_BYTES = 64
 _KINDS = {"packed": "a packed set", "tokens": "a token store"}
 

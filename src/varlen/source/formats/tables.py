@@ -24,7 +24,7 @@ def column_names(file: File) -> list[str]:
     Raises:
         SourceError: the file isn't such a table.
     """
-    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         return list(table.schema_arrow.names if file.format == "parquet" else table.schema.names)
 
 
@@ -36,7 +36,7 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
     """
     if 0 <= file.size <= target_bytes or compression_of(file) is not None:
         return None
-    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format != "parquet":
             count = getattr(table, "num_record_batches", None)
             if count is None:
@@ -67,7 +67,7 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
     base = cache(lambda: _rows_before(file, start))
     row = 0
     try:
-        with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+        with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
             batches = (_parquet if file.format == "parquet" else _arrow)(table, list(wanted), start, stop)
             for batch in batches:
                 yield _rows(batch, file, row, base)
@@ -116,7 +116,7 @@ def _rows_before(file: File, start: int) -> int:
     """Count the rows before a row group or record batch, for a message: of Arrow files all must be read."""
     if start == 0:
         return 0
-    with open_seekable(file) as stored, _table_faults(file), _table(file, stored) as table:
+    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format == "parquet":
             return sum(table.metadata.row_group(group).num_rows for group in range(start))
         return sum(table.get_batch(index).num_rows for index in range(start))
@@ -171,8 +171,12 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
 
 
 @contextmanager
-def _table_faults(file: File) -> Iterator[None]:
-    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are."""
+def table_faults(file: File) -> Iterator[None]:
+    """Turn what Arrow says of a broken file into a sentence; the disk's own errors are left as they are.
+
+    Raises:
+        SourceError: Arrow can't read it.
+    """
     try:
         yield
     except Exception as error:

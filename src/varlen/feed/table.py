@@ -1,0 +1,278 @@
+"""The window table: how many packs stand before each window of an epoch, so that any step is found at once.
+
+::
+
+    windows of the epoch    0     1     2   | 3     4          groups one after the other
+    packs before            0    91   180     270   355   442  int64, 8 bytes a window
+
+A table is made by counting the packs of every window, at several million documents a second, and kept: beside the
+index, else in the user's cache folder, else in memory alone. What it depends on is in the name of its file, so a
+table that is found is right, or is no table at all and made anew. A shuffle has a table for each epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from varlen import __version__
+from varlen.errors import SettingError
+from varlen.feed.stream import Grown, PackStream, Position
+from varlen.offline.places import unfinished
+from varlen.pack.count import count_packs
+from varlen.source.tokenizer import digest
+from varlen.types import IntArray
+
+_KEPT = 4
+"""Tables in memory."""
+
+
+class _StoppedError(Exception):
+    """The table isn't wanted any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EpochTable:
+    """Where the packs of one epoch stand."""
+
+    groups: IntArray
+    """int64 `[groups + 1]`: windows before each group."""
+    packs: IntArray
+    """int64 `[windows + 1]`: packs before each window."""
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of the epoch."""
+        return int(self.packs[-1])
+
+    def number(self, position: Position) -> int:
+        """Return how many packs of the epoch stand before a position."""
+        if position.group >= len(self.groups) - 1:
+            return self.num_packs
+        window = int(self.groups[position.group]) + position.window
+        if window >= int(self.groups[position.group + 1]):  # behind the group's last one
+            return int(self.packs[self.groups[position.group + 1]])
+        return int(self.packs[window]) + position.pack
+
+    def find(self, number: int) -> tuple[int, int, int]:
+        """Return the group, the window in it and the pack in that, of a pack of the epoch."""
+        window = int(np.searchsorted(self.packs, number, side="right")) - 1
+        group = int(np.searchsorted(self.groups, window, side="right")) - 1
+        return group, window - int(self.groups[group]), number - int(self.packs[window])
+
+
+class WindowTable:
+    """The tables of all epochs of a stream, made when they are needed."""
+
+    def __init__(self, stream: PackStream, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Take the stream, and who is told of windows counted and all windows of an epoch."""
+        self._stream, self._on_progress = stream, on_progress
+        self._stop = threading.Event()
+        self._making = threading.Lock()  # who comes second finds the table
+        self._thread: threading.Thread | None = None
+        self._made = lru_cache(_KEPT)(self._make)
+
+    def num_packs(self, grown: Grown = ()) -> int:
+        """Return the packs of all epochs.
+
+        Args:
+            grown: parts of the epochs that have begun, as a position has them.
+
+        Raises:
+            SettingError: there is no last epoch.
+            SourceError: the store is damaged, or isn't there yet and isn't being written.
+        """
+        if self._stream.epochs is None:
+            raise SettingError(
+                "epochs without end have no number of packs; pass epochs, or count steps yourself"
+            )
+        position: Position | None = Position(grown=grown)
+        total = 0
+        while (position := self._next(position)) is not None:
+            total += self.epoch(position.epoch, position.num_parts).num_packs
+            position = replace(position, group=self._num_groups(position))
+        return total
+
+    def position_of(self, number: int, grown: Grown = ()) -> Position:
+        """Return where a pack stands, counted over all epochs; behind the last one, where they end.
+
+        Args:
+            number: of the pack, from 0.
+            grown: parts of the epochs that have begun, as a position has them; others hold what the store has.
+
+        Raises:
+            SourceError: the store is damaged, or isn't there yet and isn't being written.
+
+        Cost: the tables of the epochs before, unless they were made before.
+        """
+        return self.skip(Position(grown=grown), number)
+
+    def skip(self, position: Position, count: int) -> Position:
+        """Return the position so many packs behind another one; behind the last pack, where they end.
+
+        Args:
+            position: of the stream.
+            count: packs to leave out.
+
+        Raises:
+            SourceError: the store is damaged, or isn't there yet and isn't being written.
+
+        Cost: the tables of the epochs from there, unless they were made before.
+        """
+        end = self._stream.begun(position)
+        barren = False
+        while (here := self._next(end)) is not None:
+            table = self.epoch(here.epoch, here.num_parts)
+            before = table.number(here)
+            if count < table.num_packs - before:
+                group, window, pack = table.find(before + count)
+                return replace(here, group=group, window=window, pack=pack)
+            count -= table.num_packs - before
+            end = replace(here, group=self._num_groups(here), window=0, pack=0)
+            if table.num_packs == 0 and barren:
+                break  # epochs without packs, without end
+            barren = table.num_packs == 0
+        return end
+
+    def _next(self, position: Position | None) -> Position | None:
+        return None if position is None else self._stream.at_window(position)
+
+    def _num_groups(self, position: Position) -> int:
+        return self._stream.windows.num_groups(position.num_parts)
+
+    def epoch(self, epoch: int, num_parts: int) -> EpochTable:
+        """Return the table of an epoch: found, or made and kept.
+
+        Args:
+            epoch: from 0.
+            num_parts: parts of the store that it holds.
+
+        Raises:
+            SourceError: the store is damaged, or isn't there yet and isn't being written.
+        """
+        # In the order of the store all epochs are alike.
+        one = 0 if self._stream.windows.settings.seed is None else epoch
+        with self._making:
+            return self._made(one, num_parts)
+
+    def _make(self, epoch: int, num_parts: int) -> EpochTable:
+        windows = self._stream.windows
+        counts = [windows.num_windows(group, num_parts) for group in range(windows.num_groups(num_parts))]
+        groups = np.cumsum([0, *counts])
+        name = self._name(epoch, num_parts)
+        folders = (
+            [] if name is None else [f for f in (windows.store.tables, _cache_folder()) if f is not None]
+        )
+        for folder in folders:
+            found = _read(folder / f"{name}.npy", int(groups[-1]))
+            if found is not None:
+                return EpochTable(groups=groups, packs=found)
+        packs = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
+        at = 0
+        for group, count in enumerate(counts):
+            for window in range(count):
+                if self._stop.is_set() and threading.current_thread() is self._thread:
+                    raise _StoppedError
+                at += 1
+                packs[at] = self._count(epoch, group, window, num_parts)
+                if self._on_progress is not None:
+                    self._on_progress(at, int(groups[-1]))
+        np.cumsum(packs, out=packs)
+        any(_write(folder / f"{name}.npy", packs) for folder in folders)
+        return EpochTable(groups=groups, packs=packs)
+
+    def _count(self, epoch: int, group: int, window: int, num_parts: int) -> int:
+        windows = self._stream.windows
+        chosen = windows.settings
+        return count_packs(
+            windows.store.lengths(*windows.documents(epoch, group, window, num_parts)),
+            capacity=chosen.capacity,
+            window=chosen.window,
+            method=chosen.method,
+            overlong=chosen.overlong,
+            max_documents=chosen.max_documents,
+            document_multiple_of=chosen.document_multiple_of,
+        )
+
+    def _name(self, epoch: int, num_parts: int) -> str | None:
+        """Return a name that says all that a table depends on; None where the store can't be named."""
+        windows = self._stream.windows
+        mark = windows.store.fingerprint_at(num_parts)
+        if mark is None:
+            return None
+        return digest(
+            json.dumps(
+                [__version__, mark, num_parts, windows.parts_a_group, epoch, asdict(windows.settings)],
+                sort_keys=True,
+            )
+        )
+
+    def begin(self, epoch: int, num_parts: int) -> None:
+        """Make the table of an epoch in a thread of its own, so that it is there when it is asked for.
+
+        Args:
+            epoch: from 0.
+            num_parts: parts of the store that it holds.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._quietly, args=(epoch, num_parts), name="varlen-table", daemon=True
+            )
+            self._thread.start()
+
+    def _quietly(self, epoch: int, num_parts: int) -> None:
+        """Make a table; what goes wrong goes wrong again, and is said, for who asks for it."""
+        try:
+            self.epoch(epoch, num_parts)
+        except Exception:
+            return
+
+    def close(self) -> None:
+        """End the thread; what it has counted is lost."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stop.clear()
+
+
+def _cache_folder() -> Path | None:
+    """Return where tables go that can't lie beside their index."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+    return Path(home) / "varlen" / "tables"
+
+
+def _read(path: Path, num_windows: int) -> IntArray | None:
+    """Return a table that was kept; None where there is none, or it is damaged."""
+    try:
+        packs: IntArray = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    is_table = isinstance(packs, np.ndarray) and packs.dtype == np.int64 and packs.shape == (num_windows + 1,)
+    return packs if is_table and packs[0] == 0 and (np.diff(packs) >= 0).all() else None
+
+
+def _write(path: Path, packs: IntArray) -> bool:
+    """Keep a table whole or not at all; returns whether it is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = unfinished(path)
+        try:
+            with part.open("wb") as file:
+                np.save(file, packs)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True

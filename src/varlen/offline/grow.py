@@ -1,0 +1,149 @@
+"""Stores that grow: more files become parts of their own, behind those that are there.
+
+A manifest lists the stages that a store went through, each with the fingerprint that it had then. What was there
+keeps its names, places and bytes, so whoever reads it reads on, and takes in the rest when it opens the store anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from varlen import __version__
+from varlen.errors import SettingError
+from varlen.offline.places import disk_faults, write_json
+from varlen.source.source import Source
+from varlen.source.store import STORE_FORMAT
+from varlen.source.tokenizer import digest
+from varlen.source.writing import sync
+from varlen.source.written import PLAN, WORK, read_manifest
+
+
+def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
+    """Return what changes with the tokens of a store and their order.
+
+    Args:
+        marks: of `source_marks`.
+        grown: stages that the store went through before.
+    """
+    stages = [list(grown)] if grown else []
+    return digest(json.dumps([STORE_FORMAT, __version__, marks, *stages], sort_keys=True))
+
+
+def write_plan(partial: Path, fingerprint: str, num_parts: int) -> None:
+    """Say how many parts a token store will have, for those who read it while it is made.
+
+    Raises:
+        SettingError: it can't be written.
+    """
+    with disk_faults(partial):
+        write_json(partial / WORK / PLAN, {"fingerprint": fingerprint, "num_parts": num_parts})
+
+
+def in_stored_order(
+    source: Source, marks: dict[str, Any], manifest: dict[str, Any] | None
+) -> tuple[Source, dict[str, Any]]:
+    """Put the files that a store was made of before those that are new, whatever their names; others stay.
+
+    Args:
+        source: what is to be read.
+        marks: of `source_marks`.
+        manifest: of the store that is there, if one is.
+    """
+    known_files = _files(manifest)
+    if not known_files:
+        return source, marks
+    places: dict[str, list[int]] = {}
+    for number, file in enumerate(marks["files"]):
+        places.setdefault(json.dumps(file, sort_keys=True), []).append(number)
+    order: list[int] = []
+    for known in known_files:
+        same = places.get(json.dumps(known, sort_keys=True))
+        if not same:
+            return source, marks
+        order.append(same.pop(0))
+    order += sorted(number for left in places.values() for number in left)
+    return (
+        replace(source, files=tuple(source.files[number] for number in order)),
+        {**marks, "files": [marks["files"][number] for number in order]},
+    )
+
+
+def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the stages that a store will have behind it; none where it is to be made from the beginning.
+
+    Args:
+        manifest: of the store that is there, if one is.
+        marks: of what is to be read, in the order of `in_stored_order`.
+    """
+    count = len(_files(manifest))
+    if manifest is None or not 0 < count <= len(marks["files"]):
+        return []
+    grown = list(manifest.get("grown", ()))
+    if count == len(marks["files"]):
+        return grown
+    was = fingerprint_of({**marks, "files": marks["files"][:count]}, grown)
+    if manifest.get("fingerprint") != was or "num_parts" not in manifest:
+        return []
+    stage = {
+        "files": count,
+        "parts": manifest["num_parts"],
+        "shards": len(manifest["shards"]),
+        "num_documents": manifest["num_documents"],
+        "fingerprint": was,
+    }
+    return [*grown, stage]
+
+
+def _files(manifest: dict[str, Any] | None) -> list[Any]:
+    """Return the files that a store was made of; none where there is no store."""
+    if manifest is None or manifest.get("kind") != "tokens" or manifest.get("format") != STORE_FORMAT:
+        return []
+    found = manifest.get("source", {}).get("files")
+    return found if isinstance(found, list) else []
+
+
+def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    """Fetch shards that a run moved into the store before it ended too early to list them.
+
+    Args:
+        partial: where the run made them.
+        folder: of the store.
+        manifest: of the store, as it was when this run began.
+
+    Raises:
+        SettingError: another run has grown the store since.
+    """
+    if read_manifest(folder) != manifest:
+        raise SettingError(f"{folder} was changed by another run meanwhile; run the same again")
+    listed = {shard["name"] for shard in manifest["shards"]}
+    with disk_faults(folder):
+        for shard in sorted(path.parent for path in folder.glob("*/shard.json")):
+            if shard.name not in listed:
+                shutil.rmtree(partial / shard.name, ignore_errors=True)
+                shard.replace(partial / shard.name)
+
+
+def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str, Any]) -> None:
+    """Move shards into a store, and then list them, all at once.
+
+    Args:
+        partial: where they are.
+        folder: of the store.
+        names: of the shards.
+        manifest: of the store with them.
+
+    Raises:
+        SettingError: the store can't be written.
+    """
+    with disk_faults(folder):
+        for name in names:
+            (partial / name).replace(folder / name)
+        sync(folder)
+        write_json(folder / "manifest.json", manifest)
+        sync(folder)
+        shutil.rmtree(partial)

@@ -1,0 +1,107 @@
+"""From what the user names to documents that are tokens already and can be read at any place, whoever wrote them."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from varlen.errors import SourceError
+from varlen.source.arrow_tokens import ArrowFile, map_arrow
+from varlen.source.files import Data, find_files, is_url
+from varlen.source.megatron import MAGIC, MegatronFile
+from varlen.source.partial import PartialStore, is_begun
+from varlen.source.store import open_store
+from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_files import FileTokens
+from varlen.source.written import read_manifest
+
+_SUFFIXES = (".bin", ".idx")
+
+
+def open_tokens(data: Data) -> TokenDocuments | None:
+    """Open documents that needn't be tokenized or copied to be read at any place.
+
+    These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
+    the name without a suffix, a glob or a folder of them; and Arrow files of ready tokens, one document a row and not
+    compressed, as Hugging Face's `save_to_disk` writes them.
+
+    Args:
+        data: a file, a folder or a glob, or several of them.
+
+    Returns:
+        The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
+        remote files, and packed rows.
+
+    Raises:
+        SourceError: nothing is there, a file is damaged, or tokens of several kinds are named together.
+    """
+    entries = [data] if isinstance(data, str | Path) else list(data)
+    if len(entries) == 1 and not is_url(entries[0]):
+        folder = Path(entries[0]).expanduser()
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.get("kind") == "tokens":
+            return open_store(folder)
+        if manifest is None and is_begun(folder):
+            return PartialStore(folder)
+    pairs = [_pairs(entry) for entry in entries]
+    if all(pairs):
+        named = {str(prefix.absolute()): (prefix, name) for found in pairs for prefix, name in found}
+        return FileTokens([MegatronFile(prefix, name) for prefix, name in named.values()])
+    if any(pairs):
+        with_, without = (
+            next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
+        )
+        raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
+    return _mapped(data)
+
+
+def _mapped(data: Data) -> FileTokens | None:
+    """Open Arrow files, if all are of the kind that can be read at any place."""
+    files: list[ArrowFile] = []
+    for file in find_files(data):
+        mapped = map_arrow(file)
+        if mapped is None:
+            return None
+        files.append(mapped)
+    return FileTokens(files)
+
+
+def _pairs(entry: str | Path) -> list[tuple[Path, str]]:
+    """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else.
+
+    Raises:
+        SourceError: one half is named, and the other isn't there.
+    """
+    if is_url(entry):
+        return []
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*.idx") if _is_index(p))
+        return [(p.with_suffix(""), p.relative_to(path).with_suffix("").as_posix()) for p in found]
+    if path.suffix in _SUFFIXES and path.is_file():
+        return [_pair(path)]
+    if Path(f"{path}.idx").is_file():
+        return [(path, path.name)]
+    if glob.has_magic(str(path)):
+        root = Path(path.anchor)
+        found = sorted(root.glob(str(path.relative_to(path.anchor))))
+        if found and all(p.suffix in _SUFFIXES and p.is_file() for p in found):
+            return list(dict.fromkeys(_pair(p) for p in found))
+    return []
+
+
+def _pair(path: Path) -> tuple[Path, str]:
+    prefix = path.with_suffix("")
+    missing = [suffix for suffix in _SUFFIXES if not Path(f"{prefix}{suffix}").is_file()]
+    if missing:
+        raise SourceError(f"{path} is half of a pair: {prefix}{missing[0]} isn't there; copy it too")
+    return prefix, prefix.name
+
+
+def _is_index(path: Path) -> bool:
+    """Return whether a file begins as Megatron's indices do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False

@@ -1,0 +1,231 @@
+"""Files that users already have, whose documents are tokens and can be read at any place: read as a store is.
+
+Nothing is copied: a file says where each document lies, 65,536 documents at a time, and pieces are read from there.
+Every 65,536 documents of a file are a shard, and a part, so that work and memory for an order, a window or a restart
+are bounded however large the file is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SourceError
+from varlen.source.documents import Mask
+from varlen.source.tokenizer import digest
+from varlen.types import Int32Array, IntArray
+
+_SHARD_DOCUMENTS = 1 << 16
+_KEPT = 64
+"""Shards whose documents' places stay in memory: 16 bytes a document."""
+_MOST_ID = 2**31 - 1
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+
+class TokenFile(Protocol):
+    """A file of tokens; `with file:` opens it."""
+
+    name: str
+    """Relative to what the user named."""
+    path: str
+    num_documents: int
+    has_mask: bool
+
+    def __enter__(self) -> TokenFile:
+        """Open it."""
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+
+    def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return where the documents [first, stop) begin, in tokens of the file, and their lengths.
+
+        Raises:
+            SourceError: the file is damaged.
+        """
+
+    def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
+        """Return tokens [start, stop) of one document of the open file, as they are stored.
+
+        Raises:
+            SourceError: the file is damaged.
+        """
+
+    def read_mask(self, start: int, stop: int) -> Mask:
+        """Return which of the tokens [start, stop) of one document of the open file are supervised.
+
+        Raises:
+            SourceError: the file is damaged.
+        """
+
+    def will_need(self, start: int, stop: int) -> None:
+        """Have the system read tokens [start, stop) of the open file in."""
+
+    def mark(self) -> str:
+        """Return what changes with the content."""
+
+
+class FileTokens:
+    """The documents of such files, one file after the other."""
+
+    tables: Path | None = None  # nothing is written among data that isn't ours
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        """Take the files.
+
+        Raises:
+            SourceError: they hold no document.
+        """
+        self._files = list(files)
+        counts = [file.num_documents for file in files]
+        if not sum(counts):
+            more = f" and {len(counts) - 1:,} more" if len(counts) > 1 else ""
+            raise SourceError(
+                f"{files[0].path}{more} hold no document of tokens" if files else "no file of tokens"
+            )
+        cuts = [
+            (number, first)
+            for number, count in enumerate(counts)
+            for first in range(0, count, _SHARD_DOCUMENTS)
+        ]
+        self._cuts = cuts
+        self.documents: IntArray = np.array(
+            [min(_SHARD_DOCUMENTS, counts[number] - first) for number, first in cuts], dtype=np.int64
+        )
+        self.parts: IntArray = np.arange(len(cuts))
+        self.num_parts = len(cuts)
+        self._placed = lru_cache(_KEPT)(self._places)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the tokens and their order: of names, sizes and pieces of each file all over it."""
+        return digest(json.dumps([[file.name, file.num_documents, file.mark()] for file in self._files]))
+
+    def fingerprint_at(self, num_parts: int) -> str | None:
+        """Return the fingerprint of the first parts alone: that of all, as these don't grow."""
+        return self.fingerprint if num_parts == self.num_parts else None
+
+    def wait_for(self, num_parts: int) -> None:
+        """Return at once: all is there."""
+
+    def _places(self, shard: int) -> tuple[TokenFile, IntArray, IntArray]:
+        number, first = self._cuts[shard]
+        file = self._files[number]
+        starts, lengths = file.places(first, first + int(self.documents[shard]))
+        return file, starts, lengths
+
+    def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
+        """Return the lengths of documents, each given by its shard and its number there.
+
+        Raises:
+            SourceError: a file is damaged.
+        """
+        lengths = np.empty(len(shards), dtype=np.int64)
+        for shard in np.unique(shards).tolist():
+            at = shards == shard
+            lengths[at] = self._placed(shard)[2][documents[at]]
+        return lengths
+
+    def will_need(self, shards: IntArray, documents: IntArray) -> None:
+        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        for shard in np.unique(shards).tolist():
+            file, starts, lengths = self._placed(shard)
+            held = np.sort(documents[shards == shard])
+            with file:
+                for start, length in zip(starts[held].tolist(), lengths[held].tolist()):
+                    file.will_need(start, start + length)
+
+    def count_targets(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
+    ) -> IntArray:
+        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them.
+
+        Cost: where there is a mask, reading that of the pieces.
+
+        Raises:
+            SourceError: a file is damaged.
+        """
+        counts: IntArray = np.maximum(stops - starts - 1, 0)
+        for shard in np.unique(shards).tolist():
+            file, begins, _ = self._placed(shard)
+            if not file.has_mask:
+                continue
+            pieces = np.flatnonzero((shards == shard) & (counts > 0))
+            firsts = begins[documents[pieces]]
+            spans = zip(
+                pieces.tolist(), (firsts + starts[pieces]).tolist(), (firsts + stops[pieces]).tolist()
+            )
+            with file:
+                for piece, start, stop in spans:
+                    counts[piece] = np.count_nonzero(file.read_mask(start + 1, stop))
+        return counts
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them.
+
+        Raises:
+            SourceError: a file is damaged, or holds an id that no vocabulary has.
+        """
+        ends = np.cumsum(lengths)
+        tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
+        mask: Mask | None = None
+        for shard in np.unique(shards).tolist():
+            file, begins, _ = self._placed(shard)
+            if file.has_mask and mask is None:
+                mask = np.ones(len(tokens), dtype=np.uint8)
+            pieces = np.flatnonzero((shards == shard) & (lengths > 0))
+            first = begins[documents[pieces]] + np.asarray(starts)[pieces]
+            order = np.argsort(first, kind="stable")
+            sizes, to = lengths[pieces][order], (ends - lengths)[pieces][order]
+            with file:
+                for at, size, place in zip(first[order].tolist(), sizes.tolist(), to.tolist()):
+                    ids = file.read_tokens(at, at + size)
+                    if ids.dtype.kind == "i" or ids.dtype.itemsize > 2:
+                        _check_ids(ids, file, at)
+                    tokens[place : place + size] = ids
+                    if file.has_mask and mask is not None:
+                        mask[place : place + size] = file.read_mask(at, at + size)
+        return tokens, mask
+
+
+def _check_ids(ids: npt.NDArray[np.integer[Any]], file: TokenFile, at: int) -> None:
+    """Require that ids are some that a vocabulary may have."""
+    if ids.min() < 0 or ((ids.dtype.itemsize > 4 or ids.dtype.kind == "u") and ids.max() > _MOST_ID):
+        place = int(np.flatnonzero((ids < 0) | (ids > _MOST_ID))[0])
+        raise SourceError(
+            f"{file.path} holds the id {int(ids[place])} at token {at + place:,} (ids are from 0 to 2^31 - 1); it is "
+            "damaged, or holds something else"
+        )
+
+
+def sampled_mark(path: str | Path) -> str:
+    """Return a text that changes with a file's size and, all but surely, with its content.
+
+    Cost: reads 64 pieces of 64 kB evenly over the file, its beginning and end among them; a smaller file whole.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            hashed = hashlib.sha256(str(size).encode())
+            if size <= _SAMPLES * _SAMPLE_BYTES:
+                hashed.update(file.read())
+            else:
+                for sample in range(_SAMPLES):
+                    file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    hashed.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror or error}") from error
+    return f"sampled:{hashed.hexdigest()}"
