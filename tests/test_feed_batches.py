@@ -37,7 +37,7 @@ def steps_of(store, settings):
     stream = PackStream(Windows(store, Groups(store), chosen), 1)
     position, steps = Position(), []
     while True:
-        packs, position = stream.take(position, settings.global_batch_size)
+        packs, position, _ = stream.take(position, settings.global_batch_size)
         if packs.num_packs == 0:
             return steps
         steps.append(plan_step(store, packs, len(steps), settings))

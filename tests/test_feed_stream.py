@@ -29,7 +29,7 @@ def test_steps_of_any_size_take_the_same_packs_in_the_same_order(shards, epochs,
     position, found, positions = Position(), [], []
     while True:
         positions.append((position, len(found)))
-        taken, position = stream(shards, epochs, window).take(position, count)
+        taken, position, _ = stream(shards, epochs, window).take(position, count)
         found += packs_of(taken)
         if taken.num_packs < count:
             break
@@ -54,8 +54,8 @@ def test_an_epoch_holds_the_parts_that_it_began_with_and_the_next_one_those_that
     store = Store([[3] * 9, [4] * 8])
     windows = Windows(store, Groups(store), WindowSettings(capacity=5, window=4))
     first = PackStream(windows, 2, num_parts=lambda epoch: 1 + (epoch > 0))
-    packs, end = first.take(Position(), 10**6)
-    _, middle = first.take(Position(), 5)
+    packs, end, _ = first.take(Position(), 10**6)
+    _, middle, _ = first.take(Position(), 5)
 
     shards = [{shard for shard, *_ in pack} for pack in packs_of(packs)]
     assert shards[:9] == [{0}] * 9

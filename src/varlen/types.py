@@ -50,6 +50,11 @@ class Ledger:
     dropped_documents: int = 0
     """Documents left out whole, empty ones not counted."""
 
+    def and_then(self, other: Ledger) -> Ledger:
+        """Return the sum of two ledgers."""
+        names = [field.name for field in fields(self)]
+        return Ledger(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     @property
     def balance(self) -> int:
         """Tokens unaccounted for; 0 in every ledger that varlen hands out."""

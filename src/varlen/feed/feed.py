@@ -65,6 +65,16 @@ class Made:
 class Feed(Protocol):
     """Makes the batches of one rank."""
 
+    def begun(self, state: FeedState) -> FeedState:
+        """Return a state that says where it stands, also where training begins.
+
+        Args:
+            state: of this feed, or of another one.
+
+        Raises:
+            StateError: of another one.
+        """
+
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches that follow a state, to the end of the last epoch; the same bytes whenever it is asked.
 

@@ -13,7 +13,9 @@ from varlen.feed.state import MOST, FeedState
 from varlen.feed.stream import PackStream, Position
 from varlen.pack.lengths import as_count
 from varlen.source.token_documents import TokenDocuments
+from varlen.types import Ledger
 
+_NOTHING = Ledger(tokens_in=0, packed=0)
 _NUMBERS = ("epoch", "group", "window", "pack")
 
 
@@ -24,8 +26,8 @@ class IndexedFeed:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
 
-    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState]]:
-        """Yield the steps from the one that a state is in, and the state where each has been taken.
+    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, Ledger]]:
+        """Yield the steps from the one that a state is in, the state where each has been taken, and its ledger.
 
         A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
 
@@ -34,15 +36,17 @@ class IndexedFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        number, position = state.step, self.position(state)
+        number, position, ledger = state.step, self.position(state), _NOTHING
         while True:
-            packs, position = self._stream.take(position, self._settings.global_batch_size)
+            packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
+            ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
                 return
             step = plan_step(self._store, packs, number, self._settings)
             number += 1
             if step.num_targets:
-                yield step, FeedState(step=number, at=self._as_json(position))
+                yield step, FeedState(step=number, at=self._as_json(position)), ledger
+                ledger = _NOTHING
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches that follow a state.
@@ -56,15 +60,26 @@ class IndexedFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
+        state = self.begun(state)
         first = state.micro_batch
-        state = replace(state, at=self._as_json(self.position(state)))
-        for step, after in self.steps(state):
+        for step, after, entered in self.steps(state):
+            ledger: Ledger | None = entered
             here = replace(state, step=step.number, micro_batch=0)
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 batch = make_batch(self._store, step, self._rank, number, self._settings, buffers())
-                yield Made(batch=batch, state=after if is_last else replace(here, micro_batch=number + 1))
+                now = after if is_last else replace(here, micro_batch=number + 1)
+                yield Made(batch=batch, state=now, ledger=ledger)
+                ledger = None
             first, state = 0, after
+
+    def begun(self, state: FeedState) -> FeedState:
+        """Return a state that says where it stands, also where training begins.
+
+        Raises:
+            StateError: the state is none of a token store, or of another one.
+        """
+        return replace(state, at=self._as_json(self.position(state)))
 
     def position(self, state: FeedState) -> Position:
         """Return where the step of a state begins, and which parts of the store its epochs hold.

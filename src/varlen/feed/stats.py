@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from varlen.feed.feed import BatchCounts, Made, counts_of
 from varlen.types import Ledger
@@ -87,13 +87,9 @@ class Meter:
         counts["late"] += ready == 0 and not is_first
         counts["skipped"] += made.skipped
         if made.ledger is not None:
-            self._ledger = _sum(self._ledger, made.ledger)
+            self._ledger = self._ledger.and_then(made.ledger)
 
     def stats(self, *, copies: int, restarts: int) -> LoaderStats:
         """Return what was entered so far, beside what the worker counts."""
         whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}
         return LoaderStats(**{**whole, "copies": copies, "restarts": restarts}, ledger=self._ledger)  # type: ignore[arg-type]
-
-
-def _sum(one: Ledger, other: Ledger) -> Ledger:
-    return Ledger(**{name: value + asdict(other)[name] for name, value in asdict(one).items()})

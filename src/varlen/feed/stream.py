@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.windows import Windows
+from varlen.types import Ledger
 
 Grown = tuple[tuple[int, int], ...]
 """Pairs of an epoch and a number of parts: from that epoch on, an epoch holds so many of the store's parts."""
@@ -53,8 +54,10 @@ class PackStream:
         now = windows.store.num_parts
         self._num_parts = num_parts or (lambda _: now)
 
-    def take(self, position: Position, count: int) -> tuple[StorePacks, Position]:
-        """Return the next packs, fewer than asked for only where the last epoch ends, and where those after begin.
+    def take(self, position: Position, count: int) -> tuple[StorePacks, Position, Ledger]:
+        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
+
+        There are fewer packs than asked for only where the last epoch ends.
 
         Args:
             position: of the first; of a state, or as returned with the packs before.
@@ -67,6 +70,7 @@ class PackStream:
         Cost: that of the windows that hold them.
         """
         parts: list[StorePacks] = []
+        ledger = Ledger(tokens_in=0, packed=0)
         taken, at_start = 0, -1
         while taken < count:
             here = self.at_window(position)
@@ -76,13 +80,16 @@ class PackStream:
                 if at_start == taken:
                     break  # a whole epoch gave no pack, and so would those after it
                 at_start = taken
-            packs = self.windows.window(here.epoch, here.group, here.window, here.num_parts).packs
+            window = self.windows.window(here.epoch, here.group, here.window, here.num_parts)
+            packs = window.packs
+            if here.pack == 0:
+                ledger = ledger.and_then(window.ledger)
             stop = min(here.pack + count - taken, packs.num_packs)
             parts.append(packs.slice(here.pack, stop))
             taken += stop - here.pack
             is_over = stop == packs.num_packs
             position = replace(here, window=here.window + is_over, pack=0 if is_over else stop)
-        return end_to_end(parts), position
+        return end_to_end(parts), position, ledger
 
     def begun(self, position: Position) -> Position:
         """Return a position with the parts of its epoch."""
