@@ -146,6 +146,11 @@ class BlockReader:
         self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
         self._streams: dict[int, StreamCursor] = {}
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are."""
+        return len(self._blocks)
+
     def has(self, chunk: Chunk) -> bool:
         """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`.
 
