@@ -204,8 +204,9 @@ class Rounds:
         settings = self._settings
         capacity, most_documents = settings.lane.passes.capacity, settings.lane.passes.max_documents
         least, most = ((packs + spare) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
-        if left_tokens <= 2 * sum(max(most - one.tokens, 0) for one in held):
-            return [most] * len(held)  # the input ends soon: lanes are filled alike
+        alike = max(most, *(one.tokens for one in held))
+        if left_tokens <= 2 * sum(alike - one.tokens for one in held):
+            return [alike] * len(held)  # the input ends soon: lanes are filled alike
         targets = []
         for one in held:
             if most_documents is not None and one.pieces >= (packs + SPARE_PACKS) * most_documents:
