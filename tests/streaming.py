@@ -96,9 +96,8 @@ def side_by_side(source: Source, ranks: int, state: FeedState, meets: bool, **mo
 
 
 def content(made: Made) -> tuple[bytes, ...]:
-    return tuple(getattr(made.batch, name).tobytes() for name in NAMES) + (
-        str(made.batch.step_num_targets).encode(),
-    )
+    arrays = (getattr(made.batch, name).tobytes() for name in NAMES)
+    return (*arrays, str(made.batch.step_num_targets).encode())
 
 
 def rows(made: Made) -> list[tuple[int, bytes, bytes]]:
@@ -121,7 +120,11 @@ def pieces(made: list[Made]) -> list[tuple[int, int, bytes]]:
             for segment in range(int(segments[row].max(initial=-1)) + 1):
                 where = np.flatnonzero(segments[row] == segment) + row * width
                 found.append(
-                    (int(one.batch.document_ids[at]), int(one.batch.document_starts[at]), ids[where].tobytes())
+                    (
+                        int(one.batch.document_ids[at]),
+                        int(one.batch.document_starts[at]),
+                        ids[where].tobytes(),
+                    )
                 )
                 at += 1
     return found
@@ -148,4 +151,6 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 def some_texts(seed: int, count: int, longest: int = 120) -> list[str]:
     """Different texts of random lengths."""
     rng = np.random.default_rng(seed)
-    return [f"{n}." + "".join(rng.choice(list("abcdef"), size=rng.integers(0, longest))) for n in range(count)]
+    return [
+        f"{n}." + "".join(rng.choice(list("abcdef"), size=rng.integers(0, longest))) for n in range(count)
+    ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections import Counter
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -26,7 +28,6 @@ from streaming import (
 )
 
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
-from varlen.feed.ahead import AheadSettings
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.source import blocks
 from varlen.source.source import open_source
@@ -39,7 +40,7 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def texts():
-    return some_texts(1, 600)
+    return some_texts(1, 300)
 
 
 @pytest.fixture(scope="module")
@@ -51,30 +52,27 @@ def saved(state):
     return from_json(json.loads(json.dumps(to_json(state, "streaming", {}))), "streaming", {}, frozenset())
 
 
-def test_every_state_gives_the_rest_twice_after_json(source):
+def test_every_state_gives_the_rest_twice_after_json(tmp_path):
+    source = open_source(write_texts(tmp_path / "a.jsonl", some_texts(5, 50)))
     feed = feed_of(source, lanes=2, size=4, micro=2, epochs=2)
     whole = run(feed)
     states = [FeedState(), *(one.state for one in whole)]
     expected = [content(one) for one in whole]
 
-    assert len(whole) > 60
-    for taken in range(0, len(states), 5):
-        for _ in range(2):
-            assert saved(states[taken]) == states[taken]
-            assert [content(one) for one in run(feed, saved(states[taken]))] == expected[taken:]
+    assert len({json.dumps(state.at) for state in states}) > 4
+    for taken, state in enumerate(states):
+        assert saved(state) == state
+        for again in range(2):
+            count = 5 if again or taken % 9 else None
+            batches = feed.batches(saved(state), new_arrays)
+            assert [content(one) for one in islice(batches, count)] == expected[taken:][:count]
+            batches.close()
 
 
-def test_a_run_that_stops_after_every_batch_gives_what_an_undisturbed_one_gives(source):
-    whole = run(feed_of(source, lanes=2, size=4, micro=2))
+def test_a_state_where_training_has_ended_gives_nothing(source):
+    last = run(feed_of(source, lanes=2, size=4, micro=2))[-1].state
 
-    state, made = FeedState(), []
-    while one := next(feed_of(source, lanes=2, size=4, micro=2).batches(saved(state), new_arrays), None):
-        made.append(content(one))
-        state = one.state
-
-    assert made == [content(one) for one in whole]
-    assert state == whole[-1].state
-    assert run(feed_of(source, lanes=2, size=4, micro=2), saved(state)) == []
+    assert run(feed_of(source, lanes=2, size=4, micro=2), saved(last)) == []
 
 
 @pytest.mark.parametrize("meets", [True, False])
@@ -88,7 +86,7 @@ def test_every_world_size_takes_the_same_set_of_packs_at_each_step(source, ranks
         return {step: sorted(packs) for step, packs in found.items()}
 
     alone = run(feed_of(source, lanes=6, size=12))
-    middle = [one.state for one in alone if one.state.micro_batch == 0][len(alone) // 24]
+    middle = [one.state for one in alone if one.state.micro_batch == 0][len(alone) // 30]
     for state in (FeedState(), middle):
         made = side_by_side(source, ranks, state, meets, lanes=6, size=12, micro=2)
 
@@ -125,7 +123,7 @@ def test_each_document_comes_once_in_an_epoch_and_its_number_is_its_own(source, 
 def test_an_endless_run_goes_through_epoch_after_epoch(tmp_path):
     few = some_texts(2, 30)
     source = open_source(write_texts(tmp_path / "a.jsonl", few))
-    feed, seen = feed_of(source, epochs=None), Counter()
+    feed, seen = feed_of(source, epochs=None, max_age=2, window_packs=32, lanes=2), Counter()
 
     batches = feed.batches(FeedState(), new_arrays)
     for one in (next(batches) for _ in range(400)):
@@ -133,8 +131,7 @@ def test_an_endless_run_goes_through_epoch_after_epoch(tmp_path):
     batches.close()
 
     assert len(seen) == len(few)
-    assert max(seen.values()) - min(seen.values()) <= 24
-    assert min(seen.values()) > 3
+    assert min(seen.values()) > 5
 
 
 @pytest.mark.parametrize("meets", [True, False])
@@ -154,7 +151,7 @@ def test_epochs_without_any_document_end_and_endless_ones_too(tmp_path):
         (tmp_path / "a.jsonl").write_text(text)
         source = open_source(tmp_path / "a.jsonl")
         assert run(feed_of(source, epochs=3)) == []
-    (tmp_path / "b.jsonl.gz").write_bytes(__import__("gzip").compress(b"\n"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n"))
     assert run(feed_of(open_source(tmp_path / "b.jsonl.gz"), epochs=None)) == []
 
 
@@ -189,7 +186,7 @@ def sorted_packs(made):
     st.sampled_from([1, 4]),
     st.integers(0, 9),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_any_documents_and_settings_come_out_whole_and_resume_anywhere(
     tmp_path_factory, lengths, method, overlong, most, multiple, seed
 ):
@@ -234,7 +231,7 @@ def test_sizes_that_do_not_divide_each_other_are_refused(source):
 
 
 def test_a_state_of_other_lanes_or_data_is_refused(source, tmp_path):
-    state = run(feed_of(source))[40].state
+    state = next(one.state for one in run(feed_of(source)) if one.state.at["step"])
     other = open_source(write_texts(tmp_path / "a.jsonl", some_texts(9, 20, longest=9)))
 
     for changed, given_ in (
@@ -273,7 +270,7 @@ def test_a_bad_record_is_raised_by_every_rank_at_the_batch_that_needs_it(tmp_pat
 
     assert len(said) == 2
     assert said[0] == said[1]
-    assert said[0][0] > 50
+    assert said[0][0] > 20
     assert "a.jsonl line 391 holds number in `text`" in said[0][1]
 
 
@@ -302,11 +299,7 @@ def test_closing_early_leaves_no_thread_also_where_another_rank_never_comes(sour
     batches = feed_of(source, epochs=None).batches(FeedState(), new_arrays)
     next(batches)
     batches.close()
-    alone = feed_of(source, 2, 0, exchange=Meeting(4)).batches(FeedState(), new_arrays)
-    waiting = threading.Thread(target=lambda: next(alone, None), daemon=True)
-
     assert threading.active_count() == before
-    del waiting, alone
     meeting = Meeting(4)
     feeds = [feed_of(source, 2, rank, exchange=meeting, epochs=None) for rank in range(2)]
     both = [feed.batches(FeedState(), new_arrays) for feed in feeds]
@@ -318,15 +311,3 @@ def test_closing_early_leaves_no_thread_also_where_another_rank_never_comes(sour
     for one in both:
         one.close()
     assert threading.active_count() == before
-
-
-def test_no_more_rounds_are_prepared_than_settings_allow(source):
-    for most, settings_ in ((2, AheadSettings(items=1, seconds=0)), (4, AheadSettings(items=3, seconds=0))):
-        feed, read = feed_of(source, epochs=None, ahead=settings_), []
-        batches = feed.batches(FeedState(), new_arrays)
-        first = next(batches)
-        worked = [t for t in threading.enumerate() if t.name == "varlen-ahead"]
-        assert len(worked) == 1
-        read.append(first)
-        batches.close()
-        assert most

@@ -35,7 +35,7 @@ class AheadSettings:
 
 
 class Ahead(Generic[_Item]):
-    """Yields the items of an iterator, which a thread asks for ahead of time. Errors come in the place of their item."""
+    """Yields the items of an iterator, which a thread asks for ahead; errors come in the place of their item."""
 
     def __init__(
         self, items: Callable[[], Iterator[_Item]], settings: AheadSettings, stop: Callable[[], None]

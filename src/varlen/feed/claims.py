@@ -1,4 +1,4 @@
-"""Which lane reads which chunk: every claim is the next of one sequence, so that it follows from the claims before."""
+"""Which lane reads which chunk: every claim is the next of one sequence, and so follows from those before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lanes take in: claimed chunks, read and encoded side by side, and documents that waited when a state was saved."""
+"""What lanes take in: claimed chunks, read side by side, and documents that waited when a state was saved."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class Intake:
     def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:
         """Read chunks; those that are parts of one stretch one after the other."""
         stretches: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index in sorted(range(len(chunks)), key=lambda index: (chunks[index].block, chunks[index].number)):
+        for index in sorted(
+            range(len(chunks)), key=lambda index: (chunks[index].block, chunks[index].number)
+        ):
             stretches[self._reader.stretch_of(chunks[index])].append(index)
         found: dict[int, Raw | Exception] = {}
 
@@ -110,7 +112,9 @@ class Intake:
                     "the state is of other data"
                 )
         raws = self._rows([chunk for chunk, _ in wanted])
-        source = replace(self._source, on_error="skip")  # what is bad has been told, and what is wanted is not
+        source = replace(
+            self._source, on_error="skip"
+        )  # what is bad has been told, and what is wanted is not
 
         def read(of: tuple[Raw | Exception, IntArray]) -> Read:
             raw, some = of
@@ -154,7 +158,9 @@ def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
     )
 
 
-def by_lane(brought: Iterable[Brought | Exception], claims: Sequence[Claim]) -> dict[int, list[Brought | Exception]]:
+def by_lane(
+    brought: Iterable[Brought | Exception], claims: Sequence[Claim]
+) -> dict[int, list[Brought | Exception]]:
     """Return what was brought to each lane, in the order of its claims."""
     found: dict[int, list[Brought | Exception]] = defaultdict(list)
     for one, claim in zip(brought, claims):

@@ -18,11 +18,11 @@ from varlen.pack.rounds import take, take_all
 from varlen.pack.waiting import Waiting
 from varlen.source.block_reader import Read
 from varlen.source.order import hashed
-from varlen.types import Int32Array, IntArray, Ledger, Overlong
+from varlen.types import Int32Array, IntArray, Overlong
 
 Mask = npt.NDArray[np.uint8]
 CHUNK_BITS, RECORD_BITS = 18, 20
-"""Of a document's number: its block, the chunk of a block that can't be cut, and its record in what is read at once."""
+"""Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
 
 def document_ids(block: int, chunk: int, records: IntArray) -> IntArray:
@@ -245,8 +245,8 @@ class Lane:
             many = int((lengths > capacity).sum())
             raise OverlongDocumentError(
                 f"{path} holds a document of {int(lengths.max()):,} tokens but capacity is {capacity:,} ({many:,} of "
-                f"the {len(lengths):,} documents read with it are too long); pass overlong=\"split\", \"truncate\" or "
-                "\"drop\", or raise capacity"
+                f'the {len(lengths):,} documents read with it are too long); pass overlong="split", "truncate" or '
+                '"drop", or raise capacity'
             )
 
     def pack(self, count: int | None) -> tuple[LanePacks, Arrival]:
@@ -260,7 +260,10 @@ class Lane:
         passes = settings.passes
         waiting, losses = arrived(lengths, 0, passes.capacity, passes.method, settings.overlong)
         waiting = Waiting(
-            records=waiting.records, starts=waiting.starts, stops=waiting.stops, ages=here.ages[waiting.records]
+            records=waiting.records,
+            starts=waiting.starts,
+            stops=waiting.stops,
+            ages=here.ages[waiting.records],
         )
         self._counts = self._counts.plus(losses)
         if count is None:

@@ -11,15 +11,16 @@ Which rank runs a lane changes nothing: what others must know of it, they are to
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from varlen import errors
-from varlen.errors import SourceError, StateError, VarlenError
+from varlen.errors import SourceError, StateError
 from varlen.feed.claims import ChunkSequence, Claim, Claimed, as_claimed, deal_claims
 from varlen.feed.exchange import Exchange
 from varlen.feed.intake import Intake, by_lane
@@ -41,6 +42,8 @@ from varlen.pack.lengths import as_count
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
 
 _log = logging.getLogger(__name__)
+_MOST_CLAIMS = 64
+"""Claims a lane that are read before lanes are compared again."""
 _FIRST_PACKS = 4
 """Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
 
@@ -92,7 +95,7 @@ class _Place:
 
     number: int = 0
     step: int = 0
-    claimed: Claimed = Claimed()
+    claimed: Claimed = field(default_factory=Claimed)
     records: Sequence[Mapping[str, Any]] = ()
     """Of all lanes."""
 
@@ -177,11 +180,12 @@ class Rounds:
             held_by(np.asarray(record["lengths"], dtype=np.int64), settings.lane) for record in place.records
         ]
         claims, tokens = (sum(r["counts"][name] for r in place.records) for name in ("claims", "tokens"))
-        for turn in range(1 << 62):
+        fruitful = claimed.epoch
+        for turn in itertools.count():
             brings = max(tokens / claims, 1.0) if claims else settings.block_bytes / 8
             left = self._sequence.left(claimed)
             targets = self._targets(held, packs, left * brings)
-            most = int(min(max(left / (2 * settings.lanes), 1), 1 << 20))
+            most = int(min(max(left / (2 * settings.lanes), 1), _MOST_CLAIMS * settings.lanes))
             dealt = deal_claims([one.tokens for one in held], targets, brings, most)
             if not dealt:
                 return claimed, False
@@ -194,10 +198,12 @@ class Rounds:
             if taken:
                 before = sum(one.tokens for one in held)
                 held = self._read(f"{place.number}/{turn}", taken, lanes)
-                claims, tokens = claims + len(taken), tokens + sum(one.tokens for one in held) - before
-            if len(taken) < len(dealt):
-                return claimed, True
-        raise AssertionError  # pragma: no cover
+                brought = sum(one.tokens for one in held) - before
+                claims, tokens = claims + len(taken), tokens + brought
+                fruitful = claimed.epoch if brought else fruitful
+            if len(taken) < len(dealt) or claimed.epoch > fruitful + 1:  # ended, or an epoch of nothing
+                break
+        return claimed, True
 
     def _targets(self, held: Sequence[Held], packs: int, left_tokens: float) -> list[int]:
         """Return what each lane is to hold before its round can be packed."""
@@ -251,9 +257,8 @@ class Rounds:
             if "error" in heard[lane]:
                 if lane in told:
                     raise told[lane]
-                kind = getattr(errors, str(heard[lane]["error"]), None)
-                is_ours = isinstance(kind, type) and issubclass(kind, VarlenError)
-                raise (kind if is_ours else SourceError)(heard[lane]["said"])
+                kind = getattr(errors, str(heard[lane]["error"]), SourceError)
+                raise kind(heard[lane]["said"])
         return heard
 
     def _pack(

@@ -8,7 +8,7 @@ the same at any world size that divides the lanes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from varlen.feed.feed import Buffers, Made
 from varlen.feed.intake import Intake
 from varlen.feed.lane import LanePacks, LaneSettings
 from varlen.feed.rounds import Round, Rounds, RoundSettings
-from varlen.feed.state import MOST, FeedState
-from varlen.pack.lengths import as_count
+from varlen.feed.state import FeedState
 from varlen.pack.passes import Passes
 from varlen.source.block_reader import BlockReader
 from varlen.source.blocks import cut_blocks, read_by_all
@@ -47,9 +46,9 @@ class StreamingSettings:
     """Packs of a lane that are made together, about."""
     min_fill: float = 0.995
     """From which on a pack counts as full."""
-    max_age: int = 32
+    max_age: int = 16
     """Rounds that a document waits at most for a pack that gets full."""
-    ahead: AheadSettings = AheadSettings()
+    ahead: AheadSettings = field(default_factory=AheadSettings)
     threads: int = 2
     """Blocks read side by side."""
 
@@ -63,8 +62,8 @@ class StreamingFeed:
         n · ((w + 32) · c + claim)        what waits in the lanes, twice while it is packed
         ahead.most_bytes + n · w · c      rounds that are ready, and the one that is being taken
 
-    where claim is what a chunk brings (a block of at most 1 MB, or the longest document), and there are 32 packs to
-    choose from where few documents are shorter than a pack, else 8. While they are read, chunks hold their text as well.
+    where claim is what a chunk brings (a block of at most 1 MB, or the longest document), and 32 packs are there to
+    choose from where few documents are shorter than a pack, else 8. Chunks hold their text too while they are read.
     """
 
     def __init__(
@@ -121,8 +120,11 @@ class StreamingFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SettingError: the tokenizer fails.
         """
-        if state.at and as_count(state.at.get("step", -1), "step", 0, MOST) > state.step:
-            raise StateError(f"the state is at step {state.step:,}, but its round begins later; it was changed")
+        begins = state.at.get("step", 0)
+        if not isinstance(begins, int) or not 0 <= begins <= state.step:
+            raise StateError(
+                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
+            )
         exchange = self._exchanges(self._runs)
         self._runs += 1
         reader = BlockReader(self._source, self._blocks)
@@ -156,7 +158,9 @@ class StreamingFeed:
                 numbers = hands[micro_batch * size : (micro_batch + 1) * size]
                 contents = self._contents(one, number, numbers)
                 batch = fill_batch(contents, num_targets, self._batch, buffers())
-                yield Made(batch=batch, state=after if is_last else replace(here, micro_batch=micro_batch + 1))
+                yield Made(
+                    batch=batch, state=after if is_last else replace(here, micro_batch=micro_batch + 1)
+                )
 
     def _dealt(self, one: Round, step: int) -> IntArray:
         """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""
@@ -169,7 +173,8 @@ class StreamingFeed:
                 pieces = slice(int(packs.offsets[pack]), int(packs.offsets[pack + 1]))
                 lengths = packs.stops[pieces] - packs.starts[pieces]
                 work[index] = work_of(lengths, np.array([0, len(lengths)]), self._batch.work)[0]
-        return numbers[deal(work, 1, self._batch.micro_batch_size)[0]]
+        mine: IntArray = numbers[deal(work, 1, self._batch.micro_batch_size)[0]]
+        return mine
 
     def _contents(self, one: Round, step: int, numbers: IntArray) -> Contents:
         """Return the pieces of some packs of a step."""
@@ -222,7 +227,7 @@ def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
     lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
     if lanes < 1 or size % lanes:
         raise SettingError(
-            f"global_batch_size {size:,} must be a multiple of the {lanes:,} lanes: every step takes as many packs of each"
+            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes: a step takes as many packs of each"
         )
     if lanes % world:
         fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)

@@ -30,6 +30,7 @@ _VERSION = 1
 _MOST = 2**63 - 1
 """Most records, and most tokens, that a stream can have: they outgrow the 32 bits of one call to `vl.pack`."""
 
+
 def _as_share(value: object, name: str) -> float:
     """Return a number from 0 to 1.
 

@@ -183,7 +183,8 @@ class BlockReader:
         """
         blocks, block = self._blocks, chunk.block
         index, start, stop, part, of_parts = (
-            int(of[block]) for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
+            int(of[block])
+            for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
         )
         if of_parts == 0:
             rows, error = self._streams[block].chunks[chunk.number]
@@ -206,8 +207,10 @@ class BlockReader:
 
     def close(self) -> None:
         """Close all files."""
-        for cursor in (*self._tables.values(), *self._streams.values()):
-            cursor.close()
+        for table in self._tables.values():
+            table.close()
+        for stream in self._streams.values():
+            stream.close()
         self._tables.clear()
         self._streams.clear()
 

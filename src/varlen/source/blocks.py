@@ -130,7 +130,7 @@ def read_by_all(source: Source, blocks: Blocks) -> list[str]:
 
 
 def _stretches(source: Source, file: File) -> list[int] | None:
-    """Return the bytes of a table's row groups or record batches; None for other files, and where they are unknown."""
+    """Return the bytes of a table's row groups or record batches; None for what isn't cut there."""
     if file.format not in ("parquet", "arrow"):
         return None
     try:
@@ -162,7 +162,7 @@ def _cut(
             (start, -1 if start + block_bytes >= size else start + block_bytes, 0, 1, block_bytes)
             for start in starts
         ]
-    if (file.format == "text" and is_whole) or 0 <= file.size and size <= block_bytes:
+    if (file.format == "text" and is_whole) or (file.size >= 0 and size <= block_bytes):
         return [(0, -1, 0, 1, size)]
     return [(0, -1, 0, 0, size)]
 

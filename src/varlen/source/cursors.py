@@ -1,4 +1,4 @@
-"""Places in files that are read from their beginning: parts of a large row group, chunks of a file that can't be cut."""
+"""Places in files that are read from their beginning: parts of row groups, chunks of files that can't be cut."""
 
 from __future__ import annotations
 

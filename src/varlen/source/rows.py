@@ -76,7 +76,9 @@ class Rows:
             indexes: which.
         """
         columns = {
-            name: [column[index] for index in indexes] if isinstance(column, list) else column.take(_arrow(indexes))
+            name: [column[index] for index in indexes]
+            if isinstance(column, list)
+            else column.take(_arrow(indexes))
             for name, column in self.columns.items()
         }
         return replace(self, columns=columns, numbers=[self.numbers[index] for index in indexes], faults=())
