@@ -209,7 +209,8 @@ class Rounds:
         """Return what each lane is to hold before its round can be packed."""
         settings = self._settings
         capacity, most_documents = settings.lane.passes.capacity, settings.lane.passes.max_documents
-        least, most = ((packs + spare) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
+        # No more to choose from than is taken: the first round is small, so that the first batch comes early.
+        least, most = ((packs + min(spare, packs)) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
         alike = max(most, *(one.tokens for one in held))
         if left_tokens <= 2 * sum(alike - one.tokens for one in held):
             return [alike] * len(held)  # the input ends soon: lanes are filled alike
