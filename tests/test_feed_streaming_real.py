@@ -1,4 +1,4 @@
-"""The streaming feed on real documents: what is masked at the end, how full packs are, and files that are one piece."""
+"""The streaming feed on real documents: what is masked at the end, how full packs are, files in one piece."""
 
 from __future__ import annotations
 

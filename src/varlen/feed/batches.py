@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
@@ -57,7 +59,7 @@ class Step:
 class Contents:
     """What stands in a batch: pieces end to end, pack after pack."""
 
-    tokens: npt.NDArray[Any]
+    tokens: npt.NDArray[np.integer[Any]]
     mask: npt.NDArray[np.uint8] | None
     """1 where a token is trained on; None where all are."""
     lengths: IntArray
@@ -163,7 +165,7 @@ def fill_batch(
     contents: Contents,
     num_targets: int,
     settings: BatchSettings,
-    out: Mapping[str, npt.NDArray[Any]] | None = None,
+    out: Out | None = None,
 ) -> PackedBatch:
     """Build a batch out of its pieces.
 
