@@ -230,15 +230,15 @@ def test_the_packs_of_a_window_stand_in_the_order_of_their_first_document() -> N
 def test_a_stream_of_tiny_documents_is_not_packed_anew_for_each_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from varlen.pack import window
+    from varlen.pack import passes
 
-    calls, pack = [], window.pack
+    calls, pack = [], passes.pack
 
     def counted(lengths: Any, *rest: Any, **named: Any) -> Any:
         calls.append(len(lengths))
         return pack(lengths, *rest, **named)
 
-    monkeypatch.setattr(window, "pack", counted)
+    monkeypatch.setattr(passes, "pack", counted)
     packer = vl.WindowPacker(capacity=10**6, window=100, method="wrapped")
     packer.add([1] * 10_000)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
@@ -12,7 +14,7 @@ from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.pack.api import DEFAULT_WORK
 from varlen.source.token_documents import TokenDocuments
-from varlen.types import IntArray, Ledger, Packing
+from varlen.types import FloatArray, IntArray, Ledger, Packing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,25 @@ class Step:
     """Labels of all ranks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Contents:
+    """What stands in a batch: pieces end to end, pack after pack."""
+
+    tokens: npt.NDArray[np.integer[Any]]
+    mask: npt.NDArray[np.uint8] | None
+    """1 where a token is trained on; None where all are."""
+    lengths: IntArray
+    """int64 `[pieces]`: tokens of each."""
+    offsets: IntArray
+    """int64 `[packs + 1]`: where each pack's pieces begin; a masked pack has none."""
+    document_ids: IntArray
+    """int64 `[pieces]`: the document of each."""
+    document_starts: IntArray
+    """int64 `[pieces]`: the first of its tokens."""
+    pack_ids: IntArray
+    """int64 `[packs]`: numbers that count through the training."""
+
+
 def plan_step(store: TokenDocuments, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
     """Deal the packs of a step to all ranks, and count what they train.
 
@@ -65,11 +86,8 @@ def plan_step(store: TokenDocuments, packs: StorePacks, number: int, settings: B
     Raises:
         SourceError: the store is damaged.
     """
-    lengths = (packs.stops - packs.starts).astype(np.float64)
-    each, squared = settings.work
-    before = np.concatenate([[0.0], np.cumsum(each * lengths + squared * lengths**2)])
     work = np.zeros(settings.global_batch_size)
-    work[: packs.num_packs] = np.diff(before[packs.offsets])
+    work[: packs.num_packs] = work_of(packs.stops - packs.starts, packs.offsets, settings.work)
     return Step(
         number=number,
         packs=packs,
@@ -112,26 +130,70 @@ def make_batch(
     pieces = np.repeat(packs.offsets[real] - offsets[:-1], counts) + np.arange(offsets[-1])
     lengths = packs.stops[pieces] - packs.starts[pieces]
     tokens, mask = store.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
-    ends = np.concatenate([[0], np.cumsum(lengths)])
+    before = np.concatenate([[0], np.cumsum(store.documents)])
+    return fill_batch(
+        Contents(
+            tokens=tokens,
+            mask=mask,
+            lengths=lengths,
+            offsets=offsets,
+            document_ids=before[packs.shards[pieces]] + packs.documents[pieces],
+            document_starts=packs.starts[pieces],
+            pack_ids=step.number * settings.global_batch_size + numbers,
+        ),
+        step.num_targets,
+        settings,
+        out,
+    )
+
+
+def work_of(lengths: IntArray, offsets: IntArray, work: tuple[float, float]) -> FloatArray:
+    """Return what each pack costs, float64 `[packs]`.
+
+    Args:
+        lengths: `[pieces]`: tokens of each.
+        offsets: `[packs + 1]`: where each pack's pieces begin.
+        work: of a token and of a squared token.
+    """
+    tokens = lengths.astype(np.float64)
+    before = np.concatenate([[0.0], np.cumsum(work[0] * tokens + work[1] * tokens**2)])
+    each: FloatArray = np.diff(before[offsets])
+    return each
+
+
+def fill_batch(
+    contents: Contents,
+    num_targets: int,
+    settings: BatchSettings,
+    out: Out | None = None,
+) -> PackedBatch:
+    """Build a batch out of its pieces.
+
+    Args:
+        contents: the pieces.
+        num_targets: labels of the whole step, of all ranks.
+        settings: how.
+        out: arrays to fill, as `vl.collate` takes them.
+    """
+    ends = np.concatenate([[0], np.cumsum(contents.lengths)])
     batch = collate(
-        (tokens, ends),
-        _as_packing(lengths, offsets, settings),
-        loss_mask=None if mask is None else (mask, ends),
+        (contents.tokens, ends),
+        _as_packing(contents.lengths, contents.offsets, settings),
+        loss_mask=None if contents.mask is None else (contents.mask, ends),
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         layout=settings.layout,
-        step_num_targets=step.num_targets,
+        step_num_targets=num_targets,
         dp_world_size=settings.dp_world_size,
         out=out,
         report=False,  # the loader counts them
     )
-    shown = pieces[batch.document_ids]
-    before = np.concatenate([[0], np.cumsum(store.documents)])
+    shown = batch.document_ids
     return replace(
         batch,
-        document_ids=before[packs.shards[shown]] + packs.documents[shown],
-        document_starts=packs.starts[shown].astype(np.int32),
-        pack_ids=step.number * settings.global_batch_size + numbers,
+        document_ids=contents.document_ids[shown],
+        document_starts=contents.document_starts[shown].astype(np.int32),
+        pack_ids=contents.pack_ids,
     )
 
 

@@ -19,32 +19,18 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
-from varlen.pack.api import DEFAULT_WORK, as_choice, item_work, pack
-from varlen.pack.arrange import arrange, audit, checksum
-from varlen.pack.assign import assign, spread
-from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
-from varlen.pack.pieces import Items, fit, slots_of
+from varlen.pack.api import as_choice
+from varlen.pack.lengths import as_count, as_lengths, check_multiple
+from varlen.pack.passes import Passes, arrived
 from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
 MIN_FILL = 0.995
 """How full a pack goes out at once."""
-_SPREAD_PIECE_S = 5e-6
-"""What a reference takes to spread one piece, at most."""
 _MOST = 2**63 - 1
 """Most records, and most tokens, that a stream can have: they outgrow the 32 bits of one call to `vl.pack`."""
-
-_PASSES: dict[Method, tuple[Method, ...]] = {
-    "best_fit": ("best_fit", "balanced", "best_fit_decreasing"),
-    "first_fit": ("first_fit", "balanced", "best_fit_decreasing"),
-}
-"""Methods that pack a window one after the other, each what the one before left in packs that aren't full."""
-
-_STREAMS: tuple[Method, ...] = ("next_fit", "wrapped")
-"""Methods with one open pack. It alone waits for the next documents, which continue it."""
 
 
 def _as_share(value: object, name: str) -> float:
@@ -114,6 +100,13 @@ class WindowPacker:
         self._method: Method = method
         self._overlong: Overlong = overlong
         self._max_age = as_count(max_age, "max_age", least=0)
+        self._passes = Passes(
+            capacity=self._capacity,
+            method=method,
+            max_documents=self._max_documents,
+            multiple=self._multiple,
+            min_fill=self._min_fill,
+        )
         self._num_records = 0
         self._waiting = nothing()
         self._fresh = 0  # pieces at the end of `_waiting` that no window has held yet
@@ -171,8 +164,8 @@ class WindowPacker:
 
     def flush(self) -> Packing:
         """Pack all that is waiting and return it; the packer is empty then and may go on."""
-        method: Method = self._method if self._method in _STREAMS else "best_fit_decreasing"
-        parts = self._packed(self._waiting, method)
+        method: Method = self._method if self._passes.keeps_order else "best_fit_decreasing"
+        parts = self._passes.packed(self._waiting, method)
         self._waiting, self._fresh = nothing(), 0
         return self._hand_out(parts, {}, np.empty(0, np.int32))
 
@@ -238,87 +231,25 @@ class WindowPacker:
 
     def _arrive(self, lengths: Int32Array) -> tuple[Waiting, dict[str, int]]:
         """New documents as pieces, and what was cut or dropped."""
-        if self._method == "wrapped" and self._overlong in ("error", "split"):
-            kept, documents, starts, losses = lengths, None, None, {}
-        else:
-            try:
-                pieces = fit(lengths, self._capacity, self._overlong)
-            except OverlongDocumentError as error:
-                raise OverlongDocumentError(
-                    f"{error}; documents are counted from record {self._num_records:,}"
-                ) from None
-            kept, documents, starts, losses = pieces.lengths, pieces.documents, pieces.starts, pieces.losses
-        numbers = np.arange(kept.size) if documents is None else documents
-        first = np.zeros(kept.size, np.int32) if starts is None else starts
-        real = kept > 0
-        arrived = Waiting(
-            records=(numbers + self._num_records)[real],
-            starts=first[real],
-            stops=(first + kept)[real],
-            ages=np.zeros(int(real.sum()), np.int32),
-        )
-        return arrived, losses
+        try:
+            return arrived(lengths, self._num_records, self._capacity, self._method, self._overlong)
+        except OverlongDocumentError as error:
+            raise OverlongDocumentError(
+                f"{error}; documents are counted from record {self._num_records:,}"
+            ) from None
 
     def _next_window(self) -> int:
         """Pieces of the next window: what was carried over, and at least half a window of fresh ones."""
         carried = len(self._waiting) - self._fresh
         return max(self._window, carried + (self._window + 1) // 2)
 
-    def _packed(self, pieces: Waiting, method: Method) -> Packs:
-        """Pieces in packs."""
-        packing = pack(
-            pieces.lengths,
-            self._capacity,
-            method,
-            max_documents=self._max_documents,
-            document_multiple_of=self._multiple,
-        )
-        ordered = pieces.take(packing.document_ids)
-        if method == "wrapped":
-            starts = ordered.starts + packing.starts
-            stops = starts + packing.lengths
-            ordered = Waiting(records=ordered.records, starts=starts, stops=stops, ages=ordered.ages)
-        return Packs(pieces=ordered, offsets=packing.offsets)
-
-    def _spread(self, pieces: Waiting) -> Packs:
-        """Pieces in packs of about equal work, also where best-fit-decreasing would need fewer packs.
-
-        Packs that come out full are mixed at random, and what doesn't is packed again.
-        """
-        with jit.sized(len(pieces) * _SPREAD_PIECE_S):
-            return self._spread_sized(pieces)
-
-    def _spread_sized(self, pieces: Waiting) -> Packs:
-        lengths, most = pieces.lengths, self._max_documents or LARGEST
-        items = Items(slots=slots_of(lengths, self._multiple), sizes=None, item_of=None)
-        fewest = assign("best_fit_decreasing", items, None, self._capacity, most)[1]
-        work, ones = item_work(lengths, items, DEFAULT_WORK), np.ones(len(pieces), np.int32)
-        pack_of, num_packs = spread(fewest, items.slots, ones, work, self._capacity, most)
-        placed, placed_lengths, offsets = arrange(lengths, pack_of, num_packs, None)
-        audit(placed, placed_lengths, offsets, self._capacity, most, self._multiple, checksum(lengths))
-        return Packs(pieces=pieces.take(placed), offsets=offsets)
-
     def _pack_window(self, pieces: Waiting) -> tuple[Packs, Waiting]:
         """Pack one window; returns the packs to hand out and the pieces to carry over."""
-        ready, rest = no_packs(), pieces
-        for method in _PASSES.get(self._method, (self._method,)):
-            packs = self._spread(rest) if method == "balanced" != self._method else self._packed(rest, method)
-            full = self._is_full(packs)
-            ready, rest = ready.and_then(packs.where(full)), packs.where(~full).pieces.by_arrival()
-        if self._method not in _STREAMS:
-            last = packs.where(~full)
+        ready, last = self._passes.run(pieces)
+        if not self._passes.keeps_order:
             out = self._must_go(last)
-            ready, rest = ready.and_then(last.where(out)), last.where(~out).pieces.by_arrival()
-        return ready.in_order(), rest.older()
-
-    def _is_full(self, packs: Packs) -> npt.NDArray[np.bool_]:
-        """Which packs are full enough to hand out, by the space they take up or their number of pieces."""
-        stream = self._method in _STREAMS
-        least = self._capacity if stream else self._min_fill * self._capacity
-        full = (packs.space(self._multiple) >= least) | (packs.sizes >= (self._max_documents or LARGEST))
-        if stream:
-            full[:-1] = True
-        return full
+            ready, last = ready.and_then(last.where(out)), last.where(~out)
+        return ready.in_order(), last.pieces.by_arrival().older()
 
     def _must_go(self, packs: Packs) -> npt.NDArray[np.bool_]:
         """Which packs go out though not full: old ones, then the fullest until half a window is left."""

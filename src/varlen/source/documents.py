@@ -34,6 +34,9 @@ class Documents:
     """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are."""
     faults: tuple[Fault, ...] = ()
     """Records that were skipped."""
+    rows: IntArray | None = None
+    """int64 `[num_documents]`: index of each document's row among the rows that texts or chats were encoded from;
+    None where document d is of row d, and for ready tokens."""
 
     def __len__(self) -> int:
         """Count the documents, empty ones too."""
@@ -135,7 +138,9 @@ def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
     tokens, offsets, _ = _enclose(
         tokens, offsets, None, is_full, specials.prefix_ids, is_full, _eos(encoding)
     )
-    return Documents(tokens=tokens, offsets=offsets, faults=rows.blame(wrong))
+    return Documents(
+        tokens=tokens, offsets=offsets, faults=rows.blame(wrong), rows=_rows_but(wrong, len(values))
+    )
 
 
 def _chats(
@@ -163,8 +168,17 @@ def _chats(
         tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, _eos(encoding))
     whole = encoding.supervise == "all" or mask is None or bool(mask.all())
     return Documents(
-        tokens=tokens, offsets=offsets, loss_mask=None if whole else mask, faults=rows.blame(wrong)
+        tokens=tokens,
+        offsets=offsets,
+        loss_mask=None if whole else mask,
+        faults=rows.blame(wrong),
+        rows=_rows_but(wrong, len(steps)),
     )
+
+
+def _rows_but(wrong: Mapping[int, str], num_rows: int) -> IntArray | None:
+    """Return the rows that can be used, by index, or None where all can."""
+    return np.delete(np.arange(num_rows), list(wrong)) if wrong else None
 
 
 def _ending(rendered: Rendered) -> Rendered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from varlen.source.lists import flat_values
@@ -58,6 +58,31 @@ class Rows:
         """Count the rows that could be read."""
         return len(self.numbers)
 
+    def between(self, start: int, stop: int, faults: tuple[Fault, ...]) -> Rows:
+        """Return some of the rows, by index.
+
+        Args:
+            start: the first.
+            stop: one past the last.
+            faults: of those that can't be read, which belong to these.
+        """
+        columns = {name: _some(column, start, stop) for name, column in self.columns.items()}
+        return replace(self, columns=columns, numbers=self.numbers[start:stop], faults=faults)
+
+    def chosen(self, indexes: Sequence[int]) -> Rows:
+        """Return some of the rows, by index, ascending, without faults.
+
+        Args:
+            indexes: which.
+        """
+        columns = {
+            name: [column[index] for index in indexes]
+            if isinstance(column, list)
+            else column.take(_arrow(indexes))
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns, numbers=[self.numbers[index] for index in indexes], faults=())
+
     def where(self, index: int) -> str:
         """Name the file and a row's place in it.
 
@@ -79,6 +104,16 @@ class Rows:
             for index, why in wrong.items()
         ]
         return tuple(sorted([*self.faults, *found], key=lambda fault: fault.number))
+
+
+def _some(column: Column, start: int, stop: int) -> Column:
+    return column[start:stop] if isinstance(column, list) else column.slice(start, stop - start)
+
+
+def _arrow(indexes: Sequence[int]) -> Any:
+    import pyarrow as pa
+
+    return pa.array(list(indexes), type=pa.int64())
 
 
 def place(path: str, unit: str, number: int) -> str:

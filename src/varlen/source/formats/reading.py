@@ -24,22 +24,41 @@ def rows_of(
     Raises:
         SourceError: the file can't be read, or has no column of documents.
     """
-    if file.format == "text":
-        columns = find_columns(["text"], named, file.path)
-        yield from ((rows, columns) for rows in _placed(plain_text.read(file, text_cut)))
-        return
+    columns = columns_of(file, named)
+    if columns is not None:
+        for rows in rows_in(file, columns, text_cut, start, stop):
+            yield rows, columns
+
+
+def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
+    """Return what a file's rows hold, and in which columns; None where it has no row to tell.
+
+    Raises:
+        SourceError: the file can't be read, or has no column of documents.
+    """
     names = column_names(file)
     if not names and file.format in ("jsonl", "json", "csv", "tsv"):
-        return  # without a row there is no name of a column
-    columns = find_columns(
+        return None  # without a row there is no name of a column
+    return find_columns(
         names,
         named,
         file.path,
         are_fields=file.format in ("jsonl", "json"),
         are_a_line=file.format in ("csv", "tsv"),
     )
-    for some in _read(file, columns.fields, start, stop):
-        yield some, columns
+
+
+def rows_in(
+    file: File, columns: Columns, text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[Rows]:
+    """Yield the rows of a file, or of a stretch of it, whose columns are known.
+
+    Raises:
+        SourceError: the file can't be read any further.
+    """
+    if file.format == "text":
+        return _placed(plain_text.read(file, text_cut))
+    return _read(file, columns.fields, start, stop)
 
 
 def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:

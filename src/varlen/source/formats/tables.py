@@ -52,6 +52,51 @@ def cut_points(file: File, target_bytes: int) -> list[int] | None:
         return [*cuts, table.num_row_groups]
 
 
+def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
+    """Estimate the bytes of each row group or record batch, from the file's description of itself alone.
+
+    Args:
+        file: to be read.
+        wanted: columns; others aren't counted where the description tells them apart.
+
+    Returns:
+        None where the file can't be cut.
+
+    Raises:
+        SourceError: the file isn't such a table.
+    """
+    if file.size < 0 or compression_of(file) is not None:
+        return None
+    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
+        if file.format != "parquet":
+            count = getattr(table, "num_record_batches", None)
+            return None if count is None else [file.size // max(count, 1)] * count
+        sizes = []
+        for group in range(table.num_row_groups):
+            described = table.metadata.row_group(group)
+            chunks = (described.column(index) for index in range(described.num_columns))
+            sizes.append(
+                sum(
+                    chunk.total_uncompressed_size
+                    for chunk in chunks
+                    if chunk.path_in_schema.split(".")[0] in wanted
+                )
+            )
+        return sizes
+
+
+def count_rows(file: File, start: int, stop: int) -> int:
+    """Count the rows of row groups, or record batches, [start, stop); of Arrow files they must be read.
+
+    Raises:
+        SourceError: the file isn't such a table, or is damaged.
+    """
+    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
+        if file.format == "parquet":
+            return sum(table.metadata.row_group(group).num_rows for group in range(start, stop))
+        return sum(table.get_batch(index).num_rows for index in range(start, stop))
+
+
 def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = None) -> Iterator[Rows]:
     """Yield the rows of a table, a few megabytes at a time, as Arrow arrays.
 
@@ -114,12 +159,7 @@ def _alone(row: Any) -> list[Any]:
 
 def _rows_before(file: File, start: int) -> int:
     """Count the rows before a row group or record batch, for a message: of Arrow files all must be read."""
-    if start == 0:
-        return 0
-    with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
-        if file.format == "parquet":
-            return sum(table.metadata.row_group(group).num_rows for group in range(start))
-        return sum(table.get_batch(index).num_rows for index in range(start))
+    return count_rows(file, 0, start) if start else 0
 
 
 def _parquet(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:

@@ -1,0 +1,126 @@
+"""Prepares what comes next in a thread of its own, so many items ahead as ride out a stall, and no more."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """What takes memory."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much."""
+
+
+_Item = TypeVar("_Item", bound=Sized)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AheadSettings:
+    """How far ahead."""
+
+    items: int = 2
+    """Ready at least."""
+    seconds: float = 10.0
+    """More are ready where these, at the pace at which they are taken, wouldn't last so long."""
+    most_bytes: int = 1 << 30
+    """But no more are begun where those that are ready take so much memory."""
+
+
+class Ahead(Generic[_Item]):
+    """Yields the items of an iterator, which a thread asks for ahead; errors come in the place of their item."""
+
+    def __init__(
+        self, items: Callable[[], Iterator[_Item]], settings: AheadSettings, stop: Callable[[], None]
+    ) -> None:
+        """Begin.
+
+        Args:
+            items: makes the iterator; called and run in the thread, and closed there.
+            settings: how far ahead.
+            stop: called by `close`, to wake the iterator where it waits for something.
+        """
+        self._settings, self._stop, self._make = settings, stop, items
+        self._ready: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = self._is_done = False
+        self._error: BaseException | None = None
+        self._pace_s = 0.0
+        self._taken_at: float | None = None
+        self._thread = threading.Thread(target=self._work, name="varlen-ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[_Item]:
+        """Yield the items."""
+        return self
+
+    def __next__(self) -> _Item:
+        """Return the next item; waits for it.
+
+        Raises:
+            Exception: what the iterator raised in its place.
+        """
+        with self._changed:
+            if self._taken_at is not None:
+                took = time.monotonic() - self._taken_at
+                self._pace_s = took if self._pace_s == 0 else 0.5 * self._pace_s + 0.5 * took
+                self._changed.notify_all()
+            while not self._ready and not self._is_done:
+                self._changed.wait()
+            if self._ready:
+                item = self._ready.popleft()
+                self._taken_at = time.monotonic()
+                self._changed.notify_all()
+                return item
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread; returns when it has ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._stop()
+        self._thread.join()
+        self._ready.clear()
+
+    def _work(self) -> None:
+        items = None
+        try:
+            items = self._make()
+            for item in items:
+                with self._changed:
+                    self._ready.append(item)
+                    self._changed.notify_all()
+                    while self._is_enough() and not self._is_closed:
+                        self._changed.wait()
+                    if self._is_closed:
+                        break
+                del item
+        except BaseException as error:
+            self._error = error
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+            with self._changed:
+                self._is_done = True
+                self._changed.notify_all()
+
+    def _is_enough(self) -> bool:
+        """Whether as much is ready as should be."""
+        settings = self._settings
+        if not self._ready:
+            return False
+        if sum(item.num_bytes for item in self._ready) >= settings.most_bytes:
+            return True
+        lasting = math.ceil(settings.seconds / self._pace_s) if self._pace_s > 0 else 0
+        return len(self._ready) >= max(settings.items, lasting)

@@ -1,0 +1,117 @@
+"""Which lane reads which chunk: every claim is the next of one sequence, and so follows from those before."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from varlen.errors import StateError
+from varlen.feed.state import MOST
+from varlen.pack.lengths import as_count
+from varlen.source.block_reader import BlockReader, Chunk
+from varlen.source.blocks import Blocks
+from varlen.types import IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Claimed:
+    """How far the input has been claimed."""
+
+    epoch: int = 0
+    index: int = 0
+    """Blocks of the epoch's order that are claimed."""
+    chunk: int = 0
+    """Chunks claimed of the next one, where it can't be cut."""
+
+
+def as_claimed(at: Mapping[str, Any]) -> Claimed:
+    """Return a position of a state.
+
+    Raises:
+        StateError: it is none.
+    """
+    try:
+        return Claimed(**{name: as_count(at[name], name, 0, MOST) for name in ("epoch", "index", "chunk")})
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A chunk, and who is to read it."""
+
+    lane: int
+    epoch: int
+    chunk: Chunk
+
+
+class ChunkSequence:
+    """The chunks of all epochs, one after the other."""
+
+    def __init__(self, blocks: Blocks, reader: BlockReader, seed: int | None, epochs: int | None) -> None:
+        """Take the blocks of an epoch, who reads them, the seed of their order and how many epochs there are."""
+        self._blocks, self._reader, self._seed, self._epochs = blocks, reader, seed, epochs
+        self._order = lru_cache(2)(blocks.order)
+        self._about = blocks.chunks_about()
+
+    def next(self, at: Claimed) -> tuple[tuple[int, Chunk] | None, Claimed]:
+        """Return the epoch and chunk at a position, None where the input has ended, and the position after it.
+
+        Raises:
+            SourceError: a file that can't be cut can't be opened.
+        """
+        empty_since = at.epoch
+        while not self.is_over(at):
+            if at.index == len(self._blocks):
+                at = Claimed(epoch=at.epoch + 1)
+                if at.epoch > empty_since + 1:  # an epoch without a chunk has none in the next either
+                    return None, replace(at, epoch=at.epoch - 1)
+                continue
+            chunk = Chunk(block=int(self._order(self._seed, at.epoch)[at.index]), number=at.chunk)
+            after = replace(at, index=at.index + 1, chunk=0)
+            if self._reader.has(chunk):
+                is_cut = self._blocks.of_parts[chunk.block] > 0
+                return (at.epoch, chunk), after if is_cut else replace(at, chunk=at.chunk + 1)
+            at = after
+        return None, at
+
+    def is_over(self, at: Claimed) -> bool:
+        """Whether no chunk follows, as far as it can be told without reading."""
+        is_last = self._epochs is not None and at.epoch >= self._epochs
+        return is_last or len(self._blocks) == 0
+
+    def left(self, at: Claimed) -> float:
+        """Estimate the chunks that follow."""
+        if self._epochs is None:
+            return float("inf")
+        if self.is_over(at):
+            return 0
+        epochs = self._epochs - 1 - at.epoch
+        order: IntArray = self._order(self._seed, at.epoch)
+        return float(self._about[order[at.index :]].sum() - at.chunk + epochs * self._about.sum())
+
+
+def deal_claims(held: Sequence[int], targets: Sequence[int], brings: float, most: int) -> list[int]:
+    """Return the lanes that claim the next chunks, one after the other: always the one that will hold the least.
+
+    Args:
+        held: tokens of each lane.
+        targets: what each is to hold.
+        brings: tokens that a chunk brings, about.
+        most: claims at most; few where the input may soon end, so that the next ones can even out what these bring.
+
+    >>> deal_claims([5, 0, 9], [9, 9, 9], brings=3, most=4)
+    [1, 1, 0, 1]
+    """
+    lowest = [(float(tokens), lane) for lane, tokens in enumerate(held) if tokens < targets[lane]]
+    heapq.heapify(lowest)
+    lanes: list[int] = []
+    while lowest and len(lanes) < most:
+        tokens, lane = heapq.heappop(lowest)
+        lanes.append(lane)
+        if tokens + brings < targets[lane]:
+            heapq.heappush(lowest, (tokens + brings, lane))
+    return lanes

@@ -1,0 +1,168 @@
+"""What lanes take in: claimed chunks, read side by side, and documents that waited when a state was saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from varlen.errors import StateError
+from varlen.feed.claims import Claim
+from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, Arrival, LaneRecord, arrival_of, joined
+from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
+from varlen.source.source import Source
+from varlen.types import IntArray
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Brought:
+    """What became of a claim."""
+
+    claim: Claim
+    path: str
+    arrival: Arrival
+    faults: tuple[str, ...]
+    """Sentences about records that couldn't be read."""
+
+
+class Intake:
+    """Reads chunks on a few threads; results come in the order asked for."""
+
+    def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
+        """Take the documents, who reads their blocks, and how many blocks are read side by side."""
+        self._source, self._reader = source, reader
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
+
+    def close(self) -> None:
+        """End the threads, and close the files."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
+
+    def read(self, claims: Sequence[Claim]) -> list[Brought | Exception]:
+        """Return what each claim brings, or why it brings nothing; an error hides none of another lane."""
+        raws = self._rows([claim.chunk for claim in claims])
+
+        def bring(of: tuple[Claim, Raw | Exception]) -> Brought | Exception:
+            claim, raw = of
+            if isinstance(raw, Exception):
+                return raw
+            try:
+                read = encode(raw, self._source)
+            except Exception as error:
+                return error
+            return Brought(
+                claim=claim,
+                path=raw.path,
+                arrival=arrival_of(read, claim.chunk.block, claim.chunk.number),
+                faults=tuple(map(str, read.documents.faults)),
+            )
+
+        return self._each(bring, list(zip(claims, raws)))
+
+    def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:
+        """Read chunks; those that are parts of one stretch one after the other."""
+        stretches: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index in sorted(
+            range(len(chunks)), key=lambda index: (chunks[index].block, chunks[index].number)
+        ):
+            stretches[self._reader.stretch_of(chunks[index])].append(index)
+        found: dict[int, Raw | Exception] = {}
+
+        def read(indexes: list[int]) -> None:
+            for index in indexes:
+                try:
+                    found[index] = self._reader.rows(chunks[index])
+                except Exception as error:
+                    found[index] = error
+
+        self._each(read, list(stretches.values()))
+        self._reader.forget()
+        return [found[index] for index in range(len(chunks))]
+
+    def _each(self, do: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        if self._pool is None or len(items) < 2:
+            return [do(item) for item in items]
+        return list(self._pool.map(do, items))
+
+    def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
+        """Return the documents that wait in each lane; only they are encoded.
+
+        Raises:
+            StateError: they aren't there, or are shorter than they were.
+            SourceError: a file can't be read any more.
+        """
+        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records.values())]))
+        chunks, which = np.unique(ids >> RECORD_BITS, return_inverse=True)
+        wanted = [
+            (Chunk(block=chunk >> CHUNK_BITS, number=chunk % (1 << CHUNK_BITS)), ids[which == index])
+            for index, chunk in enumerate(chunks.tolist())
+        ]
+        for chunk, _ in wanted:
+            if not 0 <= chunk.block < self._reader.num_blocks or not self._reader.has(chunk):
+                raise StateError(
+                    f"documents of block {chunk.block:,}, chunk {chunk.number:,}, waited, which isn't there; "
+                    "the state is of other data"
+                )
+        raws = self._rows([chunk for chunk, _ in wanted])
+        source = replace(
+            self._source, on_error="skip"
+        )  # what is bad has been told, and what is wanted is not
+
+        def read(of: tuple[Raw | Exception, IntArray]) -> Read:
+            raw, some = of
+            if isinstance(raw, Exception):
+                raise raw
+            return encode(raw, source, some & ((1 << RECORD_BITS) - 1))
+
+        reads = self._each(read, [(raw, some) for raw, (_, some) in zip(raws, wanted)])
+        arrivals = [arrival_of(one, chunk.block, chunk.number) for one, (chunk, _) in zip(reads, wanted)]
+        found = joined(arrivals)
+        return {lane: _chosen(found, record) for lane, record in records.items()}
+
+
+def _chosen(found: Arrival, record: LaneRecord) -> Arrival:
+    """Return the pieces that a record names.
+
+    Raises:
+        StateError: a document isn't there, or has fewer tokens than it had.
+    """
+    order = np.argsort(found.ids, kind="stable")
+    at = np.searchsorted(found.ids[order], record.ids)
+    known = at < len(order)
+    known[known] = found.ids[order][at[known]] == record.ids[known]
+    index = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(0, np.int64)
+    short = ~known
+    if known.all():
+        short = np.diff(found.offsets)[index] < record.starts + record.lengths
+    if short.any():
+        raise StateError(
+            f"{int(short.sum()):,} of {len(short):,} documents that waited aren't what they were; the data or the "
+            "tokenizer has changed: give the loader those of the state, or begin anew"
+        )
+    tokens, mask = found.pieces(index, record.starts, record.starts + record.lengths)
+    return Arrival(
+        ids=record.ids,
+        firsts=record.starts,
+        ages=record.ages,
+        offsets=np.concatenate([[0], np.cumsum(record.lengths)]).astype(np.int64),
+        tokens=tokens,
+        mask=mask,
+    )
+
+
+def by_lane(
+    brought: Iterable[Brought | Exception], claims: Sequence[Claim]
+) -> dict[int, list[Brought | Exception]]:
+    """Return what was brought to each lane, in the order of its claims."""
+    found: dict[int, list[Brought | Exception]] = defaultdict(list)
+    for one, claim in zip(brought, claims):
+        found[claim.lane].append(one)
+    return found

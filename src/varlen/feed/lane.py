@@ -1,0 +1,357 @@
+"""A lane: the documents that wait in it, and a round's packs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import OverlongDocumentError, StateError
+from varlen.feed.state import MOST
+from varlen.pack.lengths import as_count
+from varlen.pack.passes import Passes, arrived
+from varlen.pack.pieces import slots_of
+from varlen.pack.rounds import take, take_all
+from varlen.pack.waiting import Waiting
+from varlen.source.block_reader import Read
+from varlen.source.order import hashed
+from varlen.types import Int32Array, IntArray, Overlong
+
+Mask = npt.NDArray[np.uint8]
+CHUNK_BITS, RECORD_BITS = 18, 20
+"""Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
+
+
+def document_ids(block: int, chunk: int, records: IntArray) -> IntArray:
+    """Return numbers that tell documents of a data set apart, the same in every epoch."""
+    return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Arrival:
+    """Documents, or what is left of some, end to end."""
+
+    ids: IntArray
+    """int64 `[documents]`."""
+    firsts: IntArray
+    """int64 `[documents]`: token of the document that comes first here; 0 but where others have been packed."""
+    ages: Int32Array
+    """int32 `[documents]`: rounds that each has waited."""
+    offsets: IntArray
+    """int64 `[documents + 1]`."""
+    tokens: Int32Array
+    mask: Mask | None
+
+    def pieces(self, index: IntArray, starts: IntArray, stops: IntArray) -> tuple[Int32Array, Mask | None]:
+        """Gather the tokens of pieces, and their mask."""
+        lengths = stops - starts
+        ends = np.cumsum(lengths)
+        where = np.arange(ends[-1] if len(ends) else 0)
+        where += np.repeat(self.offsets[index] + starts - (ends - lengths), lengths)
+        return self.tokens[where], None if self.mask is None else self.mask[where]
+
+
+def arrival_of(read: Read, block: int, chunk: int) -> Arrival:
+    """Return a chunk's documents as they arrive."""
+    documents = read.documents
+    return Arrival(
+        ids=document_ids(block, chunk, read.records),
+        firsts=np.zeros(len(documents), np.int64),
+        ages=np.zeros(len(documents), np.int32),
+        offsets=documents.offsets,
+        tokens=documents.tokens,
+        mask=documents.loss_mask,
+    )
+
+
+def joined(parts: Sequence[Arrival]) -> Arrival:
+    """Put documents end to end."""
+    mask = None
+    if any(part.mask is not None for part in parts):
+        whole = [np.ones(len(part.tokens), np.uint8) for part in parts]
+        mask = np.concatenate([one if part.mask is None else part.mask for part, one in zip(parts, whole)])
+    none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    lengths = np.concatenate([none, *(np.diff(part.offsets) for part in parts)])
+    return Arrival(
+        ids=np.concatenate([none, *(part.ids for part in parts)]),
+        firsts=np.concatenate([none, *(part.firsts for part in parts)]),
+        ages=np.concatenate([none32, *(part.ages for part in parts)]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        tokens=np.concatenate([none32, *(part.tokens for part in parts)]),
+        mask=mask,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """What a lane has taken in since training began."""
+
+    documents: int = 0
+    tokens: int = 0
+    claims: int = 0
+    skipped: int = 0
+    """Records that couldn't be read."""
+    empty_documents: int = 0
+    split_documents: int = 0
+    truncated: int = 0
+    """Tokens; the next one counts documents, and so for those dropped."""
+    truncated_documents: int = 0
+    dropped: int = 0
+    dropped_documents: int = 0
+
+    def plus(self, more: Mapping[str, int]) -> Counts:
+        """Return the sums."""
+        return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LanePacks:
+    """Packs of one lane in a round: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+
+    ids: IntArray
+    """int64 `[pieces]`: the document of each."""
+    starts: IntArray
+    stops: IntArray
+    """int64 `[pieces]`: which of its tokens."""
+    offsets: IntArray
+    """int64 `[packs + 1]`."""
+    tokens: Int32Array
+    """int32: of all pieces, end to end."""
+    mask: Mask | None
+
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+    def pack(self, number: int) -> LanePacks:
+        """Return one pack alone; one without pieces where there are fewer packs."""
+        number = min(number, self.num_packs)
+        first, last = int(self.offsets[number]), int(self.offsets[min(number + 1, self.num_packs)])
+        ends = np.concatenate([[0], np.cumsum(self.stops - self.starts)])
+        tokens = slice(int(ends[first]), int(ends[last]))
+        return LanePacks(
+            ids=self.ids[first:last],
+            starts=self.starts[first:last],
+            stops=self.stops[first:last],
+            offsets=np.array([0, last - first]),
+            tokens=self.tokens[tokens],
+            mask=None if self.mask is None else self.mask[tokens],
+        )
+
+    @property
+    def targets(self) -> IntArray:
+        """int64 `[packs]`: labels that each pack trains: all supervised tokens but the first of each piece."""
+        lengths = self.stops - self.starts
+        ends = np.cumsum(lengths)
+        if self.mask is None:
+            each = np.maximum(lengths - 1, 0)
+        else:
+            before = np.concatenate([[0], np.cumsum(self.mask, dtype=np.int64)])
+            each = before[ends] - before[np.minimum(ends - lengths + 1, ends)]
+        return np.add.reduceat(each, self.offsets[:-1]) if len(self.offsets) > 1 else np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneSettings:
+    """How a lane packs."""
+
+    passes: Passes
+    overlong: Overlong
+    max_age: int
+    seed: int | None
+    """Of the order in which a round's documents arrive; None: as they stand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What waits in a lane, in numbers."""
+
+    tokens: int
+    """Space that it takes up in packs."""
+    short: int
+    """Pieces shorter than a pack."""
+    pieces: int
+
+    def plus(self, more: Held) -> Held:
+        """Return the sums."""
+        return Held(
+            tokens=self.tokens + more.tokens, short=self.short + more.short, pieces=self.pieces + more.pieces
+        )
+
+
+def held_by(lengths: IntArray, settings: LaneSettings) -> Held:
+    """Return what documents of these lengths are to a lane."""
+    capacity, multiple = settings.passes.capacity, settings.passes.multiple
+    if settings.overlong == "drop":
+        lengths = np.where(lengths > capacity, 0, lengths)
+    elif settings.overlong == "truncate":
+        lengths = np.minimum(lengths, capacity)
+    return Held(
+        tokens=int(slots_of(lengths.astype(np.int32), multiple).sum(dtype=np.int64)),
+        short=int((lengths % capacity > 0).sum()),
+        pieces=int((-(-lengths // capacity)).sum()),
+    )
+
+
+class Lane:
+    """What waits in one lane. Between rounds that is small; during a round it grows by what is claimed."""
+
+    def __init__(self, settings: LaneSettings, carried: Arrival, counts: Counts) -> None:
+        """Take how to pack, what waits from the round before and what was counted so far."""
+        self._settings, self._counts = settings, counts
+        self._arrived, self._epochs = [carried], [0]
+        self._held = held_by(np.diff(carried.offsets), settings)
+
+    @property
+    def held(self) -> Held:
+        """What waits."""
+        return self._held
+
+    @property
+    def counts(self) -> Counts:
+        """What has been taken in."""
+        return self._counts
+
+    def add(self, arrival: Arrival, epoch: int, path: str, skipped: int) -> None:
+        """Take in what a claim brought.
+
+        Raises:
+            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+        """
+        lengths = np.diff(arrival.offsets)
+        self._refuse_overlong(lengths, path)
+        self._counts = self._counts.plus(
+            {
+                "documents": len(lengths),
+                "tokens": int(lengths.sum()),
+                "claims": 1,
+                "skipped": skipped,
+                "empty_documents": int((lengths == 0).sum()),
+            }
+        )
+        self._arrived.append(arrival)
+        self._epochs.append(epoch)
+        self._held = self._held.plus(held_by(lengths, self._settings))
+
+    def _refuse_overlong(self, lengths: IntArray, path: str) -> None:
+        capacity = self._settings.passes.capacity
+        if self._settings.overlong != "error" or self._settings.passes.method == "wrapped":
+            return
+        if len(lengths) and lengths.max() > capacity:
+            many = int((lengths > capacity).sum())
+            raise OverlongDocumentError(
+                f"{path} holds a document of {int(lengths.max()):,} tokens but capacity is {capacity:,} ({many:,} of "
+                f'the {len(lengths):,} documents read with it are too long); pass overlong="split", "truncate" or '
+                '"drop", or raise capacity'
+            )
+
+    def pack(self, count: int | None) -> tuple[LanePacks, Arrival]:
+        """Pack a round; returns its packs and what waits for the next one.
+
+        Args:
+            count: packs of the round; None where the input has ended and all is to go out.
+        """
+        settings, here = self._settings, self._in_order()
+        lengths = np.diff(here.offsets).astype(np.int32)
+        passes = settings.passes
+        waiting, losses = arrived(lengths, 0, passes.capacity, passes.method, settings.overlong)
+        waiting = Waiting(
+            records=waiting.records,
+            starts=waiting.starts,
+            stops=waiting.stops,
+            ages=here.ages[waiting.records],
+        )
+        self._counts = self._counts.plus(losses)
+        if count is None:
+            packs, rest = take_all(waiting, passes), waiting.take(slice(0, 0))
+        else:
+            packs, rest = take(waiting, count, passes, settings.max_age)
+        pieces = packs.pieces
+        starts, stops = pieces.starts.astype(np.int64), pieces.stops.astype(np.int64)
+        tokens, mask = here.pieces(pieces.records, starts, stops)
+        out = LanePacks(
+            ids=here.ids[pieces.records],
+            starts=here.firsts[pieces.records] + starts,
+            stops=here.firsts[pieces.records] + stops,
+            offsets=packs.offsets,
+            tokens=tokens,
+            mask=mask,
+        )
+        return out, _left(here, rest)
+
+    def _in_order(self) -> Arrival:
+        """Return what waits: what was carried over, then what has come, shuffled where that is asked for."""
+        seed, fresh = self._settings.seed, joined(self._arrived[1:])
+        if seed is None or len(fresh.ids) == 0:
+            return joined([self._arrived[0], fresh])
+        keys = [
+            hashed(part.ids, int(hashed(np.array([epoch]), seed + 1)[0]))
+            for part, epoch in zip(self._arrived[1:], self._epochs[1:])
+        ]
+        order = np.argsort(np.concatenate(keys), kind="stable")
+        lengths = np.diff(fresh.offsets)[order]
+        tokens, mask = fresh.pieces(order, np.zeros(len(order), np.int64), lengths)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        shuffled = replace(fresh, ids=fresh.ids[order], offsets=offsets, tokens=tokens, mask=mask)
+        return joined([self._arrived[0], shuffled])
+
+
+def _left(here: Arrival, rest: Waiting) -> Arrival:
+    """Return the pieces that wait, with nothing kept alive but their own tokens."""
+    starts, stops = rest.starts.astype(np.int64), rest.stops.astype(np.int64)
+    tokens, mask = here.pieces(rest.records, starts, stops)
+    return Arrival(
+        ids=here.ids[rest.records],
+        firsts=here.firsts[rest.records] + starts,
+        ages=rest.ages,
+        offsets=np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int64),
+        tokens=tokens,
+        mask=mask,
+    )
+
+
+def to_record(carried: Arrival, counts: Counts) -> dict[str, Any]:
+    """Return what a state says of a lane, as lists of numbers."""
+    return {
+        "documents": carried.ids.tolist(),
+        "starts": carried.firsts.tolist(),
+        "lengths": np.diff(carried.offsets).tolist(),
+        "ages": carried.ages.tolist(),
+        "counts": asdict(counts),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LaneRecord:
+    """What a state says of a lane."""
+
+    ids: IntArray
+    starts: IntArray
+    lengths: IntArray
+    ages: Int32Array
+    counts: Counts
+
+
+def from_record(record: Mapping[str, Any]) -> LaneRecord:
+    """Read what `to_record` wrote.
+
+    Raises:
+        StateError: it is nothing of the kind.
+    """
+    try:
+        names = ("documents", "starts", "lengths", "ages")
+        ids, starts, lengths, ages = (
+            np.array([as_count(n, name, 0, MOST) for n in record[name]], dtype=np.int64) for name in names
+        )
+        counts = Counts(
+            **{f.name: as_count(record["counts"][f.name], f.name, 0, MOST) for f in fields(Counts)}
+        )
+        if not len(ids) == len(starts) == len(lengths) == len(ages):
+            raise StateError("the state's lists of waiting documents differ in length; it was cut or changed")
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+    return LaneRecord(ids=ids, starts=starts, lengths=lengths, ages=ages.astype(np.int32), counts=counts)

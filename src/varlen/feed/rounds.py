@@ -1,0 +1,303 @@
+"""Rounds: some steps' packs of every lane, prepared together out of claimed chunks; a function of data and settings.
+
+::
+
+    input      b0 b1 b2 b3 b4 b5 b6 ...         chunks of blocks, in the order of the epoch
+    claims     0  1  2  2  0  1  ...            each to the lane that holds the least
+    lane 0     waiting ─► shuffled ─► packed ─► its packs of the round's steps; the rest waits
+
+Which rank runs a lane changes nothing: what others must know of it, they are told after every round of claims.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from varlen import errors
+from varlen.errors import SourceError, StateError
+from varlen.feed.claims import ChunkSequence, Claim, Claimed, as_claimed, deal_claims
+from varlen.feed.exchange import Exchange
+from varlen.feed.intake import Intake, by_lane
+from varlen.feed.lane import (
+    Arrival,
+    Counts,
+    Held,
+    Lane,
+    LanePacks,
+    LaneRecord,
+    LaneSettings,
+    from_record,
+    held_by,
+    joined,
+    to_record,
+)
+from varlen.feed.state import MOST
+from varlen.pack.lengths import as_count
+from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
+
+_log = logging.getLogger(__name__)
+_MOST_CLAIMS = 64
+"""Claims a lane that are read before lanes are compared again."""
+_FIRST_PACKS = 4
+"""Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundSettings:
+    """What rounds depend on, beside the data."""
+
+    lanes: int
+    step_packs: int
+    """Packs that a step takes of each lane."""
+    lane: LaneSettings
+    window_packs: int
+    """Packs of each lane in a round, about."""
+    block_bytes: int
+
+    def steps(self, number: int) -> int:
+        """Return the steps of a round, by its number."""
+        packs = min(self.window_packs, _FIRST_PACKS << min(number, 32))
+        return max(round(packs / self.step_packs), 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Round:
+    """The packs of some steps."""
+
+    step: int
+    """The first."""
+    num_steps: int
+    packs: Mapping[int, LanePacks]
+    """Of the lanes that this process runs."""
+    targets: Sequence[int]
+    """Labels of each step, over all lanes."""
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    """Where the round begins, and the next one: the same on every rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its tokens take."""
+        return sum(
+            one.tokens.nbytes + (0 if one.mask is None else one.mask.nbytes) for one in self.packs.values()
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Place:
+    """Where a round begins."""
+
+    number: int = 0
+    step: int = 0
+    claimed: Claimed = field(default_factory=Claimed)
+    records: Sequence[Mapping[str, Any]] = ()
+    """Of all lanes."""
+
+    def to_at(self) -> dict[str, Any]:
+        return {
+            "round": self.number,
+            "step": self.step,
+            "claimed": asdict(self.claimed),
+            "lanes": list(self.records),
+        }
+
+
+class Rounds:
+    """Prepares one round after the other, for the lanes that this process runs."""
+
+    def __init__(
+        self,
+        sequence: ChunkSequence,
+        intake: Intake,
+        exchange: Exchange,
+        settings: RoundSettings,
+        mine: Sequence[int],
+    ) -> None:
+        """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
+        self._sequence, self._intake, self._exchange = sequence, intake, exchange
+        self._settings, self._mine = settings, tuple(mine)
+
+    def run(self, at: Mapping[str, Any]) -> Iterator[Round]:
+        """Yield the rounds from a place on, to the end of the input.
+
+        Args:
+            at: of a state; empty where training begins.
+
+        Raises:
+            StateError: the place is none of this data.
+            SourceError: a record can't be read, and `on_error` is "raise".
+            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+        """
+        place = self._place(at)
+        carried, counts = self._restored(place)
+        while True:
+            lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
+            claimed, has_ended = self._fill(place, lanes)
+            made = self._pack(place, claimed, lanes, has_ended)
+            if made is None:
+                return
+            yield made[0]
+            place, carried = made[1], made[2]
+            counts = {lane: one.counts for lane, one in lanes.items()}
+
+    def _place(self, at: Mapping[str, Any]) -> _Place:
+        """Return where a round begins.
+
+        Raises:
+            StateError: it is none of these lanes.
+        """
+        if not at:
+            nothing = to_record(joined([]), Counts())
+            return _Place(records=[nothing] * self._settings.lanes)
+        try:
+            number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
+            claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+        if len(records) != self._settings.lanes:
+            raise StateError(f"the state has {len(records):,} lanes, this loader {self._settings.lanes:,}")
+        return _Place(number=number, step=step, claimed=claimed, records=records)
+
+    def _restored(self, place: _Place) -> tuple[dict[int, Arrival], dict[int, Counts]]:
+        """Read again what waits."""
+        records = {lane: from_record(place.records[lane]) for lane in self._mine}
+        waiting: dict[int, LaneRecord] = {lane: record for lane, record in records.items() if len(record.ids)}
+        found = self._intake.waiting(waiting) if waiting else {}
+        carried = {lane: found[lane] if lane in found else joined([]) for lane in self._mine}
+        return carried, {lane: record.counts for lane, record in records.items()}
+
+    def _fill(self, place: _Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
+        """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
+        settings, claimed = self._settings, place.claimed
+        packs = settings.steps(place.number) * settings.step_packs
+        held = [
+            held_by(np.asarray(record["lengths"], dtype=np.int64), settings.lane) for record in place.records
+        ]
+        claims, tokens = (sum(r["counts"][name] for r in place.records) for name in ("claims", "tokens"))
+        fruitful = claimed.epoch
+        for turn in itertools.count():
+            brings = max(tokens / claims, 1.0) if claims else settings.block_bytes / 8
+            left = self._sequence.left(claimed)
+            targets = self._targets(held, packs, left * brings)
+            most = int(min(max(left / (2 * settings.lanes), 1), _MOST_CLAIMS * settings.lanes))
+            dealt = deal_claims([one.tokens for one in held], targets, brings, most)
+            if not dealt:
+                return claimed, False
+            taken: list[Claim] = []
+            for lane in dealt:
+                found, claimed = self._sequence.next(claimed)
+                if found is None:
+                    break
+                taken.append(Claim(lane=lane, epoch=found[0], chunk=found[1]))
+            if taken:
+                before = sum(one.tokens for one in held)
+                held = self._read(f"{place.number}/{turn}", taken, lanes)
+                brought = sum(one.tokens for one in held) - before
+                claims, tokens = claims + len(taken), tokens + brought
+                fruitful = claimed.epoch if brought else fruitful
+            if len(taken) < len(dealt) or claimed.epoch > fruitful + 1:  # ended, or an epoch of nothing
+                break
+        return claimed, True
+
+    def _targets(self, held: Sequence[Held], packs: int, left_tokens: float) -> list[int]:
+        """Return what each lane is to hold before its round can be packed."""
+        settings = self._settings
+        capacity, most_documents = settings.lane.passes.capacity, settings.lane.passes.max_documents
+        # No more to choose from than is taken: the first round is small, so that the first batch comes early.
+        least, most = ((packs + min(spare, packs)) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
+        alike = max(most, *(one.tokens for one in held))
+        if left_tokens <= 2 * sum(alike - one.tokens for one in held):
+            return [alike] * len(held)  # the input ends soon: lanes are filled alike
+        targets = []
+        for one in held:
+            if most_documents is not None and one.pieces >= (packs + SPARE_PACKS) * most_documents:
+                targets.append(0)
+            elif one.tokens < least:
+                targets.append(least)
+            else:
+                targets.append(0 if one.short >= ENOUGH_SHORT else min(one.tokens + 1, most))
+        return targets
+
+    def _read(self, key: str, claims: Sequence[Claim], lanes: Mapping[int, Lane]) -> list[Held]:
+        """Read what this process's lanes have claimed; returns what every lane holds then."""
+        own = [claim for claim in claims if claim.lane in lanes]
+        brought = by_lane(self._intake.read(own), own)
+        told: dict[int, Any] = {}
+        for number, lane in lanes.items():
+            try:
+                for one in brought.get(number, []):
+                    if isinstance(one, Exception):
+                        raise one
+                    for fault in one.faults:
+                        _log.warning("skipped: %s", fault)
+                    lane.add(one.arrival, one.claim.epoch, one.path, len(one.faults))
+                told[number] = asdict(lane.held)
+            except Exception as error:
+                told[number] = error
+        heard = self._agree(key, told)
+        return [Held(**heard[lane]) for lane in range(self._settings.lanes)]
+
+    def _agree(self, key: str, told: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Exchange values of lanes; an error of one is raised by all.
+
+        Raises:
+            SourceError: or whatever was raised where a lane was read.
+        """
+        said = {
+            lane: {"error": type(one).__name__, "said": str(one)} if isinstance(one, Exception) else one
+            for lane, one in told.items()
+        }
+        heard = self._exchange.all(key, said)
+        for lane in sorted(heard):
+            if "error" in heard[lane]:
+                if lane in told:
+                    raise told[lane]
+                kind = getattr(errors, str(heard[lane]["error"]), SourceError)
+                raise kind(heard[lane]["said"])
+        return heard
+
+    def _pack(
+        self, place: _Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
+    ) -> tuple[Round, _Place, dict[int, Arrival]] | None:
+        """Pack the lanes; None where nothing is left."""
+        settings, steps = self._settings, self._settings.steps(place.number)
+        made = {
+            number: lane.pack(None if has_ended else steps * settings.step_packs)
+            for number, lane in lanes.items()
+        }
+        told = {
+            number: {
+                "record": to_record(carried, lanes[number].counts),
+                "targets": packs.targets.tolist(),
+            }
+            for number, (packs, carried) in made.items()
+        }
+        heard = self._agree(f"{place.number}/packed", told)
+        each = [heard[lane]["targets"] for lane in range(settings.lanes)]
+        if has_ended:
+            steps = -(-max(map(len, each)) // settings.step_packs)
+            if steps == 0:
+                return None
+        size = settings.step_packs
+        next_ = replace(
+            place,
+            number=place.number + 1,
+            step=place.step + steps,
+            claimed=claimed,
+            records=[heard[lane]["record"] for lane in range(settings.lanes)],
+        )
+        result = Round(
+            step=place.step,
+            num_steps=steps,
+            packs={number: packs for number, (packs, _) in made.items()},
+            targets=[sum(sum(one[s * size : (s + 1) * size]) for one in each) for s in range(steps)],
+            before=place.to_at(),
+            after=next_.to_at(),
+        )
+        return result, next_, {number: carried for number, (_, carried) in made.items()}

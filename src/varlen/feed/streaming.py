@@ -1,0 +1,239 @@
+"""The batches of one rank straight from documents: nothing is written, and any number of ranks gives the same steps.
+
+The unit that moves between ranks is the lane. A step takes as many packs of every lane; rank r of W runs the lanes
+r::W; what is in a lane is a function of data, settings and seed (see rounds.py). So the set of every step's packs is
+the same at any world size that divides the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from varlen.errors import SettingError, StateError
+from varlen.feed.ahead import Ahead, AheadSettings
+from varlen.feed.batches import BatchSettings, Contents, fill_batch, work_of
+from varlen.feed.claims import ChunkSequence
+from varlen.feed.deal import deal
+from varlen.feed.exchange import Exchanges, Solo
+from varlen.feed.feed import Buffers, Made
+from varlen.feed.intake import Intake
+from varlen.feed.lane import LanePacks, LaneSettings
+from varlen.feed.rounds import Round, Rounds, RoundSettings
+from varlen.feed.state import FeedState
+from varlen.pack.passes import Passes
+from varlen.source.block_reader import BlockReader
+from varlen.source.blocks import cut_blocks, read_by_all
+from varlen.source.source import Source
+from varlen.types import IntArray, Method, Overlong
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamingSettings:
+    """What the packs depend on, beside the data and the batch; and how far ahead they are prepared."""
+
+    lanes: int
+    seed: int | None = 0
+    """Of the shuffle; None: blocks, and the documents of a lane, as they stand."""
+    epochs: int | None = 1
+    """None for no end."""
+    method: Method = "best_fit"
+    overlong: Overlong = "error"
+    max_documents: int | None = None
+    window_packs: int = 32
+    """Packs of a lane that are made together, about."""
+    min_fill: float = 0.995
+    """From which on a pack counts as full."""
+    max_age: int = 16
+    """Rounds that a document waits at most for a pack that gets full."""
+    ahead: AheadSettings = field(default_factory=AheadSettings)
+    threads: int = 2
+    """Blocks read side by side."""
+
+
+class StreamingFeed:
+    """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time.
+
+    Memory of a rank that runs n lanes, with c = capacity and w = `window_packs`, tokens of 4 bytes (5 with a loss
+    mask), each of these as token bytes::
+
+        n · ((w + 32) · c + claim)        what waits in the lanes, twice while it is packed
+        ahead.most_bytes + n · w · c      rounds that are ready, and the one that is being taken
+
+    where claim is what a chunk brings (a block of at most 1 MB, or the longest document), and 32 packs are there to
+    choose from where few documents are shorter than a pack, else 8. Chunks hold their text too while they are read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        settings: StreamingSettings,
+        batch: BatchSettings,
+        rank: int,
+        exchanges: Exchanges | None = None,
+    ) -> None:
+        """Take documents, and how they are packed and dealt; looks into each table, and at no other file.
+
+        Args:
+            source: documents.
+            settings: of the packs.
+            batch: of the batches.
+            rank: among the data-parallel ranks.
+            exchanges: with it a rank reads the blocks of its own lanes only; without, each reads those of all lanes.
+
+        Raises:
+            SettingError: sizes that don't divide each other.
+            SourceError: a table can't be read, and `on_error` is "raise".
+        """
+        _check(settings, batch)
+        self._source, self._settings, self._batch, self._rank = source, settings, batch, rank
+        self._blocks = cut_blocks(source, settings.lanes)
+        self._own = range(rank, settings.lanes, batch.dp_world_size)
+        self._is_alone = exchanges is None or batch.dp_world_size == 1
+        self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
+        self._runs = 0
+
+    @property
+    def read_by_all(self) -> list[str]:
+        """Files that can't be cut, so that every rank reads all of each."""
+        return read_by_all(self._source, self._blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block at most, but for its last document."""
+        return self._blocks.block_bytes
+
+    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
+        """Yield the batches that follow a state.
+
+        A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
+
+        Args:
+            state: of which the first batch is the next.
+            buffers: called once before each batch.
+
+        Raises:
+            StateError: the state is none of these documents.
+            SourceError: a record can't be read, and `on_error` is "raise".
+            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+            SettingError: the tokenizer fails.
+        """
+        begins = state.at.get("step", 0)
+        if not isinstance(begins, int) or not 0 <= begins <= state.step:
+            raise StateError(
+                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
+            )
+        exchange = self._exchanges(self._runs)
+        self._runs += 1
+        reader = BlockReader(self._source, self._blocks)
+        intake = Intake(self._source, reader, self._settings.threads)
+        sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
+        lanes = range(self._settings.lanes) if self._is_alone else self._own
+        rounds = Rounds(sequence, intake, exchange, self._round_settings(), lanes)
+        ahead = Ahead(lambda: rounds.run(state.at), self._settings.ahead, exchange.close)
+        try:
+            for one in ahead:
+                yield from self._of_round(one, state, buffers)
+        finally:
+            ahead.close()
+            intake.close()
+
+    def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
+        """Yield the batches of a round that follow a state."""
+        micro_batches = self._batch.micro_batches
+        for number in range(max(one.step, state.step), one.step + one.num_steps):
+            num_targets = one.targets[number - one.step]
+            if num_targets == 0:
+                continue
+            first = state.micro_batch if number == state.step else 0
+            hands = self._dealt(one, number - one.step)
+            is_last_step = number + 1 == one.step + one.num_steps
+            after = FeedState(step=number + 1, at=one.after if is_last_step else one.before)
+            here = FeedState(step=number, at=one.before)
+            for micro_batch in range(first, micro_batches):
+                is_last = micro_batch + 1 == micro_batches
+                size = self._batch.micro_batch_size
+                numbers = hands[micro_batch * size : (micro_batch + 1) * size]
+                contents = self._contents(one, number, numbers)
+                batch = fill_batch(contents, num_targets, self._batch, buffers())
+                yield Made(
+                    batch=batch, state=after if is_last else replace(here, micro_batch=micro_batch + 1)
+                )
+
+    def _dealt(self, one: Round, step: int) -> IntArray:
+        """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""
+        size = self._round_settings().step_packs
+        numbers = np.concatenate([lane * size + np.arange(size) for lane in self._own])
+        work = np.zeros(len(numbers))
+        for index, number in enumerate(numbers.tolist()):
+            packs, pack = one.packs[number // size], step * size + number % size
+            if pack < packs.num_packs:
+                pieces = slice(int(packs.offsets[pack]), int(packs.offsets[pack + 1]))
+                lengths = packs.stops[pieces] - packs.starts[pieces]
+                work[index] = work_of(lengths, np.array([0, len(lengths)]), self._batch.work)[0]
+        mine: IntArray = numbers[deal(work, 1, self._batch.micro_batch_size)[0]]
+        return mine
+
+    def _contents(self, one: Round, step: int, numbers: IntArray) -> Contents:
+        """Return the pieces of some packs of a step."""
+        size = self._round_settings().step_packs
+        parts: list[LanePacks] = []
+        for number in numbers.tolist():
+            pack = (step - one.step) * size + number % size
+            parts.append(one.packs[number // size].pack(pack))
+        masks = None
+        if any(part.mask is not None for part in parts):
+            ones = [np.ones(len(part.tokens), np.uint8) for part in parts]
+            masks = np.concatenate([own if p.mask is None else p.mask for p, own in zip(parts, ones)])
+        return Contents(
+            tokens=np.concatenate([part.tokens for part in parts]),
+            mask=masks,
+            lengths=np.concatenate([part.stops - part.starts for part in parts]),
+            offsets=np.cumsum([0, *(len(part.ids) for part in parts)]),
+            document_ids=np.concatenate([part.ids for part in parts]),
+            document_starts=np.concatenate([part.starts for part in parts]),
+            pack_ids=step * self._batch.global_batch_size + numbers,
+        )
+
+    def _round_settings(self) -> RoundSettings:
+        settings, batch = self._settings, self._batch
+        passes = Passes(
+            capacity=batch.capacity,
+            method=settings.method,
+            max_documents=settings.max_documents,
+            multiple=batch.document_multiple_of,
+            min_fill=settings.min_fill,
+        )
+        lane = LaneSettings(
+            passes=passes, overlong=settings.overlong, max_age=settings.max_age, seed=settings.seed
+        )
+        return RoundSettings(
+            lanes=settings.lanes,
+            step_packs=batch.global_batch_size // settings.lanes,
+            lane=lane,
+            window_packs=settings.window_packs,
+            block_bytes=self._blocks.block_bytes,
+        )
+
+
+def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
+    """Require sizes that divide each other.
+
+    Raises:
+        SettingError: they don't.
+    """
+    lanes, size, world = settings.lanes, batch.global_batch_size, batch.dp_world_size
+    if lanes < 1 or size % lanes:
+        raise SettingError(
+            f"global_batch_size {size:,} must be a multiple of {lanes:,} lanes: a step takes as many packs of each"
+        )
+    if lanes % world:
+        fitting = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
+        raise SettingError(f"{lanes:,} lanes can't be dealt to {world:,} ranks; to {fitting} they can")
+    if size % (world * batch.micro_batch_size):
+        raise SettingError(
+            f"global_batch_size {size:,} must be a multiple of {world:,} ranks times micro_batch_size "
+            f"{batch.micro_batch_size:,}"
+        )

@@ -1,0 +1,242 @@
+"""Reads blocks: the rows of each, as they are asked for, and what rows become once they are encoded.
+
+What must be read from its beginning stays open, so that asking for it in order reads it once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.source.blocks import SPREAD, Blocks
+from varlen.source.columns import Columns
+from varlen.source.cursors import StreamCursor, TableCursor, until_fault
+from varlen.source.documents import Documents, encode_rows
+from varlen.source.formats import tables
+from varlen.source.formats.reading import columns_of, rows_in
+from varlen.source.opening import compression_of
+from varlen.source.rows import Fault, Rows
+from varlen.source.source import Source
+from varlen.types import IntArray
+
+_OPEN = 2 * SPREAD
+"""Tables that stay open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """What is read in one go: a block, or the next chunk of one that can't be cut."""
+
+    block: int
+    number: int = 0
+    """Of the chunk within its block; 0 where the block is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Raw:
+    """A chunk's rows, not yet encoded."""
+
+    chunk: Chunk
+    path: str
+    rows: tuple[Rows, ...]
+    columns: Columns | None
+    """What they hold; None where there are none."""
+    error: SourceError | None = None
+    """Why what follows can't be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Read:
+    """A chunk's documents."""
+
+    documents: Documents
+    """Whose faults are all of the chunk."""
+    records: IntArray
+    """int64 `[num_documents]`: what tells each from the others of the chunk."""
+
+
+def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
+    """Turn a chunk's rows into documents.
+
+    Args:
+        raw: the rows.
+        source: that they are of.
+        wanted: records to be encoded, ascending; None for all. Those that the chunk hasn't are left out.
+
+    Raises:
+        SourceError: a record can't be read, and `on_error` is "raise".
+        SettingError: the tokenizer fails.
+    """
+    parts: list[Documents] = []
+    records: list[IntArray] = []
+    faults: list[Fault] = []
+    before = 0
+    is_ready = raw.columns is not None and raw.columns.kind == "tokens"
+    for some in raw.rows:
+        assert raw.columns is not None
+        rows, known = some, np.arange(len(some))
+        if wanted is not None and not is_ready:
+            known = wanted[(wanted >= before) & (wanted < before + len(some))] - before
+            rows = some.chosen(known.tolist())
+        documents = encode_rows(rows, raw.columns, source.encoding)
+        if documents.faults and source.on_error == "raise":
+            raise SourceError(str(documents.faults[0]))
+        faults += documents.faults
+        of = known if documents.rows is None else known[documents.rows]
+        # Of ready tokens a row may be several documents, and encoding them all costs little.
+        records.append(before + (np.arange(len(documents)) if is_ready else of))
+        before += len(documents) if is_ready else len(some)
+        parts.append(documents)
+    if raw.error is not None:
+        if source.on_error == "raise":
+            raise raw.error
+        said = str(raw.error).removeprefix(f"{raw.path} ")
+        faults.append(Fault(where=raw.path, why=f"(what is left of it): {said}"))
+    read = Read(documents=_end_to_end(parts, tuple(faults)), records=_joined(records))
+    return _only(read, wanted) if wanted is not None and is_ready else read
+
+
+def _end_to_end(parts: Sequence[Documents], faults: tuple[Fault, ...]) -> Documents:
+    """Put documents one after the other."""
+    masks = None
+    if any(part.loss_mask is not None for part in parts):
+        ones = [np.ones(len(part.tokens), np.uint8) for part in parts]
+        masks = np.concatenate([one if p.loss_mask is None else p.loss_mask for p, one in zip(parts, ones)])
+    lengths = _joined([part.lengths for part in parts])
+    return Documents(
+        tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        loss_mask=masks,
+        faults=faults,
+    )
+
+
+def _only(read: Read, wanted: IntArray) -> Read:
+    """Return some of a chunk's documents."""
+    documents, chosen = read.documents, np.flatnonzero(np.isin(read.records, wanted))
+    bounds = documents.offsets
+    index = _joined([np.arange(bounds[d], bounds[d + 1]) for d in chosen.tolist()])
+    lengths = documents.lengths[chosen]
+    some = replace(
+        documents,
+        tokens=documents.tokens[index],
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        loss_mask=None if documents.loss_mask is None else documents.loss_mask[index],
+    )
+    return Read(documents=some, records=read.records[chosen])
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
+
+
+class BlockReader:
+    """Gives the rows of chunks; several threads may ask for chunks of different stretches."""
+
+    def __init__(self, source: Source, blocks: Blocks) -> None:
+        """Take the files, and how they are cut."""
+        self._source, self._blocks = source, blocks
+        self._lock = threading.Lock()
+        self._columns: dict[int, Columns | None] = {}
+        self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
+        self._streams: dict[int, StreamCursor] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are."""
+        return len(self._blocks)
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`.
+
+        Args:
+            chunk: of a block; one before those that were forgotten costs reading from the beginning.
+        """
+        if self._blocks.of_parts[chunk.block]:
+            return chunk.number == 0
+        stream = self._streams.get(chunk.block)
+        if stream is None or chunk.number < stream.first:
+            if stream is not None:
+                stream.close()
+            rows = self._rows_of(int(self._blocks.files[chunk.block]))
+            stream = self._streams[chunk.block] = StreamCursor(rows, self._blocks.block_bytes)
+        return stream.has(chunk.number)
+
+    def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
+        """Return what tells chunks that one thread is to read one after the other, in the order of their blocks.
+
+        Args:
+            chunk: any.
+        """
+        return int(self._blocks.files[chunk.block]), int(self._blocks.starts[chunk.block])
+
+    def rows(self, chunk: Chunk) -> Raw:
+        """Read a chunk's rows, as far as they can be read.
+
+        Args:
+            chunk: one that `has` has found, where its block can't be cut.
+        """
+        blocks, block = self._blocks, chunk.block
+        index, start, stop, part, of_parts = (
+            int(of[block])
+            for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
+        )
+        if of_parts == 0:
+            rows, error = self._streams[block].chunks[chunk.number]
+        elif of_parts == 1:
+            rows, error = until_fault(self._rows_of(index, start, stop))
+        else:
+            rows, error = self._table(index, start, stop).part(part, of_parts)
+        path = self._source.files[index].path
+        columns = self._columns.get(index)
+        return Raw(chunk=chunk, path=path, rows=tuple(rows), columns=columns, error=error)
+
+    def forget(self) -> None:
+        """Let go of chunks that were asked for, and of tables that haven't been asked for lately."""
+        for block, stream in list(self._streams.items()):
+            stream.forget()
+            if stream.is_over:
+                self._streams.pop(block).close()
+        while not self._blocks.is_kept and len(self._tables) > _OPEN:
+            self._tables.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for table in self._tables.values():
+            table.close()
+        for stream in self._streams.values():
+            stream.close()
+        self._tables.clear()
+        self._streams.clear()
+
+    def _table(self, index: int, start: int, stop: int) -> TableCursor:
+        with self._lock:
+            table = self._tables.get((index, start))
+            if table is None:
+                table = self._tables[index, start] = TableCursor(
+                    lambda: self._rows_of(index, start, stop),
+                    lambda: tables.count_rows(self._source.files[index], start, stop),
+                    self._blocks.is_kept,
+                )
+            self._tables.move_to_end((index, start))
+        return table
+
+    def _rows_of(self, index: int, start: int = 0, stop: int = -1) -> Iterator[Rows]:
+        """Yield the rows of a stretch of a file.
+
+        Raises:
+            SourceError: it can't be read any further.
+        """
+        file = self._source.files[index]
+        if index not in self._columns:
+            if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
+                raise SourceError(f"{file.path} is compressed, though its name doesn't say so; rename it")
+            self._columns[index] = columns_of(file, self._source.encoding.columns)
+        columns = self._columns[index]
+        if columns is not None:
+            yield from rows_in(file, columns, self._source.text_cut, start, None if stop < 0 else stop)

@@ -1,0 +1,174 @@
+"""Places in files that are read from their beginning: parts of row groups, chunks of files that can't be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.source.rows import Column, Rows
+from varlen.types import IntArray
+
+Stretch = tuple[list[Rows], SourceError | None]
+"""Rows, and why those that should follow can't be read."""
+
+
+def until_fault(rows: Iterator[Rows]) -> Stretch:
+    """Return rows up to where a file can't be read any further, and why it can't."""
+    found: list[Rows] = []
+    try:
+        for some in rows:
+            found.append(some)
+    except SourceError as error:
+        return found, error
+    return found, None
+
+
+class TableCursor:
+    """Row groups or record batches whose rows are asked for part by part; in order they are read once."""
+
+    def __init__(self, open_: Callable[[], Iterator[Rows]], count: Callable[[], int], is_kept: bool) -> None:
+        """Take what begins to read, what counts the rows, and whether rows stay once they were read."""
+        self._open, self._count, self._is_kept = open_, count, is_kept
+        self._total: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reading = self._open()
+        self._held: list[Rows] = []
+        self._first = self._read = 0  # rows before those held, and before those not yet read
+        self._error: SourceError | None = None
+
+    def part(self, number: int, of: int) -> Stretch:
+        """Return one of so many parts of the rows, about equal in their number."""
+        if self._total is None:
+            try:
+                self._total = self._count()
+            except SourceError as error:
+                return [], error
+        start, stop = (self._total * n // of for n in (number, number + 1))
+        if start < self._first:
+            self.close()
+            self._begin()
+        while self._read < stop and self._error is None:
+            self._step()
+            if not self._is_kept:
+                while self._held and self._first + _covers(self._held[0]) <= start:
+                    self._first += _covers(self._held.pop(0))
+        return self._between(start, stop), self._error if self._read < stop else None
+
+    def _step(self) -> None:
+        try:
+            some = next(self._reading, None)
+        except SourceError as error:
+            self._error = error
+            return
+        if some is None:
+            self._error = SourceError("holds fewer rows than it says")
+            return
+        self._held.append(some)
+        self._read += _covers(some)
+
+    def _between(self, start: int, stop: int) -> list[Rows]:
+        found, at = [], self._first
+        for some in self._held:
+            a, b = max(start - at, 0), min(stop - at, _covers(some))
+            if a < b:
+                found.append(_share(some, a, b))
+            at += _covers(some)
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        close = getattr(self._reading, "close", None)
+        if close is not None:
+            close()
+
+
+def _covers(rows: Rows) -> int:
+    """Count the rows of the file that these stand for: those that can't be read too."""
+    return len(rows) + len(rows.faults)
+
+
+def _share(rows: Rows, start: int, stop: int) -> Rows:
+    """Return a part of rows by their places among those that can be read and those that can't: these come first."""
+    faults = rows.faults[start:stop]
+    before = len(rows.faults)
+    return rows.between(max(start - before, 0), max(stop - before, 0), faults)
+
+
+class StreamCursor:
+    """A file that is read from its beginning, chunk by chunk of about as many bytes."""
+
+    def __init__(self, rows: Iterator[Rows], chunk_bytes: int) -> None:
+        self._rows, self._chunk_bytes = rows, chunk_bytes
+        self.chunks: dict[int, Stretch] = {}
+        """Those that were read and not let go of, by number."""
+        self.first = 0
+        """Chunks before it are gone."""
+        self._found = self._asked = 0
+        self._is_read = False
+        self.is_over = False
+        """Whether a chunk beyond the last has been asked for."""
+
+    def has(self, number: int) -> bool:
+        """Whether there is such a chunk; reads on to it."""
+        while self._found <= number and not self._is_read:
+            try:
+                some = next(self._rows, None)
+            except SourceError as error:
+                self._add(([], error))
+                some = None
+            if some is None:
+                self._is_read = True
+                break
+            bounds = _chunk_bounds(some, self._chunk_bytes)
+            for start, stop in zip(bounds, bounds[1:]):
+                self._add(([some.between(start, stop, some.faults if start == 0 else ())], None))
+        self._asked = max(self._asked, number + 1)
+        self.is_over = number >= self._found
+        return not self.is_over
+
+    def _add(self, chunk: Stretch) -> None:
+        self.chunks[self._found] = chunk
+        self._found += 1
+
+    def forget(self) -> None:
+        """Let go of the chunks that were asked for."""
+        for number in [n for n in self.chunks if n < self._asked]:
+            del self.chunks[number]
+        self.first = min(self._asked, self._found)
+
+    def close(self) -> None:
+        """Close the file."""
+        close = getattr(self._rows, "close", None)
+        if close is not None:
+            close()
+
+
+def _chunk_bounds(rows: Rows, chunk_bytes: int) -> list[int]:
+    """Return where to cut rows into chunks of about as many bytes."""
+    sizes = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.columns.values():
+        sizes += _row_sizes(column)
+    chunk = (np.cumsum(sizes) - sizes) // chunk_bytes
+    inner = np.flatnonzero(np.diff(chunk)) + 1
+    return [0, *inner.tolist(), len(rows)]
+
+
+def _row_sizes(column: Column) -> IntArray:
+    """Estimate the bytes of each of a column's values."""
+    if isinstance(column, list):
+        return np.fromiter(map(_value_size, column), dtype=np.int64, count=len(column))
+    return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
+
+
+def _value_size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_value_size, value.values())) + 8 * len(value)
+    if isinstance(value, list):
+        return sum(map(_value_size, value)) + 8 * len(value)
+    return 8
