@@ -164,7 +164,10 @@ def test_a_state_of_other_data_or_settings_is_refused(store, tmp_path):
             pytest.raises(StateError, match=said),
         ):
             loader.load_state_dict(state)
-    with loader_of(other, micro_batch_size=4) as loader, pytest.raises(StateError, match="data was"):
+    with (
+        loader_of(other, micro_batch_size=4) as loader,
+        pytest.raises(StateError, match="didn't grow from it"),
+    ):
         loader.load_state_dict(state)
     with (
         loader_of(store, micro_batch_size=8) as loader,

@@ -51,7 +51,11 @@ class Ledger:
     """Documents left out whole, empty ones not counted."""
 
     def and_then(self, other: Ledger) -> Ledger:
-        """Return the sum of two ledgers."""
+        """Return the sum of two ledgers.
+
+        Args:
+            other: of other documents.
+        """
         names = [field.name for field in fields(self)]
         return Ledger(**{name: getattr(self, name) + getattr(other, name) for name in names})
 

@@ -179,7 +179,7 @@ class PackedLoader:
         """
         settings = self._settings
         self._opened = open_data(source, tokenizer, settings)
-        self._state = FeedState()
+        self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
         positions = settings.batch_sizes[1] * settings.capacity
@@ -261,12 +261,13 @@ class PackedLoader:
 
         Args:
             state: of `state_dict`, of any rank; the number of ranks and `micro_batch_size` may be others where it
-                stands at the beginning of a step, and `epochs` may be another one anywhere.
+                stands at the beginning of a step; `epochs` may be others anywhere but in streaming.
 
         Raises:
             StateError: of other data or settings, which are named; nothing has changed then.
         """
-        self._go_to(from_json(state, self._opened.mode, self._opened.belongs_to, FREE))
+        found = from_json(state, self._opened.mode, self._opened.belongs_to, FREE)
+        self._go_to(self._opened.feed.begun(found))
 
     def _go_to(self, state: FeedState) -> None:
         was_running, self._state, self._is_over = self._is_running, state, False

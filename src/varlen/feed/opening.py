@@ -1,7 +1,8 @@
-"""From data and settings to what makes batches: a token store that is there, one made on the spot, or lanes."""
+"""From data and settings to what makes batches: tokens that are there, a store made on the spot, or lanes."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -14,23 +15,34 @@ import numpy as np
 
 from varlen.counts import many
 from varlen.errors import OverlongDocumentError, SettingError
+from varlen.feed.agree import Agreement, job_store, name_of
+from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
 from varlen.feed.groups import PARTS_A_GROUP
+from varlen.feed.indexed import IndexedFeed
 from varlen.feed.settings import LoaderSettings, check_vocabulary
-from varlen.feed.spec import IndexedSpec, Spec
+from varlen.feed.spec import IndexedSpec, Spec, StreamingSpec
 from varlen.feed.state import Mode
+from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
+from varlen.source.files import Data
+from varlen.source.fingerprints import fingerprint_files
+from varlen.source.open_tokens import open_tokens
 from varlen.source.source import Source, open_source
-from varlen.source.store import TokenStore, open_store
+from varlen.source.store import TokenStore
+from varlen.source.token_documents import TokenDocuments
+from varlen.source.tokenizer import digest
 from varlen.source.written import read_manifest
 
 _log = logging.getLogger(__name__)
-_WINDOW = 1 << 16
+_WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _WAIT_S = 0.5
+_CHECKED = 1 << 20
+"""Documents whose lengths are looked at in one go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +51,18 @@ class Opened:
 
     mode: Mode
     spec: Spec
+    feed: IndexedFeed | StreamingFeed
+    """In the trainer's process, to look into; the worker has its own."""
     belongs_to: dict[str, Any]
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
 
 
-def open_data(data: Any, tokenizer: Any, settings: LoaderSettings) -> Opened:
+def open_data(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
     """Look at the data, and decide how it is fed.
 
     Args:
-        data: documents, or a token store.
+        data: documents, or tokens.
         tokenizer: of documents.
         settings: how.
 
@@ -57,90 +71,184 @@ def open_data(data: Any, tokenizer: Any, settings: LoaderSettings) -> Opened:
         SettingError: settings that don't go with the data.
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
-    folder = _as_store(data)
-    if folder is None:
-        source = open_source(data, tokenizer, **settings.reading)
-        check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
-        folder = indexed_in_cache(source, settings.cache)
-    elif tokenizer is not None or settings.mode == "streaming":
-        given = "a tokenizer" if tokenizer is not None else 'mode="streaming"'
-        raise SettingError(f"{folder} holds tokens already, which {given} can't change; leave it out")
-    return open_indexed(open_store(folder), settings)
+    tokens = None if tokenizer is not None or settings.mode == "streaming" else open_tokens(data)
+    if tokens is not None:
+        return open_indexed(tokens, data, settings)
+    _refuse_store(data, tokenizer)
+    source = open_source(data, tokenizer, **settings.reading)
+    made = source.encoding.tokenizer
+    check_vocabulary(made.vocab_size if tokenizer is not None else None, made.name, settings)
+    if settings.mode != "indexed" and settings.scope != "all":
+        return open_streaming(source, settings)
+    folder = indexed_in_cache(source, settings.cache)
+    found = open_tokens(folder)
+    if found is None:
+        raise SettingError(
+            f"{folder} was removed while it was opened; leave the cache alone, or pass another"
+        )
+    return open_indexed(found, folder, settings)
 
 
-def _as_store(data: Any) -> Path | None:
-    """Return the folder of a token store, if that is what was named."""
-    if isinstance(data, list | tuple) and len(data) == 1:
-        data = data[0]
-    if not isinstance(data, str | Path):
-        return None
-    manifest = read_manifest(Path(data).expanduser()) if "://" not in str(data) else None
-    return Path(data).expanduser() if manifest is not None and manifest.get("kind") == "tokens" else None
-
-
-def open_indexed(store: TokenStore, settings: LoaderSettings) -> Opened:
-    """Return how a token store is fed.
+def _refuse_store(data: Data, tokenizer: Any) -> None:
+    """Refuse to take a token store for documents.
 
     Raises:
-        SettingError: settings that don't go with the store.
-        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+        SettingError: it is one.
     """
-    made_by = store.manifest["source"]["tokenizer"]
-    check_vocabulary(made_by["vocab_size"], made_by["name"], settings)
-    if settings.overlong == "error":
-        _check_lengths(store, settings.capacity)
+    entries = [data] if isinstance(data, str | Path) else data
+    for entry in entries:
+        manifest = None if "://" in str(entry) else read_manifest(Path(entry).expanduser())
+        if manifest is not None and manifest.get("kind") == "tokens":
+            given = "a tokenizer" if tokenizer is not None else 'mode="streaming"'
+            raise SettingError(f"{entry} holds tokens already, which {given} can't change; leave it out")
+
+
+def batch_settings(settings: LoaderSettings) -> BatchSettings:
+    """Return how a step becomes batches."""
     whole, micro = settings.batch_sizes
-    rank, world = settings.ranks
-    is_all = settings.scope == "all"
-    windows = WindowSettings(
-        capacity=settings.capacity,
-        window=max(int(store.documents.sum()), 1) if is_all else settings.window or _WINDOW,
-        method=settings.method,
-        overlong=settings.overlong,
-        max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
-        document_multiple_of=settings.document_multiple_of,
-        seed=settings.order_seed,
-    )
-    batches = BatchSettings(
+    return BatchSettings(
         capacity=settings.capacity,
         global_batch_size=whole,
         micro_batch_size=micro,
-        dp_world_size=world,
+        dp_world_size=settings.ranks[1],
         layout=settings.layout,
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         document_multiple_of=settings.document_multiple_of,
         in_order=not settings.shuffle,
     )
+
+
+def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> Opened:
+    """Return how documents are fed that are tokens already.
+
+    Args:
+        tokens: of the data.
+        data: what the worker opens again.
+        settings: how.
+
+    Raises:
+        SettingError: settings that don't go with the store.
+        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+    """
+    if isinstance(tokens, TokenStore):
+        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
+        check_vocabulary(made_by.get("vocab_size"), made_by.get("name", "of the store"), settings)
+    if settings.overlong == "error" and settings.method != "wrapped":
+        _check_lengths(tokens, settings.capacity, str(data))
+    is_all = settings.scope == "all"
+    if is_all:
+        tokens.wait_for(tokens.num_parts)
     spec = IndexedSpec(
-        store=store.folder,
-        parts_a_group=max(store.num_parts, 1) if is_all else PARTS_A_GROUP,
-        windows=windows,
-        batches=batches,
+        data=data,
+        parts_a_group=max(tokens.num_parts, 1) if is_all else PARTS_A_GROUP,
+        windows=WindowSettings(
+            capacity=settings.capacity,
+            window=max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW,
+            method=settings.method,
+            overlong=settings.overlong,
+            max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
+            document_multiple_of=settings.document_multiple_of,
+            seed=settings.order_seed,
+        ),
+        batches=batch_settings(settings),
         epochs=settings.epochs,
-        rank=rank,
+        rank=settings.ranks[0],
     )
-    return Opened(mode="indexed", spec=spec, belongs_to={"data": store.fingerprint, **settings.deciding()})
+    # The data is told by the state itself, part by part: a store may grow.
+    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=settings.deciding())
 
 
-def _check_lengths(store: TokenStore, capacity: int) -> None:
-    """Refuse documents longer than a pack before training, and not in the midst of it.
+def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
+    """Refuse documents longer than a pack before training, and not in the midst of it, as far as they are there.
 
     Raises:
         OverlongDocumentError: there are some; names the first.
     """
     first, count = "", 0
-    for number, name in enumerate(store.shards):
-        lengths = np.diff(store.shard(number).offsets)
-        long = np.flatnonzero(lengths > capacity)
-        count += len(long)
-        if len(long) and not first:
-            first = f"document {long[0]:,} of shard {name} has {lengths[long[0]]:,} tokens"
+    for shard, documents in enumerate(tokens.documents.tolist()):
+        for start in range(0, documents, _CHECKED):
+            numbers = np.arange(start, min(start + _CHECKED, documents))
+            lengths = tokens.lengths(np.full(len(numbers), shard), numbers)
+            long = np.flatnonzero(lengths > capacity)
+            count += len(long)
+            if len(long) and not first:
+                where = f"document {start + int(long[0]):,} of shard {shard:,}"
+                first = f"{where} of {data} has {int(lengths[long[0]]):,} tokens"
     if first:
         raise OverlongDocumentError(
-            f"{first}, more than the capacity {capacity:,} ({many(count, 'such document')} in {store.folder}); pass "
+            f"{first}, more than the capacity {capacity:,} ({many(count, 'such document')} in all); pass "
             'overlong="split", "truncate" or "drop", or a larger capacity'
         )
+
+
+def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
+    """Return how documents are fed straight from their files.
+
+    Raises:
+        SettingError: sizes that don't divide each other.
+        SourceError: a table can't be read.
+    """
+    whole = settings.batch_sizes[0]
+    rank, world = settings.ranks
+    lanes = settings.lanes or whole
+    spec = StreamingSpec(
+        source=source,
+        settings=StreamingSettings(
+            lanes=lanes,
+            seed=settings.order_seed,
+            epochs=settings.epochs,
+            method=settings.method,
+            overlong=settings.overlong,
+            max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
+            window_packs=settings.window or _WINDOW_PACKS,
+            ahead=AheadSettings(seconds=settings.read_ahead_s),
+        ),
+        batches=batch_settings(settings),
+        rank=rank,
+    )
+    feed = spec.open()
+    belongs_to = {
+        "data": digest(source.fingerprint + fingerprint_files(source.files))[:32],
+        "on_error": source.on_error,
+        "lanes": lanes,
+        "epochs": settings.epochs,
+        **settings.deciding(),
+    }
+    if world > 1 and feed.read_by_all:
+        _log.warning(
+            "%s can't be cut, so each of %s ranks reads all of it; `varlen index` reads it once",
+            _listed(feed.read_by_all),
+            f"{world:,}",
+        )
+    _log.info(
+        "%s over blocks of %s KB; masked packs fill only the end of the last epoch, at most 1 + (a block + the "
+        "longest document) / capacity a lane",
+        many(lanes, "lane"),
+        f"{feed.block_bytes / 1e3:,.0f}",
+    )
+    exchanges = _exchanges(belongs_to, settings) if world > 1 else None
+    return Opened(mode="streaming", spec=spec, feed=feed, belongs_to=belongs_to, exchanges=exchanges)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more file')}"
+
+
+def _exchanges(belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:
+    """Return how ranks tell each other what is in their lanes: through the job's store, if there is one."""
+    rank, world = settings.ranks
+    store = job_store()
+    if store is None:
+        _log.warning(
+            "there is no process group, so this one of %s ranks reads the lanes of all of them, to know how many "
+            "labels a step has; call torch.distributed.init_process_group before the loader is made",
+            f"{world:,}",
+        )
+        return None
+    name = name_of(digest(json.dumps(belongs_to, sort_keys=True))[:16])
+    deadline_s = 0.9 * settings.deadline_s  # before the trainer's own, so that it hears who is missing
+    return lambda run: Agreement(store, f"{name}/{run}", rank, world, deadline_s)
 
 
 def indexed_in_cache(source: Source, cache: Path | None) -> Path:

@@ -48,8 +48,10 @@ class _Line:
 
     head: bytes
     ring: Ring
-    agreement: Exchange | None
-    """Of all ranks, where the feed needs one."""
+    exchanges: Exchanges | None
+    """How ranks agree, where the feed needs that."""
+    agreement: Exchange | None = None
+    """Of the last run that asked for one."""
     batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """(kind, run, content) for `take`."""
     orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
@@ -80,9 +82,7 @@ class ProcessWorker:
             head = pickle.dumps(spec)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
-        self._line = _Line(
-            head=head, ring=Ring(slots, slot_bytes), agreement=None if exchanges is None else exchanges(0)
-        )
+        self._line = _Line(head=head, ring=Ring(slots, slot_bytes), exchanges=exchanges)
         self._lent: set[int] = set()
         """Slots under batches that somebody still holds."""
         self._copies = 0
@@ -205,8 +205,8 @@ def close_line(line: _Line) -> None:
         line.closing = True
         if line.process is not None:
             line.process.kill()
-    if line.agreement is not None:
-        line.agreement.close()
+        if line.agreement is not None:
+            line.agreement.close()
     line.asked.put(None)
     line.orders.put(("stop", None))
 
@@ -290,7 +290,7 @@ def _read(line: _Line) -> None:
 
 def _hired(line: _Line) -> subprocess.Popen[bytes]:
     ring = line.ring
-    told = (ring.file, ring.slots, ring.slot_bytes, line.agreement is not None)
+    told = (ring.file, ring.slots, ring.slot_bytes, line.exchanges is not None)
     arguments = [str(int(number)) for number in told]
     threads = max((os.cpu_count() or 1) // 2, 1)
     return fresh_interpreter("varlen.feed.worker", *arguments, threads=threads, files=[ring.file])
@@ -306,13 +306,17 @@ def _death(code: int | None) -> str:
 
 def _ask(line: _Line) -> None:
     """Ask the other ranks what a worker wants to know."""
-    agreement = cast(Exchange, line.agreement)
+    exchanges, last = cast(Exchanges, line.exchanges), -1
     while (asked := line.asked.get()) is not None:
         process, content = asked
-        key, mine = json.loads(content)
+        run, key, mine = json.loads(content)
         all_of_them: list[Any] | None = None
         why = ""
         try:
+            with line.lock:
+                if run != last and not line.closing:
+                    last, line.agreement = run, exchanges(run)
+            agreement = cast(Exchange, line.agreement)
             all_of_them = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
         except Exception as error:  # of the store too: its server may be gone
             why = str(error)

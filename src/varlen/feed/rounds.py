@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,12 @@ from varlen.feed.lane import (
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
+from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)
 _MOST_CLAIMS = 64
 """Claims a lane that are read before lanes are compared again."""
+_OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
 _FIRST_PACKS = 4
 """Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
 
@@ -82,11 +84,34 @@ class Round:
     """Where the round begins, and the next one: the same on every rank."""
 
     @property
+    def news(self) -> tuple[Ledger, int]:
+        """What became of the tokens that left the lanes in this round, over all lanes, and the records skipped."""
+        (counts, waiting), (counts_before, waiting_before) = map(_totals, (self.after, self.before))
+        new = {name: counts[name] - counts_before[name] for name in counts}
+        settled = new["tokens"] + waiting_before - waiting
+        ledger = Ledger(
+            tokens_in=settled,
+            packed=settled - new["truncated"] - new["dropped"],
+            truncated=new["truncated"],
+            dropped=new["dropped"],
+            documents_in=new["documents"],
+            **{name: new[name] for name in _OF_DOCUMENTS},
+        )
+        return ledger, new["skipped"]
+
+    @property
     def num_bytes(self) -> int:
         """Memory that its tokens take."""
         return sum(
             one.tokens.nbytes + (0 if one.mask is None else one.mask.nbytes) for one in self.packs.values()
         )
+
+
+def _totals(at: Mapping[str, Any]) -> tuple[dict[str, int], int]:
+    """Return what all lanes have counted, and the tokens that wait in them."""
+    names = [field.name for field in fields(Counts)]
+    counts = {name: sum(record["counts"][name] for record in at["lanes"]) for name in names}
+    return counts, sum(sum(record["lengths"]) for record in at["lanes"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -82,6 +82,10 @@ class LoaderSettings:
             check_multiple(self.capacity, self.pad_to_multiple_of, "pad_to_multiple_of")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise SettingError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
+        if self.scope == "all" and self.mode == "streaming":
+            raise SettingError(
+                'scope="all" packs the whole data set at once, which mode="streaming" never holds'
+            )
         if self.scope == "minibatch" and self.layout == "rows":
             raise SettingError(
                 'scope="minibatch" flattens the documents of a batch, which needs layout="flat": rows of one '

@@ -105,6 +105,19 @@ class StreamingFeed:
         """Bytes of a block at most, but for its last document."""
         return self._blocks.block_bytes
 
+    def begun(self, state: FeedState) -> FeedState:
+        """Return a state that says where it stands: as it is, since documents are read from there on.
+
+        Raises:
+            StateError: the state isn't one of streaming.
+        """
+        begins = state.at.get("step", 0)
+        if not isinstance(begins, int) or not 0 <= begins <= state.step:
+            raise StateError(
+                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
+            )
+        return state
+
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches that follow a state.
 
@@ -120,11 +133,7 @@ class StreamingFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SettingError: the tokenizer fails.
         """
-        begins = state.at.get("step", 0)
-        if not isinstance(begins, int) or not 0 <= begins <= state.step:
-            raise StateError(
-                f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
-            )
+        state = self.begun(state)
         exchange = self._exchanges(self._runs)
         self._runs += 1
         reader = BlockReader(self._source, self._blocks)
@@ -142,7 +151,7 @@ class StreamingFeed:
 
     def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches of a round that follow a state."""
-        micro_batches = self._batch.micro_batches
+        micro_batches, news = self._batch.micro_batches, one.news if state.step <= one.step else None
         for number in range(max(one.step, state.step), one.step + one.num_steps):
             num_targets = one.targets[number - one.step]
             if num_targets == 0:
@@ -158,9 +167,10 @@ class StreamingFeed:
                 numbers = hands[micro_batch * size : (micro_batch + 1) * size]
                 contents = self._contents(one, number, numbers)
                 batch = fill_batch(contents, num_targets, self._batch, buffers())
-                yield Made(
-                    batch=batch, state=after if is_last else replace(here, micro_batch=micro_batch + 1)
-                )
+                now = after if is_last else replace(here, micro_batch=micro_batch + 1)
+                ledger, skipped = news or (None, 0)
+                yield Made(batch=batch, state=now, ledger=ledger, skipped=skipped)
+                news = None
 
     def _dealt(self, one: Round, step: int) -> IntArray:
         """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""

@@ -39,6 +39,7 @@ class _Desk:
         self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
         self.answers: SimpleQueue[tuple[str, list[Any] | None, str] | None] = SimpleQueue()
         """What the other ranks said; None where nobody is to wait for it any more."""
+        self.run = 0
 
 
 class _Mouth:
@@ -55,8 +56,8 @@ class _Mouth:
 class _Relay:
     """Asks the other ranks by way of the trainer's process, which is in touch with them."""
 
-    def __init__(self, desk: _Desk, mouth: _Mouth) -> None:
-        self._desk, self._mouth = desk, mouth
+    def __init__(self, desk: _Desk, mouth: _Mouth, run: int) -> None:
+        self._desk, self._mouth, self._run = desk, mouth, run
         self._is_closed = False
 
     def all(self, key: str, mine: Mapping[int, Any]) -> dict[int, Any]:
@@ -65,7 +66,7 @@ class _Relay:
         Raises:
             StalledError: some didn't come in time, or nobody waits any more.
         """
-        self._mouth.say(b"ask_" + json.dumps([key, list(mine.items())]).encode())
+        self._mouth.say(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
         while not self._is_closed:
             answer = self._desk.answers.get()
             if answer is None or answer[0] != key:  # of a run before this one
@@ -96,10 +97,11 @@ def main() -> None:
         run, state = desk.runs.get()
         while not desk.runs.empty():
             run, state = desk.runs.get()
+        desk.run = run
         try:
             if feed is None:
                 spec: Spec = pickle.loads(head)
-                feed = spec.open((lambda _: _Relay(desk, mouth)) if are_several else None)
+                feed = spec.open((lambda _: _Relay(desk, mouth, desk.run)) if are_several else None)
                 gc.freeze()
             _run(feed, run, state, ring, desk, mouth)
             mouth.say(b"last" + run.to_bytes(8, "little"))
