@@ -1,0 +1,69 @@
+"""One rank of a job that streams: `torchrun feed_job.py TEXTS OUT`; writes down what it took."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import counting
+import torch.distributed as dist
+
+import varlen as vl
+
+texts, out = sys.argv[1:]
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+os.environ["COUNTED"] = str(Path(out, f"{rank}.counted"))
+
+
+def made():
+    return vl.PackedLoader(
+        texts,
+        counting.encode,
+        eos=0,
+        capacity=256,
+        global_batch_size=12,
+        micro_batch_size=1,
+        window=8,
+        seed=3,
+        epochs=2,
+        dp_rank=rank,
+        dp_world_size=size,
+        worker="process",
+        deadline_s=60,
+    )
+
+
+rows, targets, saved = [], [], None
+with made() as loader:
+    for number, batch in enumerate(loader):
+        rows.append([int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]])
+        targets.append(batch.step_num_targets)
+        if number == 29:
+            saved = [len(rows), loader.state_dict() if rank == 0 else None]
+        if number == 8 and rank == 1:
+            os.kill(loader._worker.pid, signal.SIGKILL)
+            time.sleep(0.2)
+    end, stats = loader.state_dict(), loader.stats()
+encoded = Path(os.environ["COUNTED"]).stat().st_size
+
+kept = [saved[1]]
+dist.broadcast_object_list(kept, src=0)
+with made() as loader:
+    loader.load_state_dict(kept[0])
+    again = [[int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]] for batch in loader]
+
+said = {
+    "rows": rows,
+    "steps": sorted({step for step, _ in rows}),
+    "targets": targets,
+    "end": end,
+    "saved": saved[0],
+    "again": again,
+    "restarts": stats.restarts,
+    "encoded": encoded,
+}
+Path(out, f"{rank}.json").write_text(json.dumps(said))
+dist.destroy_process_group()
