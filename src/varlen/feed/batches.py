@@ -130,14 +130,13 @@ def make_batch(
     pieces = np.repeat(packs.offsets[real] - offsets[:-1], counts) + np.arange(offsets[-1])
     lengths = packs.stops[pieces] - packs.starts[pieces]
     tokens, mask = store.gather(packs.shards[pieces], packs.documents[pieces], packs.starts[pieces], lengths)
-    before = np.concatenate([[0], np.cumsum(store.documents)])
     return fill_batch(
         Contents(
             tokens=tokens,
             mask=mask,
             lengths=lengths,
             offsets=offsets,
-            document_ids=before[packs.shards[pieces]] + packs.documents[pieces],
+            document_ids=numbers_of(store, packs.shards[pieces], packs.documents[pieces]),
             document_starts=packs.starts[pieces],
             pack_ids=step.number * settings.global_batch_size + numbers,
         ),
@@ -145,6 +144,13 @@ def make_batch(
         settings,
         out,
     )
+
+
+def numbers_of(store: TokenDocuments, shards: IntArray, documents: IntArray) -> IntArray:
+    """Return the numbers of documents within the whole store, from their shards and numbers there."""
+    before = np.concatenate([[0], np.cumsum(store.documents)])
+    numbers: IntArray = before[shards] + documents
+    return numbers
 
 
 def work_of(lengths: IntArray, offsets: IntArray, work: tuple[float, float]) -> FloatArray:

@@ -6,14 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from varlen.errors import StateError
-from varlen.feed.batches import BatchSettings, Step, make_batch, plan_step
+from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
+from varlen.feed.packs import StorePacks
 from varlen.feed.state import MOST, FeedState
 from varlen.feed.stream import PackStream, Position
 from varlen.pack.lengths import as_count
+from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
-from varlen.types import Ledger
+from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
 _NUMBERS = ("epoch", "group", "window", "pack")
@@ -26,8 +30,38 @@ class IndexedFeed:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
 
-    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, Ledger]]:
-        """Yield the steps from the one that a state is in, the state where each has been taken, and its ledger.
+    @property
+    def stream(self) -> PackStream:
+        """The packs of all epochs."""
+        return self._stream
+
+    @property
+    def step_packs(self) -> int:
+        """Packs of a step, over all ranks."""
+        return self._settings.global_batch_size
+
+    def state(self, step: int, position: Position) -> FeedState:
+        """Return the state in which a step is the next, which begins at a position."""
+        return FeedState(step=step, at=self._as_json(position))
+
+    def packs(self, state: FeedState) -> tuple[StorePacks, IntArray]:
+        """Return the packs of the step that a state is in, none behind the last one, and each piece's document.
+
+        Raises:
+            SourceError: the store is damaged.
+        """
+        packs = self._stream.take(self.position(state), self.step_packs)[0]
+        return packs, numbers_of(self._store, packs.shards, packs.documents)
+
+    def where(self, document_id: int) -> str:
+        """Say where a document lies."""
+        before = np.concatenate([[0], np.cumsum(self._store.documents)])
+        shard = int(np.searchsorted(before, document_id, side="right")) - 1
+        name = self._store.shards[shard] if isinstance(self._store, TokenStore) else f"{shard:,}"
+        return f"document {document_id - int(before[shard]):,} of shard {name}"
+
+    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
+        """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
 
         A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
 
@@ -38,6 +72,7 @@ class IndexedFeed:
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
         while True:
+            before = FeedState(step=number, at=self._as_json(position))
             packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
@@ -45,7 +80,7 @@ class IndexedFeed:
             step = plan_step(self._store, packs, number, self._settings)
             number += 1
             if step.num_targets:
-                yield step, FeedState(step=number, at=self._as_json(position)), ledger
+                yield step, before, FeedState(step=number, at=self._as_json(position)), ledger
                 ledger = _NOTHING
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
@@ -60,18 +95,16 @@ class IndexedFeed:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged.
         """
-        state = self.begun(state)
         first = state.micro_batch
-        for step, after, entered in self.steps(state):
+        for step, before, after, entered in self.steps(state):
             ledger: Ledger | None = entered
-            here = replace(state, step=step.number, micro_batch=0)
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 batch = make_batch(self._store, step, self._rank, number, self._settings, buffers())
-                now = after if is_last else replace(here, micro_batch=number + 1)
+                now = after if is_last else replace(before, micro_batch=number + 1)
                 yield Made(batch=batch, state=now, ledger=ledger)
                 ledger = None
-            first, state = 0, after
+            first = 0
 
     def begun(self, state: FeedState) -> FeedState:
         """Return a state that says where it stands, also where training begins.

@@ -14,13 +14,15 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.device import DeviceWorker
 from varlen.feed.feed import Made, Worker
+from varlen.feed.lookup import StepDocuments
 from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
-from varlen.feed.state import FeedState, from_json, to_json
+from varlen.feed.state import MOST, FeedState, from_json, to_json
 from varlen.feed.stats import LoaderStats, Meter
 from varlen.feed.thread import ThreadWorker
 from varlen.feed.wire import slot_bytes
+from varlen.pack.lengths import as_count
 from varlen.source.documents import Supervise
 from varlen.source.files import Data
 from varlen.source.retry import Retry
@@ -182,6 +184,7 @@ class PackedLoader:
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
+        self._lookup = self._opened.lookup()
         positions = settings.batch_sizes[1] * settings.capacity
         spec, exchanges = self._opened.spec, self._opened.exchanges
         self._worker: Worker
@@ -235,22 +238,26 @@ class PackedLoader:
             WorkerDiedError: the worker dies again and again.
             VarlenError: what keeps a batch from being made, such as a bad record.
         """
-        self.start_prefetch()
-        if self._is_over:
-            raise StopIteration
         ready, begun = self._worker.ready, time.perf_counter()
-        made: Made | None
+        made = self._take()
+        if made is None:
+            raise StopIteration
+        self._meter.took(made, time.perf_counter() - begun, ready)
+        self._state = made.state
+        self._lookup.remember(made.state)
+        return made.batch
+
+    def _take(self) -> Made | None:
+        """Return what the worker has made next; None at the end."""
+        self.start_prefetch()
         try:
-            made = self._worker.take(self._settings.deadline_s)
+            made = None if self._is_over else self._worker.take(self._settings.deadline_s)
         except BaseException:
             self._is_running = False  # the next call begins after the last batch that was taken
             raise
         if made is None:
             self._is_over, self._is_running = True, False
-            raise StopIteration
-        self._meter.took(made, time.perf_counter() - begun, ready)
-        self._state = made.state
-        return made.batch
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank."""
@@ -275,6 +282,66 @@ class PackedLoader:
         if was_running:
             self.start_prefetch()
 
+    def seek(self, step: int) -> None:
+        """Go to the beginning of a step, to skip a bad stretch or to recover without a state.
+
+        Args:
+            step: from 0, one that the loader has.
+
+        Raises:
+            SettingError: it has no such step.
+
+        Cost: with known lengths, looking into the window table of the epochs before, which is made once at several
+        million documents a second and kept. In streaming a step that lies ahead, or further back than the last
+        rounds, is reached by preparing what comes before it.
+        """
+        wanted = as_count(step, "step", 0, MOST)
+        self._go_to(self._lookup.state_at(wanted, self._state))
+        while self._state.step < wanted:
+            made = self._take()
+            if made is None:
+                raise SettingError(
+                    f"step {wanted:,} is none of the {self._state.step:,} steps of this loader"
+                )
+            self._state = made.state
+            self._lookup.remember(made.state)
+
+    def __len__(self) -> int:
+        """Count the batches of all epochs that this rank takes, those that were taken included.
+
+        Raises:
+            TypeError: nobody knows: in streaming, or for epochs without end.
+        """
+        try:
+            return self._lookup.num_steps(self._state) * self.micro_batches
+        except SettingError as error:
+            raise TypeError(str(error)) from error
+
+    def __bool__(self) -> bool:
+        """Be true, without counting anything."""
+        return True
+
+    def documents(self, step: int) -> StepDocuments:
+        """Return which documents a step holds, of all ranks: to find what made a loss spike.
+
+        Args:
+            step: from 0; in streaming one of the last rounds.
+
+        Raises:
+            SettingError: it has no such step, or doesn't remember it.
+
+        Cost: of `seek`, and planning the step again; in streaming its round is read again.
+        """
+        return self._lookup.documents(as_count(step, "step", 0, MOST), self._state)
+
+    def where(self, document_id: int) -> str:
+        """Say where a document lies.
+
+        Args:
+            document_id: of `batch.document_ids`, or of `documents`.
+        """
+        return self._lookup.where(int(document_id))
+
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made."""
         return self._meter.stats(copies=self._worker.copies, restarts=self._worker.restarts)
@@ -283,6 +350,7 @@ class PackedLoader:
         """Leave no process, thread, memory or file behind; batches that are held keep their bytes."""
         self._is_closed, self._is_running = True, False
         self._worker.close()
+        self._lookup.close()
         self._end.detach()
 
     def __enter__(self) -> PackedLoader:

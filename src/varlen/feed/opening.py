@@ -21,6 +21,7 @@ from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
 from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
+from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, Spec, StreamingSpec
 from varlen.feed.state import Mode
@@ -56,6 +57,10 @@ class Opened:
     belongs_to: dict[str, Any]
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
+
+    def lookup(self) -> IndexedLookup | StreamingLookup:
+        """Return what finds steps."""
+        return IndexedLookup(self.feed) if isinstance(self.feed, IndexedFeed) else StreamingLookup(self.feed)
 
 
 def open_data(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:

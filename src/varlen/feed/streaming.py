@@ -20,7 +20,7 @@ from varlen.feed.deal import deal
 from varlen.feed.exchange import Exchanges, Solo
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.intake import Intake
-from varlen.feed.lane import LanePacks, LaneSettings
+from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState
 from varlen.pack.passes import Passes
@@ -104,6 +104,25 @@ class StreamingFeed:
     def block_bytes(self) -> int:
         """Bytes of a block at most, but for its last document."""
         return self._blocks.block_bytes
+
+    @property
+    def step_packs(self) -> int:
+        """Packs of a step, over all ranks."""
+        return self._batch.global_batch_size
+
+    def alone(self) -> StreamingFeed:
+        """Return the feed of a job of one rank, which makes one batch of a step."""
+        size = self._batch.global_batch_size
+        whole = replace(
+            self._batch, dp_world_size=1, micro_batch_size=size, layout="rows", pad_to_multiple_of=1
+        )
+        return StreamingFeed(self._source, self._settings, whole, 0)
+
+    def where(self, document_id: int) -> str:
+        """Say where a document lies: its file, the stretch of it, and its record there."""
+        block, record = document_id >> (CHUNK_BITS + RECORD_BITS), document_id & ((1 << RECORD_BITS) - 1)
+        chunk = (document_id >> RECORD_BITS) & ((1 << CHUNK_BITS) - 1)
+        return f"record {record:,} of {self._blocks.where(block, chunk, self._source.files)}"
 
     def begun(self, state: FeedState) -> FeedState:
         """Return a state that says where it stands: as it is, since documents are read from there on.

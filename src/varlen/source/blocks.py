@@ -61,6 +61,23 @@ class Blocks:
         """Count the blocks; one that can't be cut counts as one."""
         return len(self.files)
 
+    def where(self, block: int, chunk: int, files: Sequence[File]) -> str:
+        """Say where a block lies, or a chunk of one that can't be cut."""
+        path, start, parts = (
+            files[int(self.files[block])].path,
+            int(self.starts[block]),
+            int(self.of_parts[block]),
+        )
+        if parts == 0:
+            return f"chunk {chunk:,} of {path}"
+        part = f" (part {int(self.parts[block]) + 1:,} of {parts:,})" if parts > 1 else ""
+        unit = "byte" if files[int(self.files[block])].format == "jsonl" else "row group or batch"
+        return (
+            f"the lines from {unit} {start:,} of {path}"
+            if unit == "byte"
+            else f"{unit} {start:,} of {path}{part}"
+        )
+
     def order(self, seed: int | None, epoch: int) -> IntArray:
         """Return the numbers of the blocks in the order in which an epoch takes them, int64 `[blocks]`.
 

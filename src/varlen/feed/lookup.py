@@ -1,0 +1,191 @@
+"""Finding steps: where one begins, how many there are, and which documents one held, of all ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from varlen.errors import SettingError
+from varlen.feed.feed import new_arrays
+from varlen.feed.indexed import IndexedFeed
+from varlen.feed.state import FeedState
+from varlen.feed.streaming import StreamingFeed
+from varlen.feed.table import WindowTable
+from varlen.types import IntArray
+
+_KEPT = 16
+"""Places of rounds of streaming that are remembered, for who asks what was in a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepDocuments:
+    """What a step holds, over all ranks: pack p has the pieces `offsets[p]:offsets[p + 1]`."""
+
+    step: int
+    pack_ids: IntArray
+    """int64 `[packs]`: as batches have them."""
+    document_ids: IntArray
+    """int64 `[pieces]`: as batches have them."""
+    starts: IntArray
+    stops: IntArray
+    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
+    offsets: IntArray
+    """int64 `[packs + 1]`."""
+
+
+class IndexedLookup:
+    """Steps of documents whose lengths are known: any of them is found by the window table."""
+
+    def __init__(self, feed: IndexedFeed) -> None:
+        """Take the feed."""
+        self._feed, self._table = feed, WindowTable(feed.stream)
+
+    def num_steps(self, state: FeedState) -> int:
+        """Return the steps of all epochs, those without targets counted too.
+
+        Raises:
+            SettingError: epochs without end.
+            SourceError: the store is damaged.
+        """
+        return -(-self._table.num_packs(self._feed.position(state).grown) // self._feed.step_packs)
+
+    def state_at(self, step: int, state: FeedState) -> FeedState:
+        """Return the state in which a step is the next.
+
+        Args:
+            step: from 0.
+            state: of now, which knows how the store has grown.
+
+        Raises:
+            SettingError: there is no such step.
+            SourceError: the store is damaged.
+        """
+        grown = self._feed.position(state).grown
+        if self._feed.stream.epochs is not None and not 0 <= step <= (count := self.num_steps(state)):
+            raise SettingError(f"step {step:,} is none of the {count:,} steps of this loader")
+        position = self._table.position_of(step * self._feed.step_packs, grown)
+        return self._feed.state(step, position)
+
+    def remember(self, state: FeedState) -> None:
+        """Do nothing: any step is found without."""
+
+    def documents(self, step: int, state: FeedState) -> StepDocuments:
+        """Return what a step holds; arguments and errors as `state_at` has them.
+
+        Args:
+            step: from 0.
+            state: of now.
+
+        Raises:
+            SettingError: there is no such step.
+        """
+        packs, ids = self._feed.packs(self.state_at(step, state))
+        if packs.num_packs == 0:
+            raise SettingError(f"step {step:,} would be the next after the last one")
+        return StepDocuments(
+            step=step,
+            pack_ids=step * self._feed.step_packs + np.arange(packs.num_packs),
+            document_ids=ids,
+            starts=packs.starts,
+            stops=packs.stops,
+            offsets=packs.offsets,
+        )
+
+    def where(self, document_id: int) -> str:
+        """Say where a document lies."""
+        return self._feed.where(document_id)
+
+    def close(self) -> None:
+        """Leave no thread behind."""
+        self._table.close()
+
+
+class StreamingLookup:
+    """Steps that are streamed: those of the last rounds are found by reading their documents again."""
+
+    def __init__(self, feed: StreamingFeed) -> None:
+        """Take the feed."""
+        self._feed = feed
+        self._rounds: OrderedDict[int, Any] = OrderedDict()
+
+    def num_steps(self, _state: FeedState) -> int:
+        """Say that nobody knows.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(
+            "how many steps there are isn't known before the documents are tokenized; index them (varlen index) "
+            "where that is needed"
+        )
+
+    def state_at(self, step: int, state: FeedState) -> FeedState:
+        """Return the last state before a step that is known, from which it can be reached by taking batches.
+
+        Args:
+            step: from 0.
+            state: of now.
+
+        Raises:
+            SettingError: a negative step.
+        """
+        if step < 0:
+            raise SettingError(f"step {step:,} is none: steps are counted from 0")
+        self.remember(state)
+        known = [begin for begin in self._rounds if begin <= step]
+        begin = max(known, default=0)
+        if not known:
+            return FeedState()
+        at = self._rounds[begin]
+        # Of a round that has been begun any step can be the next; of others the first, from which batches lead there.
+        reached = step if begin == max(self._rounds) and step <= state.step else begin
+        later = [other for other in self._rounds if other > begin]
+        return FeedState(step=step if later and step < min(later) else reached, at=at)
+
+    def remember(self, state: FeedState) -> None:
+        """Keep the place of the round that a state is in."""
+        begin = int(state.at.get("step", 0))
+        if begin not in self._rounds:
+            self._rounds[begin] = state.at
+            if len(self._rounds) > _KEPT:
+                self._rounds.popitem(last=False)
+
+    def documents(self, step: int, state: FeedState) -> StepDocuments:
+        """Return what a step of the last rounds held.
+
+        Args:
+            step: from 0.
+            state: of now.
+
+        Raises:
+            SettingError: it was taken too long ago, or wasn't taken.
+        """
+        at = self.state_at(step, state)
+        if at.step != step or step > state.step:
+            raise SettingError(
+                f"step {step:,} isn't one of the last rounds, which begin at {min(self._rounds):,} and have come to "
+                f"{state.step:,}; what was in others isn't remembered"
+            )
+        for made in self._feed.alone().batches(replace(at, micro_batch=0), new_arrays):
+            batch = made.batch
+            if int(batch.pack_ids[0]) // self._feed.step_packs != step:
+                break  # it had no targets, and was left out
+            return StepDocuments(
+                step=step,
+                pack_ids=batch.pack_ids,
+                document_ids=batch.document_ids,
+                starts=batch.document_starts.astype(np.int64),
+                stops=batch.document_starts.astype(np.int64) + batch.document_lengths,
+                offsets=batch.pack_offsets,
+            )
+        raise SettingError(f"step {step:,} held nothing to train on, and was left out")
+
+    def where(self, document_id: int) -> str:
+        """Say where a document lies."""
+        return self._feed.where(document_id)
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""

@@ -1,0 +1,126 @@
+"""Any step can be gone to, counted and looked into: what is found there is what batches held."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from loaders import content, drained, loader_of, random_store
+from test_feed_loader_streaming import loader_of as streaming_of
+from test_source_store import write_store
+
+from varlen.errors import SettingError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return random_store(tmp_path_factory.mktemp("feed"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    lines = [{"text": f"{n} " * int(n % 50)} for n in range(400)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def by_step(loader):
+    """The content of the batches of each step, and what the batches say of its documents."""
+    found, held = {}, {}
+    while (batch := (loader.step, next(loader, None)))[1] is not None:
+        step, batch = batch
+        found.setdefault(step, []).append(content(batch))
+        counts = np.repeat(batch.pack_ids, np.diff(batch.pack_offsets))
+        pieces = zip(counts.tolist(), batch.document_ids.tolist(), batch.document_starts.tolist())
+        held.setdefault(step, []).extend(zip(pieces, batch.document_lengths.tolist()))
+    return found, held
+
+
+def looked_up(found):
+    packs = np.repeat(found.pack_ids, np.diff(found.offsets)).tolist()
+    lengths = (found.stops - found.starts).tolist()
+    return list(zip(zip(packs, found.document_ids.tolist(), found.starts.tolist()), lengths))
+
+
+@pytest.mark.parametrize("made", ["indexed", "streaming"])
+def test_any_step_can_be_gone_to_and_skipped_to(store, texts, made):
+    new = (
+        (lambda: loader_of(store, micro_batch_size=8))
+        if made == "indexed"
+        else (lambda: streaming_of(texts, micro_batch_size=4))
+    )
+    with new() as loader:
+        whole, _ = by_step(loader)
+    steps = sorted(whole)
+    assert len(steps) > 4
+    with new() as loader:
+        for step in (steps[2], steps[-1], 0, steps[3], steps[-1] + 1, steps[1]):
+            loader.seek(step)
+            assert loader.step == step
+            assert by_step(loader)[0] == {s: whole[s] for s in steps if s >= step}
+        loader.seek(steps[1])
+        next(loader)
+        loader.seek(loader.step + 2)  # past a bad stretch, within a loop
+        state = loader.state_dict()
+        assert content(next(loader)) == whole[steps[3]][0]
+    with new() as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert content(next(loader)) == whole[steps[3]][0]
+
+
+def test_the_documents_of_any_step_are_those_that_its_batches_held(store):
+    with loader_of(store, micro_batch_size=8) as loader:
+        held = by_step(loader)[1]
+        for step in held:
+            assert sorted(looked_up(loader.documents(step))) == sorted(held[step])
+        first = loader.documents(0).document_ids[0]
+        assert loader.where(first).startswith("document ")
+        with pytest.raises(SettingError, match=f"{max(held) + 1} would be the next"):
+            loader.documents(max(held) + 1)
+        with pytest.raises(SettingError, match="none of the"):
+            loader.documents(10**6)
+
+
+def test_in_streaming_the_documents_of_the_last_rounds_are_found(texts):
+    with streaming_of(texts, micro_batch_size=4, epochs=1) as loader:
+        held = by_step(loader)[1]
+        for step in held:
+            assert sorted(looked_up(loader.documents(step))) == sorted(held[step])
+        where = loader.where(loader.documents(0).document_ids[0])
+        assert "record " in where
+        assert where.endswith("a.jsonl")
+        with pytest.raises(SettingError, match="isn't one of the last rounds"):
+            loader.documents(max(held) + 5)
+
+
+def test_the_length_is_the_number_of_batches_and_a_loader_is_true(store, texts):
+    for changes in (
+        {},
+        {"micro_batch_size": 4},
+        {"micro_batch_size": 2, "dp_rank": 1, "dp_world_size": 3},
+        {"epochs": 1},
+    ):
+        with loader_of(store, **changes) as loader:
+            assert len(loader) == len(drained(loader)[0]) == len(loader)
+    with loader_of(store, epochs=None) as loader, pytest.raises(TypeError, match="without end"):
+        len(loader)
+    with streaming_of(texts) as loader, pytest.raises(TypeError, match="isn't known"):
+        len(loader)
+    with streaming_of(texts) as loader:
+        assert loader
+        with pytest.raises(SettingError, match="is none of the"):
+            loader.seek(10**6)
+
+
+def test_a_state_within_a_step_after_one_that_was_left_out_is_exact(tmp_path):
+    documents = [([1] * 9, None)] * 4 + [([2] * 9, [0] * 9)] * 4 + [([n] * 9, None) for n in range(3, 11)]
+    silent = write_store(tmp_path, [[documents]]).folder
+    settings = {"capacity": 10, "global_batch_size": 4, "micro_batch_size": 1, "shuffle": False, "epochs": 1}
+    with loader_of(silent, **settings) as loader:
+        whole, states = drained(loader)
+    assert [state["step"] for state in states] == [0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    for taken, state in enumerate(states):
+        with loader_of(silent, **settings) as loader:
+            loader.load_state_dict(state)
+            assert drained(loader)[0] == whole[taken:]
