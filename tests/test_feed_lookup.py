@@ -45,11 +45,9 @@ def looked_up(found):
 
 @pytest.mark.parametrize("made", ["indexed", "streaming"])
 def test_any_step_can_be_gone_to_and_skipped_to(store, texts, made):
-    new = (
-        (lambda: loader_of(store, micro_batch_size=8))
-        if made == "indexed"
-        else (lambda: streaming_of(texts, micro_batch_size=4))
-    )
+    new = partial(streaming_of, texts, micro_batch_size=4)
+    if made == "indexed":
+        new = partial(loader_of, store, micro_batch_size=8)
     with new() as loader:
         whole, _ = by_step(loader)
     steps = sorted(whole)

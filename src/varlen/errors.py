@@ -15,6 +15,7 @@
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
+    ├── UnknownLengthError (also a TypeError)     a loader whose number of batches nobody knows
     ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
 
@@ -72,6 +73,10 @@ class PlatformError(VarlenError, ImportError):
 
 class WorkerDiedError(VarlenError):
     """A process that worked for varlen is gone; the message says how, and what is kept."""
+
+
+class UnknownLengthError(VarlenError, TypeError):
+    """A loader has no length: its documents are tokenized as they come, or its epochs have no end."""
 
 
 class StalledError(VarlenError, TimeoutError):

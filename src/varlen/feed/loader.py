@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
-from varlen.errors import SettingError
+from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.device import DeviceWorker
 from varlen.feed.feed import Made, Worker
 from varlen.feed.lookup import StepDocuments
@@ -310,12 +310,12 @@ class PackedLoader:
         """Count the batches of all epochs that this rank takes, those that were taken included.
 
         Raises:
-            TypeError: nobody knows: in streaming, or for epochs without end.
+            UnknownLengthError: nobody knows: in streaming, or for epochs without end.
         """
         try:
             return self._lookup.num_steps(self._state) * self.micro_batches
         except SettingError as error:
-            raise TypeError(str(error)) from error
+            raise UnknownLengthError(str(error)) from error
 
     def __bool__(self) -> bool:
         """Be true, without counting anything."""
