@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
-from varlen.feed.state import MOST, FeedState
+from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream, Position
-from varlen.pack.lengths import as_count
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
-_NUMBERS = ("epoch", "group", "window", "pack")
 
 
 class IndexedFeed:
@@ -42,7 +38,7 @@ class IndexedFeed:
 
     def state(self, step: int, position: Position) -> FeedState:
         """Return the state in which a step is the next, which begins at a position."""
-        return FeedState(step=step, at=self._as_json(position))
+        return FeedState(step=step, at=self._stream.at(position))
 
     def packs(self, state: FeedState) -> tuple[StorePacks, IntArray]:
         """Return the packs of the step that a state is in, none behind the last one, and each piece's document.
@@ -72,7 +68,7 @@ class IndexedFeed:
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
         while True:
-            before = FeedState(step=number, at=self._as_json(position))
+            before = FeedState(step=number, at=self._stream.at(position))
             packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
@@ -80,7 +76,7 @@ class IndexedFeed:
             step = plan_step(self._store, packs, number, self._settings)
             number += 1
             if step.num_targets:
-                yield step, before, FeedState(step=number, at=self._as_json(position)), ledger
+                yield step, before, FeedState(step=number, at=self._stream.at(position)), ledger
                 ledger = _NOTHING
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
@@ -112,7 +108,7 @@ class IndexedFeed:
         Raises:
             StateError: the state is none of a token store, or of another one.
         """
-        return replace(state, at=self._as_json(self.position(state)))
+        return replace(state, at=self._stream.at(self.position(state)))
 
     def position(self, state: FeedState) -> Position:
         """Return where the step of a state begins, and which parts of the store its epochs hold.
@@ -120,37 +116,4 @@ class IndexedFeed:
         Raises:
             StateError: the state is none of a token store, or of another one.
         """
-        return self._stream.begun(_as_position(state.at, self._store))
-
-    def _as_json(self, position: Position) -> dict[str, Any]:
-        """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
-        at = {name: getattr(position, name) for name in _NUMBERS}
-        return {**at, "grown": [[*pair, self._store.fingerprint_at(pair[1])] for pair in position.grown]}
-
-
-def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
-    """Return where a step begins.
-
-    Raises:
-        StateError: nothing of the kind, or the store isn't the one that the state was saved with, nor grown from it.
-    """
-    if not at:
-        return Position()
-    try:
-        numbers = {name: as_count(at[name], name, 0, MOST) for name in _NUMBERS}
-        stages = [
-            (as_count(e, "epoch", 0, MOST), as_count(n, "parts", 0, MOST), mark) for e, n, mark in at["grown"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
-    epochs = [epoch for epoch, _, _ in stages]
-    if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
-        raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
-    for epoch, num_parts, mark in stages:
-        if store.fingerprint_at(num_parts) != mark:
-            raise StateError(
-                f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
-                f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "
-                "store, or begin anew"
-            )
-    return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))
+        return self._stream.position(state.at)

@@ -52,11 +52,11 @@ def interleave(
                 chosen, best = source, end
         if chosen < 0:
             chosen = least
+        choices[number] = chosen
         if places[chosen] == offsets[chosen + 1]:
             return number
         length = lengths[places[chosen]]
         counts[chosen] += length
         total += length
         places[chosen] += 1
-        choices[number] = chosen
     return most

@@ -24,7 +24,7 @@ def interleave(
         weights: float64 `[sources]`: shares, adding up to 1.
         counts: int64 `[sources]`: taken of each so far, in the unit of the lengths; brought up to date.
         most: documents wanted.
-        choices: int64 `[most]`, written: the source of each.
+        choices: int64 `[most]`, written: the source of each, and behind them the one that has no document left.
 
     Returns:
         Number of choices; fewer than `most` where the next source has no document left.
@@ -43,9 +43,9 @@ def interleave(
                 chosen, best = source, end
         if chosen < 0:  # rounding: all seem to be ahead, so the one that is least
             chosen = int(np.argmin(counts / weights))
+        choices[number] = chosen
         if places[chosen] == offsets[chosen + 1]:
             return number
         counts[chosen] += lengths[places[chosen]]
         places[chosen] += 1
-        choices[number] = chosen
     return most

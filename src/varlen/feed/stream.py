@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from varlen.errors import StateError
 from varlen.feed.packs import StorePacks, end_to_end
+from varlen.feed.state import MOST
 from varlen.feed.windows import Windows
+from varlen.pack.lengths import as_count
+from varlen.source.token_documents import TokenDocuments
 from varlen.types import Ledger
 
 Grown = tuple[tuple[int, int], ...]
@@ -30,6 +35,9 @@ class Position:
     def num_parts(self) -> int:
         """Parts of the epoch."""
         return next(parts for epoch, parts in reversed(self.grown) if epoch <= self.epoch)
+
+
+_NUMBERS = ("epoch", "group", "window", "pack")
 
 
 class PackStream:
@@ -91,6 +99,20 @@ class PackStream:
             position = replace(here, window=here.window + is_over, pack=0 if is_over else stop)
         return end_to_end(parts), position, ledger
 
+    def at(self, position: Position) -> dict[str, Any]:
+        """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
+        store = self.windows.store
+        numbers = {name: getattr(position, name) for name in _NUMBERS}
+        return {**numbers, "grown": [[*pair, store.fingerprint_at(pair[1])] for pair in position.grown]}
+
+    def position(self, at: Mapping[str, Any]) -> Position:
+        """Return the position that `at` gave; without one, where training begins.
+
+        Raises:
+            StateError: it is none, or of another store.
+        """
+        return self.begun(_as_position(at, self.windows.store))
+
     def begun(self, position: Position) -> Position:
         """Return a position with the parts of its epoch."""
         if position.grown:
@@ -122,3 +144,31 @@ class PackStream:
             num_parts = self._num_parts(epoch)
             grown = grown if num_parts == grown[-1][1] else (*grown, (epoch, num_parts))
         return Position(epoch=epoch, grown=grown)
+
+
+def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
+    """Return where a step begins.
+
+    Raises:
+        StateError: nothing of the kind, or the store isn't the one that the state was saved with, nor grown from it.
+    """
+    if not at:
+        return Position()
+    try:
+        numbers = {name: as_count(at[name], name, 0, MOST) for name in _NUMBERS}
+        stages = [
+            (as_count(e, "epoch", 0, MOST), as_count(n, "parts", 0, MOST), mark) for e, n, mark in at["grown"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+    epochs = [epoch for epoch, _, _ in stages]
+    if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
+        raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
+    for epoch, num_parts, mark in stages:
+        if store.fingerprint_at(num_parts) != mark:
+            raise StateError(
+                f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
+                f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "
+                "store, or begin anew"
+            )
+    return Position(**numbers, grown=tuple((epoch, parts) for epoch, parts, _ in stages))

@@ -124,29 +124,39 @@ class Windows:
         Cost: reading the window's lengths, sorting hashes of its documents and packing them.
         """
         shards, documents = self.documents(epoch, group, number, num_parts)
-        packing = self._packed(self._store.lengths(shards, documents))
-        packs = StorePacks(
-            shards=shards[packing.document_ids],
-            documents=documents[packing.document_ids],
-            starts=packing.starts.astype(np.int64),
-            stops=packing.stops.astype(np.int64),
-            offsets=packing.offsets,
-        )
-        return Window(packs=packs, ledger=packing.ledger)
+        return packs_of(shards, documents, self._store.lengths(shards, documents), self._settings)
 
-    def _packed(self, lengths: IntArray) -> Packing:
-        """Pack a window, and nothing but it: what doesn't fill a pack goes into packs of its own."""
-        settings = self._settings
-        packer = WindowPacker(
-            capacity=settings.capacity,
-            window=settings.window,
-            method=settings.method,
-            overlong=settings.overlong,
-            max_documents=settings.max_documents,
-            document_multiple_of=settings.document_multiple_of,
-        )
-        packed, rest = packer.add(lengths), packer.flush()
-        return _in_order(packed, rest, packer.ledger)
+
+def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings: WindowSettings) -> Window:
+    """Pack documents, and nothing but them: what doesn't fill a pack goes into packs of its own.
+
+    Args:
+        shards: int64 `[documents]`.
+        documents: int64 `[documents]`: numbers within the shards.
+        lengths: int64 `[documents]`.
+        settings: how.
+
+    Raises:
+        OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+    """
+    packer = WindowPacker(
+        capacity=settings.capacity,
+        window=settings.window,
+        method=settings.method,
+        overlong=settings.overlong,
+        max_documents=settings.max_documents,
+        document_multiple_of=settings.document_multiple_of,
+    )
+    packed, rest = packer.add(lengths), packer.flush()
+    packing = _in_order(packed, rest, packer.ledger)
+    packs = StorePacks(
+        shards=shards[packing.document_ids],
+        documents=documents[packing.document_ids],
+        starts=packing.starts.astype(np.int64),
+        stops=packing.stops.astype(np.int64),
+        offsets=packing.offsets,
+    )
+    return Window(packs=packs, ledger=packing.ledger)
 
 
 def _in_order(packed: Packing, rest: Packing, ledger: Ledger) -> Packing:
