@@ -44,6 +44,7 @@ def test_the_rule_finds_a_planted_violation(
 
 PUBLIC_NAMES = [
     "Ledger",
+    "Mixture",
     "PackedBatch",
     "PackedLoader",
     "Packing",

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from varlen.pack.bound import lower_bound
     from varlen.pack.score import Score, score
     from varlen.pack.window import WindowPacker
+    from varlen.source.mixture import Mixture
     from varlen.types import Ledger, Packing
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Ledger": "varlen.types",
+    "Mixture": "varlen.source.mixture",
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",
     "Packing": "varlen.types",
@@ -50,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "Ledger",
+    "Mixture",
     "PackedBatch",
     "PackedLoader",
     "Packing",

@@ -49,6 +49,8 @@ class Ledger:
     """Documents that lost their end."""
     dropped_documents: int = 0
     """Documents left out whole, empty ones not counted."""
+    repeated: int = 0
+    """Tokens of documents that a mixture gives again; they are among `tokens_in` each time."""
 
     def and_then(self, other: Ledger) -> Ledger:
         """Return the sum of two ledgers.

@@ -13,7 +13,7 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.pack.api import DEFAULT_WORK
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import ReadableTokens
 from varlen.types import FloatArray, IntArray, Ledger, Packing
 
 
@@ -74,7 +74,7 @@ class Contents:
     """int64 `[packs]`: numbers that count through the training."""
 
 
-def plan_step(store: TokenDocuments, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
+def plan_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:
     """Deal the packs of a step to all ranks, and count what they train.
 
     Args:
@@ -97,7 +97,7 @@ def plan_step(store: TokenDocuments, packs: StorePacks, number: int, settings: B
 
 
 def make_batch(
-    store: TokenDocuments,
+    store: ReadableTokens,
     step: Step,
     rank: int,
     micro_batch: int,
@@ -146,7 +146,7 @@ def make_batch(
     )
 
 
-def numbers_of(store: TokenDocuments, shards: IntArray, documents: IntArray) -> IntArray:
+def numbers_of(store: ReadableTokens, shards: IntArray, documents: IntArray) -> IntArray:
     """Return the numbers of documents within the whole store, from their shards and numbers there."""
     before = np.concatenate([[0], np.cumsum(store.documents)])
     numbers: IntArray = before[shards] + documents

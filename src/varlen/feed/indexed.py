@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,8 @@ from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, pla
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
 from varlen.feed.state import FeedState
-from varlen.feed.stream import PackStream, Position
-from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments
+from varlen.feed.stream import Stream
+from varlen.source.token_documents import ReadableTokens
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
@@ -22,12 +22,12 @@ _NOTHING = Ledger(tokens_in=0, packed=0)
 class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
-    def __init__(self, store: TokenDocuments, stream: PackStream, settings: BatchSettings, rank: int) -> None:
+    def __init__(self, store: ReadableTokens, stream: Stream, settings: BatchSettings, rank: int) -> None:
         """Take the documents, the packs of all epochs, and which rank this is."""
         self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
 
     @property
-    def stream(self) -> PackStream:
+    def stream(self) -> Stream:
         """The packs of all epochs."""
         return self._stream
 
@@ -36,7 +36,7 @@ class IndexedFeed:
         """Packs of a step, over all ranks."""
         return self._settings.global_batch_size
 
-    def state(self, step: int, position: Position) -> FeedState:
+    def state(self, step: int, position: Any) -> FeedState:
         """Return the state in which a step is the next, which begins at a position."""
         return FeedState(step=step, at=self._stream.at(position))
 
@@ -53,8 +53,7 @@ class IndexedFeed:
         """Say where a document lies."""
         before = np.concatenate([[0], np.cumsum(self._store.documents)])
         shard = int(np.searchsorted(before, document_id, side="right")) - 1
-        name = self._store.shards[shard] if isinstance(self._store, TokenStore) else f"{shard:,}"
-        return f"document {document_id - int(before[shard]):,} of shard {name}"
+        return f"document {document_id - int(before[shard]):,} of {self._store.where(shard)}"
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
@@ -110,7 +109,7 @@ class IndexedFeed:
         """
         return replace(state, at=self._stream.at(self.position(state)))
 
-    def position(self, state: FeedState) -> Position:
+    def position(self, state: FeedState) -> Any:
         """Return where the step of a state begins, and which parts of the store its epochs hold.
 
         Raises:

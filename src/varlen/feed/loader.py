@@ -25,6 +25,7 @@ from varlen.feed.wire import slot_bytes
 from varlen.pack.lengths import as_count
 from varlen.source.documents import Supervise
 from varlen.source.files import Data
+from varlen.source.mixture import Mixture
 from varlen.source.retry import Retry
 from varlen.source.source import OnError, TextCut
 from varlen.types import Method, Overlong
@@ -48,7 +49,8 @@ class PackedLoader:
     same bytes, and from any step on another number of ranks.
 
     Args:
-        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, or a list of them.
+        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, or a list of them; or a
+            `vl.Mixture` of such sources.
         tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function; of documents.
         capacity: tokens of a pack.
         global_batch_size: packs of a step (an optimizer update), over all ranks and batches.
@@ -95,7 +97,7 @@ class PackedLoader:
 
     def __init__(
         self,
-        source: Data,
+        source: Data | Mixture,
         tokenizer: Any = None,
         *,
         capacity: int,
@@ -173,7 +175,7 @@ class PackedLoader:
         )
         self._begin(source, tokenizer)
 
-    def _begin(self, source: Data, tokenizer: Any) -> None:
+    def _begin(self, source: Data | Mixture, tokenizer: Any) -> None:
         """Look at the data, and hire a worker.
 
         Raises:

@@ -11,7 +11,9 @@ import numpy as np
 from varlen.errors import SettingError
 from varlen.feed.feed import new_arrays
 from varlen.feed.indexed import IndexedFeed
+from varlen.feed.mixing import MixedStream, MixedTable
 from varlen.feed.state import FeedState
+from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed
 from varlen.feed.table import WindowTable
 from varlen.types import IntArray
@@ -41,7 +43,12 @@ class IndexedLookup:
 
     def __init__(self, feed: IndexedFeed) -> None:
         """Take the feed."""
-        self._feed, self._table = feed, WindowTable(feed.stream)
+        self._feed, stream = feed, feed.stream
+        self._table: WindowTable | MixedTable
+        if isinstance(stream, MixedStream):
+            self._table = MixedTable(stream)
+        elif isinstance(stream, PackStream):
+            self._table = WindowTable(stream)
 
     def num_steps(self, state: FeedState) -> int:
         """Return the steps of all epochs, those without targets counted too.

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from varlen.feed.exchange import Exchanges
 from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
+from varlen.feed.mixing import MixSettings
 from varlen.feed.settings import LoaderSettings, check_vocabulary
-from varlen.feed.spec import IndexedSpec, Spec, StreamingSpec
+from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
@@ -32,6 +33,7 @@ from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
 from varlen.source.files import Data
 from varlen.source.fingerprints import fingerprint_files
+from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.source import Source, open_source
 from varlen.source.store import TokenStore
@@ -63,11 +65,11 @@ class Opened:
         return IndexedLookup(self.feed) if isinstance(self.feed, IndexedFeed) else StreamingLookup(self.feed)
 
 
-def open_data(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
+def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
     """Look at the data, and decide how it is fed.
 
     Args:
-        data: documents, or tokens.
+        data: documents, tokens, or a mixture of such sources.
         tokenizer: of documents.
         settings: how.
 
@@ -76,6 +78,8 @@ def open_data(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
         SettingError: settings that don't go with the data.
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
+    if isinstance(data, Mixture):
+        return open_mixture(data, tokenizer, settings)
     tokens = None if tokenizer is not None or settings.mode == "streaming" else open_tokens(data)
     if tokens is not None:
         return open_indexed(tokens, data, settings)
@@ -92,6 +96,50 @@ def open_data(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
             f"{folder} was removed while it was opened; leave the cache alone, or pass another"
         )
     return open_indexed(found, folder, settings)
+
+
+def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
+    """Return how several sources are fed, each of which becomes a token store where it is none.
+
+    Raises:
+        SettingError: settings that don't go with a mixture.
+        SourceError: a source can't be read, or holds no document.
+    """
+    if settings.mode == "streaming" or settings.scope == "all":
+        given = 'mode="streaming"' if settings.mode == "streaming" else 'scope="all"'
+        raise SettingError(f"a mixture is fed by known lengths, window by window; leave {given} out")
+    if settings.epochs is None and mixture.until != "endless":
+        raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
+    indexed = replace(settings, mode="indexed")
+    places: list[Data] = []
+    for name, data in mixture.sources.items():
+        tokens = open_tokens(data)
+        if tokens is None:
+            source = open_source(data, tokenizer, **settings.reading)
+            check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
+            data = indexed_in_cache(source, settings.cache)
+        elif isinstance(tokens, TokenStore):
+            _check_store(tokens, settings)
+        if settings.overlong == "error" and settings.method != "wrapped":
+            _check_lengths(opened(data), settings.capacity, name)
+        places.append(data)
+    spec = MixtureSpec(
+        sources=tuple(places),
+        windows=window_settings(indexed, indexed.window or _WINDOW),
+        mix=MixSettings(
+            shares=mixture.shares, unit=mixture.unit, until=mixture.until, epochs=settings.epochs or 1
+        ),
+        batches=batch_settings(settings),
+        rank=settings.ranks[0],
+    )
+    belongs_to = {
+        **settings.deciding(),
+        "sources": list(mixture.sources),
+        "shares": list(mixture.shares),
+        "unit": mixture.unit,
+        "until": mixture.until,
+    }
+    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
 
 
 def _refuse_store(data: Data, tokenizer: Any) -> None:
@@ -137,8 +185,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
     if isinstance(tokens, TokenStore):
-        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
-        check_vocabulary(made_by.get("vocab_size"), made_by.get("name", "of the store"), settings)
+        _check_store(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
         _check_lengths(tokens, settings.capacity, str(data))
     is_all = settings.scope == "all"
@@ -147,14 +194,8 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     spec = IndexedSpec(
         data=data,
         parts_a_group=max(tokens.num_parts, 1) if is_all else PARTS_A_GROUP,
-        windows=WindowSettings(
-            capacity=settings.capacity,
-            window=max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW,
-            method=settings.method,
-            overlong=settings.overlong,
-            max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
-            document_multiple_of=settings.document_multiple_of,
-            seed=settings.order_seed,
+        windows=window_settings(
+            settings, max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
         ),
         batches=batch_settings(settings),
         epochs=settings.epochs,
@@ -162,6 +203,29 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     )
     # The data is told by the state itself, part by part: a store may grow.
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=settings.deciding())
+
+
+def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
+    """Return what packs depend on, with so many documents to a window."""
+    return WindowSettings(
+        capacity=settings.capacity,
+        window=window,
+        method=settings.method,
+        overlong=settings.overlong,
+        max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
+        document_multiple_of=settings.document_multiple_of,
+        seed=settings.order_seed,
+    )
+
+
+def _check_store(tokens: TokenStore, settings: LoaderSettings) -> None:
+    """Refuse a store of tokens that the model doesn't know.
+
+    Raises:
+        SettingError: its vocabulary is larger.
+    """
+    made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
+    check_vocabulary(made_by.get("vocab_size"), made_by.get("name", "of the store"), settings)
 
 
 def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from varlen.errors import SourceError
 from varlen.feed.batches import BatchSettings
@@ -11,12 +13,16 @@ from varlen.feed.exchange import Exchanges
 from varlen.feed.feed import Feed
 from varlen.feed.groups import Groups
 from varlen.feed.indexed import IndexedFeed
+from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import Windows, WindowSettings
 from varlen.source.files import Data
+from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.open_tokens import open_tokens
+from varlen.source.order import hashed
 from varlen.source.source import Source
+from varlen.source.token_documents import TokenDocuments
 
 
 class Spec(Protocol):
@@ -49,11 +55,61 @@ class IndexedSpec:
         Raises:
             SourceError: the store can't be read.
         """
-        tokens = open_tokens(self.data)
-        if tokens is None:
-            raise SourceError(f"{self.data} held tokens when the loader was made, and doesn't any more")
+        tokens = opened(self.data)
         stream = PackStream(Windows(tokens, Groups(tokens, self.parts_a_group), self.windows), self.epochs)
         return IndexedFeed(tokens, stream, self.batches, self.rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureSpec:
+    """A feed out of several sources of documents that are tokens already."""
+
+    sources: tuple[Data, ...]
+    """Each as `open_tokens` takes it."""
+    windows: WindowSettings
+    mix: MixSettings
+    batches: BatchSettings
+    rank: int
+
+    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
+        """Make the feed.
+
+        Raises:
+            SourceError: a store can't be read, or holds no document.
+        """
+        sets = [opened(data) for data in self.sources]
+        streams: list[PackStream] = []
+        for number, (tokens, data) in enumerate(zip(sets, self.sources)):
+            tokens.wait_for(tokens.num_parts)
+            if tokens.documents.sum() == 0:
+                raise SourceError(f"{data} holds no document, and can't have a share of a mixture")
+            windows = replace(self.windows, seed=_seed_of(self.windows.seed, number))
+            epochs = self.mix.epochs if self.mix.until == "first" else None
+            streams.append(PackStream(Windows(tokens, Groups(tokens), windows), epochs))
+        joined = JoinedTokens(sets)
+        return IndexedFeed(
+            joined, MixedStream(joined, streams, self.windows, self.mix), self.batches, self.rank
+        )
+
+
+def opened(data: Data) -> TokenDocuments:
+    """Open documents that were tokens when a loader was made.
+
+    Args:
+        data: as `open_tokens` takes it.
+
+    Raises:
+        SourceError: they aren't any more.
+    """
+    tokens = open_tokens(data)
+    if tokens is None:
+        raise SourceError(f"{data} held tokens when the loader was made, and doesn't any more")
+    return tokens
+
+
+def _seed_of(seed: int | None, number: int) -> int | None:
+    """Return the seed of a source's own shuffle."""
+    return None if seed is None else int(hashed(np.array([number]), seed)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

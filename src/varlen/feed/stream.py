@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from varlen.errors import StateError
 from varlen.feed.packs import StorePacks, end_to_end
@@ -35,6 +35,26 @@ class Position:
     def num_parts(self) -> int:
         """Parts of the epoch."""
         return next(parts for epoch, parts in reversed(self.grown) if epoch <= self.epoch)
+
+
+class Stream(Protocol):
+    """Packs one after the other, from any position that it gave."""
+
+    epochs: int | None
+
+    def take(self, position: Any, count: int) -> tuple[StorePacks, Any, Ledger]:
+        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
+
+        Args:
+            position: of the first.
+            count: how many.
+        """
+
+    def at(self, position: Any) -> dict[str, Any]:
+        """Return a position for JSON."""
+
+    def position(self, at: Mapping[str, Any]) -> Any:
+        """Return the position that `at` gave; without one, where training begins."""
 
 
 _NUMBERS = ("epoch", "group", "window", "pack")

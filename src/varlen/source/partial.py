@@ -194,6 +194,10 @@ class PartialStore:
         """
         return self._asked(lambda store: store.lengths(shards, documents))
 
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+        return self._store.where(shard)
+
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; arguments as in `lengths`."""
         self._asked(lambda store: store.will_need(shards, documents))

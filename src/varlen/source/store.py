@@ -113,6 +113,10 @@ class TokenStore:
             lengths[at] = offsets[documents[at] + 1] - offsets[documents[at]]
         return lengths
 
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+        return f"shard {self.shards[shard]} of {self.folder}"
+
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; arguments as in `lengths`."""
         for index in np.unique(shards).tolist():

@@ -10,42 +10,12 @@ from varlen.source.documents import Mask
 from varlen.types import Int32Array, IntArray
 
 
-class TokenDocuments(Protocol):
-    """Documents as token ids, shard by shard, of which any can be read at any time.
-
-    Shards come in parts, which are numbered; a part may have any number of shards, none too. The order of all of them
-    is fixed before the first can be read, so that whatever is made of them doesn't depend on when it is asked for.
-    """
+class ReadableTokens(Protocol):
+    """Documents as token ids, shard by shard, of which any can be read at any time."""
 
     @property
     def documents(self) -> IntArray:
         """int64 `[shards]`: documents of each shard that is there; more may come behind them."""
-
-    @property
-    def parts(self) -> IntArray:
-        """int64 `[shards]`: the part that each shard belongs to, ascending."""
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of the whole, though not all may be there yet."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes with the tokens and their order; never with where they lie."""
-
-    @property
-    def tables(self) -> Path | None:
-        """Folder for what is computed from the lengths once and kept; None: not among the data."""
-
-    def fingerprint_at(self, num_parts: int) -> str | None:
-        """Return the fingerprint of the first parts alone; None where they never were a whole."""
-
-    def wait_for(self, num_parts: int) -> None:
-        """Return when the first so many parts are there.
-
-        Raises:
-            SourceError: they don't come.
-        """
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
         """Return the lengths of documents, each given by its shard and its number there.
@@ -53,6 +23,9 @@ class TokenDocuments(Protocol):
         Raises:
             SourceError: a file is damaged.
         """
+
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; arguments as in `lengths`."""
@@ -91,4 +64,38 @@ class TokenDocuments(Protocol):
 
         Raises:
             SourceError: a file is damaged.
+        """
+
+
+class TokenDocuments(ReadableTokens, Protocol):
+    """Documents as token ids, shard by shard, of which any can be read at any time.
+
+    Shards come in parts, which are numbered; a part may have any number of shards, none too. The order of all of them
+    is fixed before the first can be read, so that whatever is made of them doesn't depend on when it is asked for.
+    """
+
+    @property
+    def parts(self) -> IntArray:
+        """int64 `[shards]`: the part that each shard belongs to, ascending."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the whole, though not all may be there yet."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the tokens and their order; never with where they lie."""
+
+    @property
+    def tables(self) -> Path | None:
+        """Folder for what is computed from the lengths once and kept; None: not among the data."""
+
+    def fingerprint_at(self, num_parts: int) -> str | None:
+        """Return the fingerprint of the first parts alone; None where they never were a whole."""
+
+    def wait_for(self, num_parts: int) -> None:
+        """Return when the first so many parts are there.
+
+        Raises:
+            SourceError: they don't come.
         """

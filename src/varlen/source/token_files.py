@@ -134,6 +134,11 @@ class FileTokens:
             lengths[at] = self._placed(shard)[2][documents[at]]
         return lengths
 
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+        number, first = self._cuts[shard]
+        return f"{self._files[number].name} from document {first:,}"
+
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; arguments as in `lengths`."""
         for shard in np.unique(shards).tolist():

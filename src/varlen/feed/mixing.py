@@ -1,0 +1,325 @@
+"""The packs of a mixture: documents of several sources, in the order that their shares give, window by window.
+
+::
+
+    web    w0 w1 w2 w3 w4 w5 ...     each source in its own order, with epochs of its own
+    code   c0 c1 c2 ...
+    mixed  w0 w1 c0 w2 w3 w4 c1 ...  the next document: of a source that isn't ahead of its share
+    packs  of so many of these at a time
+
+Where each source stands when a window begins is in the position, so that going on is making one window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from varlen import jit
+from varlen.errors import SettingError, StateError
+from varlen.feed.packs import StorePacks, end_to_end
+from varlen.feed.state import MOST
+from varlen.feed.stream import Grown, PackStream, Position
+from varlen.feed.windows import Window, WindowSettings, packs_of
+from varlen.pack.lengths import as_count
+from varlen.source.joined_tokens import JoinedTokens
+from varlen.source.mixture import Unit, Until
+from varlen.types import FloatArray, IntArray, Ledger
+
+_KEPT = 4
+_MOST_BARREN = 10_000
+"""Windows without a pack one after the other, after which no more is expected."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class SourcePlace:
+    """Where a source stands."""
+
+    position: Position
+    """Of a window of its documents."""
+    document: int = 0
+    """Documents of that window that were taken."""
+    taken: int = 0
+    """Of this source since training began, in the unit of the shares."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class MixedPosition:
+    """Where a pack of a mixture stands."""
+
+    sources: tuple[SourcePlace, ...]
+    """When the window begins."""
+    window: int = 0
+    pack: int = 0
+    """Packs of the window that stand before it."""
+
+    @property
+    def grown(self) -> Grown:
+        """Nothing: sources hold what they held when training began."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Mixed:
+    """One window of a mixture."""
+
+    window: Window
+    after: tuple[SourcePlace, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixSettings:
+    """How sources are mixed."""
+
+    shares: tuple[float, ...]
+    unit: Unit
+    until: Until
+    epochs: int
+    """Passes over the first source that is over, or over all of them."""
+
+
+class MixedStream:
+    """The packs of a mixture."""
+
+    def __init__(
+        self,
+        tokens: JoinedTokens,
+        sources: Sequence[PackStream],
+        settings: WindowSettings,
+        mix: MixSettings,
+    ) -> None:
+        """Take the documents, and their order in each source.
+
+        Args:
+            tokens: of all sources.
+            sources: of each, without an end unless the mixture ends with the first.
+            settings: of the packs.
+            mix: how sources are mixed.
+        """
+        self._tokens, self._sources, self._settings, self._mix = tokens, tuple(sources), settings, mix
+        self.epochs = None if mix.until == "endless" else mix.epochs
+        self._made = lru_cache(_KEPT)(self._make)
+
+    def take(self, position: MixedPosition, count: int) -> tuple[StorePacks, MixedPosition, Ledger]:
+        """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
+
+        Args:
+            position: of the first.
+            count: how many.
+
+        Raises:
+            OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
+            SettingError: no document gives a pack.
+            SourceError: a store is damaged.
+        """
+        parts: list[StorePacks] = []
+        ledger = Ledger(tokens_in=0, packed=0)
+        taken, barren = 0, 0
+        while taken < count:
+            mixed = self._made(position.sources)
+            packs = mixed.window.packs
+            barren = 0 if packs.num_packs else barren + 1
+            if barren > _MOST_BARREN:
+                raise SettingError(
+                    f"{barren:,} windows of the mixture gave no pack; every document is empty, or dropped as too long"
+                )
+            if position.pack == 0:
+                ledger = ledger.and_then(mixed.window.ledger)
+            stop = min(position.pack + count - taken, packs.num_packs)
+            parts.append(packs.slice(position.pack, stop))
+            taken += stop - position.pack
+            if stop < packs.num_packs or mixed.is_last:
+                position = replace(position, pack=stop)
+                break
+            position = MixedPosition(sources=mixed.after, window=position.window + 1)
+        return end_to_end(parts), position, ledger
+
+    def next_window(self, position: MixedPosition) -> tuple[int, MixedPosition | None]:
+        """Return the packs of a window, and where the next one begins; None behind the last."""
+        mixed = self._made(position.sources)
+        after = MixedPosition(sources=mixed.after, window=position.window + 1)
+        return mixed.window.packs.num_packs, None if mixed.is_last else after
+
+    def at(self, position: MixedPosition) -> dict[str, Any]:
+        """Return a position as numbers, and the stores by their fingerprints."""
+        places = [
+            {**stream.at(place.position), "document": place.document, "taken": place.taken}
+            for stream, place in zip(self._sources, position.sources)
+        ]
+        return {"window": position.window, "pack": position.pack, "sources": places}
+
+    def position(self, at: Mapping[str, Any]) -> MixedPosition:
+        """Return the position that `at` gave; without one, where training begins.
+
+        Raises:
+            StateError: it is none, or of other sources.
+        """
+        if not at:
+            begun = [SourcePlace(position=stream.begun(Position())) for stream in self._sources]
+            return MixedPosition(sources=tuple(begun))
+        try:
+            window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
+            places = tuple(
+                SourcePlace(
+                    position=stream.position(
+                        {name: one[name] for name in one if name not in ("document", "taken")}
+                    ),
+                    document=as_count(one["document"], "document", 0, MOST),
+                    taken=as_count(one["taken"], "taken", 0, MOST),
+                )
+                for stream, one in zip(self._sources, at["sources"], strict=True)
+            )
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+        return MixedPosition(sources=places, window=window, pack=pack)
+
+    def _make(self, places: tuple[SourcePlace, ...]) -> _Mixed:
+        """Mix and pack the documents of a window."""
+        shards, documents, lengths, after, repeated, is_last = self._mixed(places)
+        window = packs_of(shards, documents, lengths, self._settings)
+        window = replace(window, ledger=replace(window.ledger, repeated=repeated))
+        return _Mixed(window=window, after=after, is_last=is_last)
+
+    def _mixed(
+        self, places: tuple[SourcePlace, ...]
+    ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePlace, ...], int, bool]:
+        """Return a window's documents in their order, where sources stand after them, repeats, and if that is all."""
+        counts = np.array([place.taken for place in places], dtype=np.int64)
+        shares: FloatArray = np.array(self._mix.shares)
+        heads = [_Head(self, number, place) for number, place in enumerate(places)]
+        parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
+        wanted, is_last = self._settings.window, False
+        while wanted and not is_last:
+            ahead = [
+                head.lengths if self._mix.unit == "tokens" else np.ones_like(head.lengths) for head in heads
+            ]
+            offsets = np.cumsum([0, *map(len, ahead)])
+            choices = np.empty(wanted, dtype=np.int64)
+            found = jit.kernel("varlen.feed", "kernels", "interleave")(
+                np.concatenate(ahead), offsets, shares, counts, wanted, choices
+            )
+            chosen, some = choices[:found], np.empty((4, found), dtype=np.int64)
+            for number, head in enumerate(heads):
+                at = chosen == number
+                some[:, at] = head.take(int(at.sum()))
+            parts.append(some)
+            wanted -= found
+            if wanted:
+                is_last = not heads[int(choices[found])].refill()
+                is_last = is_last or (self._mix.until == "all" and all(head.is_over for head in heads))
+        table = np.concatenate(parts, axis=1)
+        after = tuple(replace(head.place, taken=int(count)) for head, count in zip(heads, counts))
+        return table[0], table[1], table[2], after, int(table[2][table[3] > 0].sum()), is_last
+
+    def documents_of(self, number: int, position: Position) -> tuple[IntArray, IntArray, IntArray]:
+        """Return shards among those of all sources, numbers and lengths of a window of one source."""
+        windows = self._sources[number].windows
+        shards, documents = windows.documents(
+            position.epoch, position.group, position.window, position.num_parts
+        )
+        return shards + self._tokens.first_shard(number), documents, windows.store.lengths(shards, documents)
+
+    def window_of(self, number: int, position: Position) -> Position | None:
+        """Return a position in a window that a source has; None behind the last one."""
+        return self._sources[number].at_window(position)
+
+    @property
+    def last_epoch(self) -> int:
+        """Epochs after which a source is over."""
+        return self._mix.epochs
+
+
+class _Head:
+    """What comes next in one source."""
+
+    def __init__(self, stream: MixedStream, number: int, place: SourcePlace) -> None:
+        self._stream, self._number, self.place = stream, number, place
+        self._rows: IntArray = np.zeros((3, 0), dtype=np.int64)
+        self._open(place.position, place.document)
+
+    @property
+    def lengths(self) -> IntArray:
+        lengths: IntArray = self._rows[2]
+        return lengths
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the source has been read as often as it is to be."""
+        return self.place.position.epoch >= self._stream.last_epoch
+
+    def take(self, count: int) -> IntArray:
+        """Return shards, numbers, lengths and epochs of the next documents."""
+        taken, self._rows = self._rows[:, :count], self._rows[:, count:]
+        self.place = replace(self.place, document=self.place.document + count)
+        epochs = np.full((1, count), self.place.position.epoch, dtype=np.int64)
+        table: IntArray = np.concatenate([taken, epochs])
+        return table
+
+    def refill(self) -> bool:
+        """Go on with the next window; returns whether there is one."""
+        position = self.place.position
+        return self._open(replace(position, window=position.window + 1), 0)
+
+    def _open(self, position: Position, document: int) -> bool:
+        found = self._stream.window_of(self._number, position)
+        if found is None:
+            return False
+        is_same = found == position
+        rows = np.stack(self._stream.documents_of(self._number, found))
+        first = document if is_same else 0
+        self.place = replace(self.place, position=found, document=first)
+        self._rows = rows[:, first:]
+        return True
+
+
+class MixedTable:
+    """Finds packs of a mixture by making its windows one after the other; where they begin is remembered."""
+
+    def __init__(self, stream: MixedStream) -> None:
+        """Take the stream."""
+        self._stream = stream
+        self._begins = [stream.position({})]
+        self._packs = [0]
+        self._is_whole = False
+
+    def num_packs(self, _grown: Grown = ()) -> int:
+        """Return the packs of the whole mixture.
+
+        Raises:
+            SettingError: it has no end.
+        """
+        if self._stream.epochs is None:
+            raise SettingError("a mixture without end has no number of packs; count steps yourself")
+        while not self._is_whole:
+            self._further()
+        return self._packs[-1]
+
+    def position_of(self, number: int, _grown: Grown = ()) -> MixedPosition:
+        """Return where a pack stands; behind the last one, where the mixture ends.
+
+        Args:
+            number: of the pack, from 0.
+        """
+        while not self._is_whole and self._packs[-1] <= number:
+            self._further()
+        window = int(np.searchsorted(self._packs, number, side="right")) - 1
+        window = min(window, len(self._begins) - 1)
+        return replace(self._begins[window], pack=min(number, self._packs[-1]) - self._packs[window])
+
+    def _further(self) -> None:
+        count, after = self._stream.next_window(self._begins[-1])
+        self._packs.append(self._packs[-1] + count)
+        if after is None:
+            self._is_whole = True
+        else:
+            self._begins.append(after)
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
