@@ -61,8 +61,8 @@ def demo(
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
     from varlen.source.files import find_files
-    from varlen.train.demo import run_demo
-    from varlen.train.settings import DemoSettings
+    from varlen.train.demo.demo import run_demo
+    from varlen.train.demo.settings import DemoSettings
 
     chosen = {"steps": steps, "seed": seed, "threads": threads}
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX
-from varlen.train.settings import DemoSettings
+from varlen.train.demo.settings import DemoSettings
 
 HEAD_BLOCK = 1024
 """Positions whose logits are formed at once: 16 MB at a vocabulary of 4,096. All positions of a padded batch
