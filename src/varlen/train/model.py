@@ -1,0 +1,172 @@
+"""The model of a run: from a type and settings or from a folder, refused before it is built where it can't fit."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from varlen.adapters import hf
+from varlen.errors import ModelError, SettingError, SourceError, VarlenError
+from varlen.train.settings import DataSettings, ModelSettings
+
+
+def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
+    """Return the configuration of the model, without building it.
+
+    Args:
+        settings: of the model.
+        vocabulary: token ids that the data may hold; what random weights embed unless they say otherwise.
+
+    Raises:
+        SettingError: no such type, or a setting that the type doesn't have.
+        SourceError: the folder holds no model.
+    """
+    if settings.path is not None:
+        return _saved_config(Path(settings.path))
+    assert settings.type is not None, "settings name one of the two"
+    types = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
+    if settings.type not in types:
+        near = difflib.get_close_matches(settings.type, types, n=1, cutoff=0.0)[0]
+        raise SettingError(
+            f"model.type {settings.type!r} is no causal language model of transformers; the nearest of its "
+            f"{len(types):,}: {near}"
+        )
+    given = dict(settings.settings)
+    blank = AutoConfig.for_model(settings.type)
+    known = {field.name for field in fields(blank)} | set(blank.attribute_map)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+            raise SettingError(
+                f"model.settings.{key} is no setting of {settings.type}; the nearest is model.settings.{near}"
+            )
+    if "vocab_size" in known and vocabulary is not None:
+        given.setdefault("vocab_size", vocabulary)
+    try:
+        return AutoConfig.for_model(settings.type, **given | {"use_cache": False})
+    except (ValueError, TypeError, KeyError) as error:
+        said = " ".join(str(error).split())
+        raise SettingError(f"model.settings are refused by {settings.type}: {said}") from None
+
+
+def _saved_config(folder: Path) -> Any:
+    """Return the configuration that a folder holds.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"model.path {folder} holds no config.json; name a folder that transformers saved a model in")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise SourceError(f"model.path {folder} can't be read: {said}") from None
+
+
+def check_fit(config: Any, data: DataSettings, vocabulary: int | None) -> None:
+    """Refuse data that the model wasn't made for.
+
+    Args:
+        config: of the model.
+        data: of the run.
+        vocabulary: token ids that the data may hold; None where nobody knows before reading it.
+
+    Raises:
+        ModelError: too small a vocabulary, or fewer positions than a pack has tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    embedded = getattr(text, "vocab_size", None)
+    if vocabulary is not None and isinstance(embedded, int) and embedded < vocabulary:
+        raise ModelError(
+            f"the data's vocabulary has {vocabulary:,} ids, and the model embeds {embedded:,}; use the model's own "
+            f"tokenizer, or set model.settings.vocab_size to {vocabulary:,} or more"
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < data.capacity:
+        raise ModelError(
+            f"packs hold {data.capacity:,} tokens, and the model has {positions:,} positions "
+            f'(max_position_embeddings); set data.capacity to at most {positions:,}, with data.overlong = "split" '
+            "where documents are longer"
+        )
+
+
+def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:
+    """Build the model in float32 on the CPU, equal on every rank, with the attention that keeps documents apart.
+
+    Args:
+        config: of `model_config`.
+        settings: of the model.
+        seed: of random weights.
+        weights: whether a folder's weights are read; False where a checkpoint's follow.
+
+    Raises:
+        ModelError: no argument keeps this model's documents apart, or it has no such attention.
+        SourceError: the folder's weights can't be read.
+    """
+    torch.manual_seed(seed)
+    if settings.path is None or not weights:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = _read_model(Path(settings.path), config)
+    model.train()
+    _set_attention(model, settings.attention)
+    return model
+
+
+def _read_model(folder: Path, config: Any) -> Any:
+    """Return the model whose weights a folder holds; they are read as safetensors alone, which run no code.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise SourceError(f"the weights in model.path {folder} can't be read: {said}") from None
+
+
+def _set_attention(model: Any, attention: str) -> None:
+    """Set the attention: per document where the model computes it through transformers' registry.
+
+    Raises:
+        ModelError: the model refuses all, or the one that is named.
+    """
+    hf.register()
+    names = ["varlen", "sdpa", "eager"] if attention == "auto" else [attention]
+    refused = ""
+    for name in names:
+        try:
+            if name == "varlen":
+                hf.use_varlen_attention(model)
+            else:
+                model.set_attn_implementation(name)
+        except (ValueError, ImportError, VarlenError) as error:
+            refused = " ".join(str(error).split())[:300]
+            continue
+        if hf.implementation(model) == name:
+            return
+    raise ModelError(f'model.attention = "{attention}" can\'t be had: {refused or "the model keeps its own"}')
+
+
+def described(config: Any) -> Mapping[str, Any]:
+    """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other.
+
+    Args:
+        config: of `model_config`.
+    """
+    told = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {key: value for key, value in told.items() if not key.startswith("_") and key not in _CHANGEABLE}
+
+
+_CHANGEABLE = {"transformers_version", "dtype", "architectures", "use_cache"}
