@@ -135,8 +135,6 @@ def _finish(partial: Path, final: Path, notes: Mapping[str, Any]) -> None:
     for path in partial.iterdir():
         sync(path)
     sync(partial)
-    if final.exists():  # of a run that was told to begin anew where its steps ended
-        _remove(final)
     partial.replace(final)
     sync(final.parent)
 

@@ -1,4 +1,4 @@
-"""The model of a run: from a type and settings or from a folder, refused before it is built where it can't fit."""
+"""The model of a run: from a type and settings or from a folder, and what tells it from another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
-from varlen.train.settings import DataSettings, ModelSettings
+from varlen.train.settings import ModelSettings
 
 
 def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
@@ -69,33 +69,6 @@ def _saved_config(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = " ".join(str(error).split())[:300]
         raise SourceError(f"model.path {folder} can't be read: {said}") from None
-
-
-def check_fit(config: Any, data: DataSettings, vocabulary: int | None) -> None:
-    """Refuse data that the model wasn't made for.
-
-    Args:
-        config: of the model.
-        data: of the run.
-        vocabulary: token ids that the data may hold; None where nobody knows before reading it.
-
-    Raises:
-        ModelError: too small a vocabulary, or fewer positions than a pack has tokens.
-    """
-    text = config.get_text_config(decoder=True)
-    embedded = getattr(text, "vocab_size", None)
-    if vocabulary is not None and isinstance(embedded, int) and embedded < vocabulary:
-        raise ModelError(
-            f"the data's vocabulary has {vocabulary:,} ids, and the model embeds {embedded:,}; use the model's own "
-            f"tokenizer, or set model.settings.vocab_size to {vocabulary:,} or more"
-        )
-    positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < data.capacity:
-        raise ModelError(
-            f"packs hold {data.capacity:,} tokens, and the model has {positions:,} positions "
-            f'(max_position_embeddings); set data.capacity to at most {positions:,}, with data.overlong = "split" '
-            "where documents are longer"
-        )
 
 
 def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:

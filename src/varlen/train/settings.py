@@ -28,16 +28,31 @@ class DataSettings:
     """Packs that a process computes at once; the rest of its share of a step is accumulated."""
     tokenizer: str | None = None
     mode: Literal["auto", "indexed", "streaming"] | None = None
+    scope: Literal["minibatch", "window", "all"] | None = None
+    window: int | None = None
+    lanes: int | None = None
     method: Method | None = None
     overlong: Overlong | None = None
+    max_documents: int | None = None
+    document_multiple_of: int | None = None
     shuffle: bool | None = None
     seed: int | None = None
     """Of the shuffle; left out: that of the run."""
-    lanes: int | None = None
-    window: int | None = None
-    worker: Literal["process", "thread"] | None = None
     layout: Literal["rows", "flat"] | None = None
+    pad_id: int | None = None
+    pad_to_multiple_of: int | None = None
+    worker: Literal["process", "thread"] | None = None
+    ring_slots: int | None = None
+    read_ahead_s: float | None = None
+    deadline_s: float | None = None
+    columns: Mapping[str, str] | None = None
+    chat_template: str | None = None
+    eos: int | str | None = None
+    append_eos: bool | None = None
+    supervise: Literal["assistant", "all"] | None = None
+    text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
     on_error: Literal["raise", "skip"] | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

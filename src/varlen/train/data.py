@@ -1,0 +1,87 @@
+"""The run's loader, and what the model must know of its data before it is built."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import SettingError
+from varlen.feed.loader import PackedLoader
+from varlen.source.tokenize import load_tokenizer
+from varlen.source.written import read_manifest
+from varlen.train.ranks import Ranks
+from varlen.train.settings import DataSettings, TrainSettings
+
+
+def vocabulary_of(data: DataSettings) -> int | None:
+    """Return how many token ids the data may hold, or None where nobody knows before reading it.
+
+    Args:
+        data: of the run.
+
+    Raises:
+        SettingError: no such tokenizer.
+    """
+    source = data.source if isinstance(data.source, str) else data.source[0]
+    manifest = None if "://" in source else read_manifest(Path(source).expanduser())
+    if manifest is not None and manifest.get("kind") == "tokens":
+        made_by = manifest.get("source", {}).get("tokenizer") or {}
+        size = made_by.get("vocab_size")
+        return size if isinstance(size, int) else None
+    return load_tokenizer(data.tokenizer).vocab_size
+
+
+def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoader:
+    """Return the loader of this rank; nothing is read ahead yet.
+
+    Args:
+        settings: of the run.
+        config: of the model, which the data must fit.
+        ranks: of the run.
+
+    Raises:
+        SettingError: settings that don't go together, or with the data or the model.
+        SourceError: no such data.
+        OverlongDocumentError: a document is longer than a pack, and `data.overlong` is "error".
+    """
+    data, run = settings.data, settings.run
+    given = {field.name: getattr(data, field.name) for field in fields(data)}
+    given = {name: value for name, value in given.items() if value is not None}
+    source = given.pop("source")
+    cache = given.pop("cache", None)
+    return PackedLoader(
+        source if isinstance(source, str) else list(source),
+        given.pop("tokenizer", None),
+        **{"seed": run.seed, "overlong": "error"} | given,
+        epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
+        cache=None if cache is None else Path(cache),
+        dp_rank=ranks.rank,
+        dp_world_size=ranks.world_size,
+        device=None if ranks.device.type == "cpu" else ranks.device,
+        model=config,
+    )
+
+
+def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
+    """Return the optimizer steps of the whole run, or None where only the end of the data will say.
+
+    Args:
+        loader: of the run.
+        settings: of the run.
+
+    Raises:
+        SettingError: the learning rate is to fall to the end, and nobody knows where that is.
+    """
+    if settings.run.steps is not None:
+        return settings.run.steps
+    try:
+        return len(loader) // loader.micro_batches  # type: ignore[arg-type]
+    except TypeError:
+        schedule = settings.optimizer.schedule
+        if schedule == "constant":
+            return None
+        raise SettingError(
+            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set run.steps, '
+            'or optimizer.schedule = "constant"'
+        ) from None
