@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from varlen.cli import app as app_module
-from varlen.cli import demo as demo_module
+from varlen.cli import extras as extras_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
 
@@ -134,7 +134,7 @@ def test_every_option_that_a_message_names_is_one_of_a_verb(root):
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras_module, "find_spec", lambda name: None)
 
     with pytest.raises(SystemExit) as ended:
         app_module.app(["demo"])

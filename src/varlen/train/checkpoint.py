@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen.errors import StateError, VarlenError
 from varlen.source.writing import sync
@@ -82,19 +83,23 @@ def _opened(folder: Path) -> Checkpoint:
         step, files = int(manifest["step"]), dict(manifest["files"])
         sizes = {name: (folder / name).stat().st_size for name in files}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{folder} can't be read ({error}); remove it to go on from the one before") from None
+        raise StateError(
+            f"{folder} can't be read ({error}); remove it to go on from the one before"
+        ) from None
     if manifest.get("format") != FORMAT:
         raise StateError(f"{folder} has format {manifest.get('format')!r}, and this version reads {FORMAT}")
     if sizes != files:
         wrong = next(name for name in files if sizes[name] != files[name])
         raise StateError(
-            f"{folder / wrong} has {sizes[wrong]:,} bytes, and {files[wrong]:,} were written; remove {folder} to go on "
-            "from the checkpoint before"
+            f"{folder / wrong} has {sizes[wrong]:,} bytes, and {files[wrong]:,} were written; remove {folder} to "
+            "go on from the checkpoint before"
         )
     return Checkpoint(folder=folder, step=step, manifest=manifest)
 
 
-def save(folder: Path, step: int, tensors: _Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int) -> Path:
+def save(
+    folder: Path, step: int, tensors: _Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int
+) -> Path:
     """Write a checkpoint; all ranks call it together.
 
     Args:
@@ -119,10 +124,10 @@ def save(folder: Path, step: int, tensors: _Tensors, notes: Mapping[str, Any], r
             partial.mkdir()
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"), _quiet():
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"):
         if ranks.is_first:
-            _finish(partial, final, notes | {"format": FORMAT, "step": step, "world_size": ranks.world_size})
+            _finish(partial, final, {**notes, "format": FORMAT, "step": step, "world_size": ranks.world_size})
             for old in _found(folder)[:-keep]:
                 _remove(old)
     return final
@@ -170,7 +175,7 @@ def load(checkpoint: Checkpoint, tensors: _Tensors, ranks: Ranks) -> None:
         with _quiet():
             reader = HuggingFaceStorageReader(str(checkpoint.folder))
             _check_same(reader.read_metadata().state_dict_metadata, tensors, checkpoint.folder)
-            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+            load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except StateError as error:
         fault = error
     except (CheckpointException, OSError, ValueError) as error:
@@ -187,7 +192,9 @@ def _check_same(saved: Mapping[str, Any], tensors: _Tensors, folder: Path) -> No
     for name, tensor in tensors.items():
         if name not in saved or saved[name].size != tensor.shape:
             shape = list(saved[name].size) if name in saved else "absent"
-            raise StateError(f"{folder} belongs to another model: {name} is {shape} there and {list(tensor.shape)} here")
+            raise StateError(
+                f"{folder} belongs to another model: {name} is {shape} there and {list(tensor.shape)} here"
+            )
 
 
 @contextmanager
@@ -237,7 +244,9 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {f"model.{name}": parameter.detach() for name, parameter in names.items()}
     tensors |= {
-        f"model.{name}": value for name, value in model.state_dict().items() if name not in aliases and _is_kept(value)
+        f"model.{name}": value
+        for name, value in model.state_dict().items()
+        if name not in aliases and _is_kept(value)
     }
     trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
     for name, parameter in trained.items():

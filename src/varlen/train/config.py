@@ -63,7 +63,9 @@ def as_settings(kind: type[_Settings], table: Mapping[str, Any], name: str) -> _
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
-            raise SettingError(f"{_dotted(name, key)} is no setting; the nearest is {_nearest(key, name, known)}")
+            raise SettingError(
+                f"{_dotted(name, key)} is no setting; the nearest is {_nearest(key, name, known)}"
+            )
     given = {key: _as_value(hints[key], value, _dotted(name, key)) for key, value in table.items()}
     for key, field in known.items():
         if key not in given and field.default is MISSING and field.default_factory is MISSING:
@@ -124,7 +126,9 @@ def _in_words(options: Sequence[Any]) -> str:
         if get_origin(option) is Literal:
             words.append(" or ".join(f'"{choice}"' for choice in get_args(option)))
         else:
-            words.append("a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table"))
+            words.append(
+                "a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table")
+            )
     return " or ".join(words)
 
 

@@ -46,14 +46,14 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
         OverlongDocumentError: a document is longer than a pack, and `data.overlong` is "error".
     """
     data, run = settings.data, settings.run
-    given = {field.name: getattr(data, field.name) for field in fields(data)}
+    given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
     given = {name: value for name, value in given.items() if value is not None}
     source = given.pop("source")
     cache = given.pop("cache", None)
     return PackedLoader(
         source if isinstance(source, str) else list(source),
         given.pop("tokenizer", None),
-        **{"seed": run.seed, "overlong": "error"} | given,
+        **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
         cache=None if cache is None else Path(cache),
         dp_rank=ranks.rank,
@@ -82,6 +82,6 @@ def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
         if schedule == "constant":
             return None
         raise SettingError(
-            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set run.steps, '
-            'or optimizer.schedule = "constant"'
+            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set '
+            'run.steps, or optimizer.schedule = "constant"'
         ) from None

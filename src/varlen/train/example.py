@@ -7,7 +7,7 @@ from pathlib import Path
 
 from varlen.errors import SettingError
 
-EXAMPLE = '''\
+EXAMPLE = """\
 # Trains a small Llama on packed documents:  varlen train CONFIG.toml
 # On two processes:                          torchrun --nproc-per-node 2 -m varlen train CONFIG.toml
 # Stopped, killed or finished: the same command goes on from the newest checkpoint, on as many processes as you like.
@@ -54,7 +54,7 @@ every = 10                   # steps between two lines where there is no termina
 
 [measure]
 exposed_data = false         # after the last step, train the last 20 again from memory: what did data cost?
-'''
+"""
 
 
 def write_example(path: str | Path) -> None:

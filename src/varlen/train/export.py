@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from varlen.errors import VarlenError
 from varlen.source.writing import sync
@@ -35,7 +36,8 @@ def export_model(model: Any, config: Any, folder: Path, ranks: Ranks) -> None:
         try:
             shutil.rmtree(partial, ignore_errors=True)
             with torch.device("meta"):
-                bare = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                bare: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+            hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # in the midst of what a run shows
             bare.save_pretrained(partial, state_dict=weights)
             for path in partial.iterdir():
                 sync(path)

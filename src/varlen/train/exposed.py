@@ -113,7 +113,9 @@ def _seconds(stepper: Stepper, batches: list[PackedBatch], number: int) -> float
 def _copied(batch: PackedBatch) -> PackedBatch:
     """Return a batch in memory of its own, so that the loader's slots are free."""
     copies = {
-        one.name: _copy(getattr(batch, one.name)) for one in fields(batch) if _is_array(getattr(batch, one.name))
+        one.name: _copy(getattr(batch, one.name))
+        for one in fields(batch)
+        if _is_array(getattr(batch, one.name))
     }
     return batch.replace(**copies, columns={name: _copy(column) for name, column in batch.columns.items()})
 

@@ -65,7 +65,9 @@ class MetricsFile:
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
-            raise SettingError(f"{path} can't be written: {error.strerror}; choose another run.output") from None
+            raise SettingError(
+                f"{path} can't be written: {error.strerror}; choose another run.output"
+            ) from None
 
     def write(self, metrics: StepMetrics) -> None:
         """Add a step."""

@@ -63,7 +63,9 @@ def _saved_config(folder: Path) -> Any:
         SourceError: it holds none.
     """
     if not (folder / "config.json").is_file():
-        raise SourceError(f"model.path {folder} holds no config.json; name a folder that transformers saved a model in")
+        raise SourceError(
+            f"model.path {folder} holds no config.json; name a folder that transformers saved a model in"
+        )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -86,7 +88,7 @@ def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: boo
     """
     torch.manual_seed(seed)
     if settings.path is None or not weights:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     else:
         model = _read_model(Path(settings.path), config)
     model.train()

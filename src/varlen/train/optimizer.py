@@ -10,7 +10,9 @@ import torch
 from varlen.train.settings import OptimizerSettings
 
 
-def make_optimizer(model: torch.nn.Module, settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(
+    model: torch.nn.Module, settings: OptimizerSettings, device: torch.device
+) -> torch.optim.AdamW:
     """Return AdamW over a model's parameters, of which only matrices decay.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,11 +30,14 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
     model.to(ranks.device)
     if ranks.world_size == 1:
         return model
+    # Buffers are equal on every rank and change on none; how to say so changed its name in PyTorch 2.13.
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    still: Any = {("forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"): False}
     return DistributedDataParallel(
         model,
         device_ids=None if ranks.device.type == "cpu" else [ranks.device],
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **still,
     )
 
 

@@ -1,22 +1,25 @@
-"""The processes of a run: who this one is among them, what they tell each other, and who is missing when one is gone."""
+"""The processes of a run: who this one is, what they tell each other, and who is missing when one is gone."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from varlen.errors import SettingError, VarlenError, WorkerDiedError
 from varlen.train.settings import RunSettings
 
+_JOINED = itertools.count()
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 """How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
 _ANSWER_S = 5.0
@@ -29,7 +32,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
     """Where processes leave notes for each other; None where this one is alone."""
 
@@ -103,20 +106,21 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
         yield Ranks(device=device)
         return
     timeout = timedelta(seconds=settings.timeout_s)
-    store: Any = dist.HashStore()
+    store: Any = HashStore()
     rank = 0
     if world_size > 1:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"varlen {next(_JOINED)}", store)  # a process may train more than once
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    ranks = Ranks(rank=rank, world_size=world_size, device=device, store=dist.PrefixStore("notes", store))
+    ranks = Ranks(rank=rank, world_size=world_size, device=device, store=PrefixStore("notes", store))
     try:
         with naming_the_missing(ranks):
             yield ranks

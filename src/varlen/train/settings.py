@@ -133,7 +133,7 @@ class RunSettings:
     keep: int = 3
     """Newest checkpoints that are kept."""
     resume: Literal["auto", "never"] = "auto"
-    """"auto" goes on from the newest checkpoint in `output`; "never" begins anew and refuses to where there is one."""
+    """"auto" goes on from the newest checkpoint in `output`; "never" refuses to where there is one."""
     seed: int = 0
     """Of weights, dropout, and the data unless `data.seed` says otherwise."""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -105,7 +105,8 @@ class _Run:
             if was != value:
                 told = _difference(name, was, value)
                 raise StateError(
-                    f"{found.folder} was trained with other settings: {told}; set it back, or choose another run.output"
+                    f"{found.folder} was trained with other settings: {told}; set it back, or choose "
+                    "another run.output"
                 )
         return found
 
@@ -166,7 +167,9 @@ class _Run:
                     self._save()
                 if stop and self._done != self._steps:
                     where = self._checkpoints / f"step-{self._done:08d}"
-                    raise KeyboardInterrupt(f"step {self._done:,} is saved in {where}, where the same command goes on")
+                    raise KeyboardInterrupt(
+                        f"step {self._done:,} is saved in {where}, where the same command goes on"
+                    )
             if self._done == 0:
                 raise SourceError(f"{self._settings.data.source} holds nothing to train on")
             self._save()
@@ -199,7 +202,14 @@ class _Run:
         launched, self._pending = self._pending, None
         done = launched.done
         seconds = done.watch.seconds()
-        numbers = [float(done.loss_sum), done.tokens, done.packs, done.waited_s, seconds, self._interrupt.asked]
+        numbers = [
+            float(done.loss_sum),
+            done.tokens,
+            done.packs,
+            done.waited_s,
+            seconds,
+            self._interrupt.asked,
+        ]
         losses, tokens, packs, waited, took, asked = self._ranks.gather(numbers).unbind(dim=1)
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
@@ -219,8 +229,9 @@ class _Run:
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             raise VarlenError(
-                f"step {metrics.step:,} has loss {metrics.loss} and gradient norm {metrics.grad_norm}, and nothing of it "
-                f"was saved; {_newest_words(self._saved)}; lower optimizer.learning_rate, or look at its documents"
+                f"step {metrics.step:,} has loss {metrics.loss} and gradient norm {metrics.grad_norm}, and "
+                f"nothing of it was saved; {_newest_words(self._saved)}; lower optimizer.learning_rate, or look "
+                "at its documents"
             )
         self._totals.add(metrics)
         if self._metrics is not None:
