@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from training import STEPS, Notes, settings, start_training, steps_of, table, write_store
+from training import Notes, settings, start_training, steps_of, table, write_store
 from training import same_end as require_same_end
 
 from varlen.train.trainer import train

@@ -178,7 +178,11 @@ def test_an_epoch_ends_where_the_data_does(store, tmp_path):
         ({"run__resume": "never"}, SettingError, 'run.resume is "never"'),
         ({"run__seed": 1}, StateError, "seed was 0 and is 1"),
         ({"data__capacity": 64}, StateError, "capacity was 128 and is 64"),
-        ({"model__settings": {"hidden_size": 64, "max_position_embeddings": 128}}, StateError, "model.hidden_size was 32"),
+        (
+            {"model__settings": {"hidden_size": 64, "max_position_embeddings": 128}},
+            StateError,
+            "model.hidden_size was 32",
+        ),
     ],
 )
 def test_a_changed_setting_is_refused_by_name(whole, store, tmp_path, changes, error, words):
@@ -198,7 +202,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(whole, store,
     (shard,) = (copy / "checkpoints/step-00000004").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-8])
 
-    with pytest.raises(StateError, match="step-00000004.* to go on from the checkpoint before"):
+    with pytest.raises(StateError, match=r"step-00000004.* to go on from the checkpoint before"):
         train(settings(store, copy), Notes())
 
     shutil.rmtree(copy / "checkpoints/step-00000004")
@@ -225,7 +229,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(whole, store, tmp_path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr("varlen.train.checkpoint.sync", full)
-        with pytest.raises(VarlenError, match="step 4 can't be written.*No space left.*the checkpoint before"):
+        with pytest.raises(
+            VarlenError, match=r"step 4 can't be written.*No space left.*the checkpoint before"
+        ):
             train(settings(store, copy), Notes())
 
     assert [name for name in steps_of(copy) if not name.startswith(".")] == ["step-00000002"]
@@ -277,5 +283,5 @@ def test_a_saved_folder_is_trained_on(whole, store, tmp_path):
 
     assert more.steps[0].loss < notes.steps[0].loss - 0.5
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="holds no config.json"):
+    with pytest.raises(InputError, match=r"holds no config\.json"):
         train(replace(made, model=replace(made.model, path=str(tmp_path / "empty"))), Notes())

@@ -113,7 +113,8 @@ def same_end(one: Path, other: Path) -> None:
     assert (one / model).read_bytes() == (other / model).read_bytes()
     assert metrics_of(one) == metrics_of(other)
     loaders = [
-        json.loads((run / "checkpoints" / name / "checkpoint.json").read_text())["loader"] for run in (one, other)
+        json.loads((run / "checkpoints" / name / "checkpoint.json").read_text())["loader"]
+        for run in (one, other)
     ]
     assert loaders[0] == loaders[1]
 
@@ -129,7 +130,10 @@ def rewound(output: Path, step: int, copy: Path) -> Path:
 
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["varlen.train.trainer", "varlen.feed.loader", "transformers.models.llama"])
+# Every process is forked from one that has imported all this, and starts at once.
+CONTEXT.set_forkserver_preload(
+    ["varlen.train.trainer", "varlen.train.demo.preload", "transformers.models.llama.modeling_llama"]
+)
 
 
 def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:

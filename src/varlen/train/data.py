@@ -6,8 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from varlen.batch.collate import collate
+from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
+from varlen.pack.api import pack
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.written import read_manifest
 from varlen.train.ranks import Ranks
@@ -85,3 +90,13 @@ def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
             f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set '
             'run.steps, or optimizer.schedule = "constant"'
         ) from None
+
+
+def smallest_batch(pad_id: int = 0) -> PackedBatch:
+    """Return one document of two tokens, to ask a model what it makes of batches.
+
+    Args:
+        pad_id: token id of both.
+    """
+    tokens = np.full(2, pad_id, dtype=np.int32)
+    return collate((tokens, np.array([0, 2])), pack([2], capacity=2))

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
+from varlen.train.data import smallest_batch
 from varlen.train.settings import ModelSettings
 
 
@@ -31,7 +33,7 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
     if settings.path is not None:
         return _saved_config(Path(settings.path))
     assert settings.type is not None, "settings name one of the two"
-    types = sorted({kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING})
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # asking for the classes would import hundreds of files
     if settings.type not in types:
         near = difflib.get_close_matches(settings.type, types, n=1, cutoff=0.0)[0]
         raise SettingError(
@@ -51,7 +53,7 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
         given.setdefault("vocab_size", vocabulary)
     try:
         return AutoConfig.for_model(settings.type, **given | {"use_cache": False})
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # each type checks its settings in its own way
         said = " ".join(str(error).split())
         raise SettingError(f"model.settings are refused by {settings.type}: {said}") from None
 
@@ -93,6 +95,7 @@ def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: boo
         model = _read_model(Path(settings.path), config)
     model.train()
     _set_attention(model, settings.attention)
+    hf.model_inputs(smallest_batch(), model)  # which refuses what no argument keeps apart
     return model
 
 

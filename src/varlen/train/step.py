@@ -12,9 +12,8 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from varlen.adapters import hf
-from varlen.batch.collate import collate
 from varlen.batch.packed import PackedBatch
-from varlen.pack.api import pack
+from varlen.train.data import smallest_batch
 from varlen.train.loss import target_loss_sum
 from varlen.train.parallel import accumulating, computing, settle
 from varlen.train.ranks import Ranks
@@ -70,7 +69,7 @@ class Stepper:
         self.model, self.optimizer = model, optimizer
         self._shared, self._settings, self._ranks = shared, settings, ranks
         self._micro_batches = micro_batches
-        settle(shared, lambda: self._loss_sum(_smallest_batch(settings.data.pad_id or 0)))
+        settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0)))
 
     def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
         """Train one step; None where the data is at its end, and nothing has changed.
@@ -139,9 +138,3 @@ class Stepper:
         """Return what dropout draws from: a function of the step, so that a resumed run draws the same."""
         mixed = np.random.SeedSequence([self._settings.run.seed, number, self._ranks.rank])
         return int(mixed.generate_state(1, np.uint64)[0] >> 1)
-
-
-def _smallest_batch(pad_id: int) -> PackedBatch:
-    """Return one document of two tokens."""
-    tokens = np.full(2, pad_id, dtype=np.int32)
-    return collate((tokens, np.array([0, 2])), pack([2], capacity=2))
