@@ -61,6 +61,7 @@ def test_values_are_put_over_those_of_the_file(config):
         "model.settings.hidden_size=64",
         "data.shuffle=false",
         'data.columns={text = "body"}',
+        "data.retry.attempts=3",
         'run.precision="bf16"',
     )
 
@@ -70,6 +71,7 @@ def test_values_are_put_over_those_of_the_file(config):
     assert read.model.settings["hidden_size"] == 64
     assert read.data.shuffle is False
     assert read.data.columns == {"text": "body"}
+    assert read.data.retry.attempts == 3
 
 
 @pytest.mark.parametrize(

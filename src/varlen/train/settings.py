@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.errors import SettingError
+from varlen.source.retry import Retry
 from varlen.types import Method, Overlong
 
 MAX_SEED = 2**32 - 1
@@ -52,6 +53,7 @@ class DataSettings:
     supervise: Literal["assistant", "all"] | None = None
     text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
     on_error: Literal["raise", "skip"] | None = None
+    retry: Retry | None = None
     cache: str | None = None
 
 
