@@ -52,7 +52,8 @@ def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(whole, 
 
 def kill_at_random(store, whole, output, rng, longest_s):
     made = table(store, output, **SHORT)
-    for _ in range(200):
+    kills = 0
+    while kills < 200:
         process = start_training(made)
         process.join(rng.uniform(0, longest_s))
         if process.exitcode is None:
@@ -60,7 +61,9 @@ def kill_at_random(store, whole, output, rng, longest_s):
         if finished(process) == 0:
             break
         assert process.exitcode == -signal.SIGKILL
+        kills += 1
     require_same_end(whole, output)
+    return kills
 
 
 def test_killed_at_random_moments_a_run_goes_on_with_the_same_bits(whole, store, tmp_path):
@@ -74,5 +77,7 @@ def test_a_hundred_kills_at_random_moments_change_no_bit(whole, store, tmp_path)
     begun = time.monotonic()
     assert finished(start_training(table(store, tmp_path / "timed", **SHORT))) == 0
     longest_s = (time.monotonic() - begun) * 1.5
-    for seed in range(50):
-        kill_at_random(store, whole, tmp_path / f"run{seed}", random.Random(seed), longest_s)
+    kills = seed = 0
+    while kills < 100:
+        kills += kill_at_random(store, whole, tmp_path / f"run{seed}", random.Random(seed), longest_s)
+        seed += 1

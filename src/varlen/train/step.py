@@ -36,7 +36,8 @@ class StepDone:
     """Of all ranks."""
     step_targets: int
     """Of all ranks."""
-    tokens: int
+    tokens: Any
+    """Of this rank's documents: a number, or a tensor of one."""
     packs: int
     waited_s: float
     """Of the host, for batches."""
@@ -82,7 +83,8 @@ class Stepper:
         watch = Stopwatch(self._ranks.device)
         torch.manual_seed(self._seed(number))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        tokens = packs = targets = 0
+        tokens: Any = 0
+        packs = targets = 0
         waited_s = 0.0
         for micro_batch in range(self._micro_batches):
             begun = time.perf_counter()
@@ -94,7 +96,7 @@ class Stepper:
                 loss = self._loss_sum(batch)
                 (loss * batch.loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
-            tokens += batch.num_tokens
+            tokens = tokens + batch.document_lengths.sum()  # on a GPU, without waiting for it
             packs += len(batch.pack_ids)
             targets = batch.step_num_targets
         grad_norm = self._clip()

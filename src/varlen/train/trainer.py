@@ -204,7 +204,7 @@ class _Run:
         seconds = done.watch.seconds()
         numbers = [
             float(done.loss_sum),
-            done.tokens,
+            int(done.tokens),
             done.packs,
             done.waited_s,
             seconds,
