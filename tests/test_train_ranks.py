@@ -12,7 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training import Notes, metrics_of, rewound, same_end, settings, steps_of, table, weights_of, write_store
+from training import (
+    Notes,
+    metrics_of,
+    rewound,
+    same_end,
+    settings,
+    start_ranks,
+    steps_of,
+    table,
+    weights_of,
+    write_store,
+)
 
 from varlen.train.trainer import train
 
@@ -31,10 +42,10 @@ PLAIN = {
 """Without dropout, which every rank draws for itself; several micro-batches a rank."""
 
 
-def torchrun(*arguments, folder, ranks=RANKS):
+def torchrun(*arguments, folder):
     tests = Path(__file__).parent
     paths = [str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -102,25 +113,27 @@ def killed(store, tmp_path_factory):
     return folder, job.returncode, said
 
 
+def all_finished(processes, folder):
+    end = time.monotonic() + 90
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))
+        process.kill()
+        process.join()
+    said = {path.name: path.read_text() for path in folder.glob("rank*.txt")}
+    assert [process.exitcode for process in processes] == [0] * len(processes), said
+
+
 @pytest.fixture(scope="module")
 def together(store, killed, tmp_path_factory):
-    """Whole runs by DDP and FSDP2, and both once more from a checkpoint of theirs, all in one job."""
+    """Whole runs by DDP and FSDP2, and more of them from a checkpoint of theirs, all in one job."""
     folder = tmp_path_factory.mktemp("together")
     runs = {
         name: table(store, folder / name, **PLAIN, run__parallel=name.partition("_")[0], run__steps=steps)
-        for name, steps in {"ddp_4": 4, "ddp": 6, "fsdp_2": 2, "fsdp": 6}.items()
+        for name, steps in {"ddp": 6, "fsdp_2": 2, "fsdp": 6}.items()
     }
-    going_on = [
-        runs["ddp_4"] | {"run": {**runs["ddp_4"]["run"], "steps": 6}},
-        table(store, rewound(killed[0] / "run", 4, folder / "killed"), **PLAIN, run__parallel="fsdp"),
-    ]
-    (folder / "runs.json").write_text(json.dumps([*runs.values(), *going_on]))
-    job = torchrun(Path(__file__).with_name("train_job.py"), folder / "runs.json", folder=folder)
-    try:
-        _, said = job.communicate(timeout=100)
-    finally:
-        job.kill()
-    assert job.returncode == 0, said
+    again = rewound(killed[0] / "run", 4, folder / "killed")
+    going_on = table(store, again, **PLAIN, run__parallel="fsdp")
+    all_finished(start_ranks([*runs.values(), going_on], RANKS, folder), folder)
     return folder
 
 
@@ -146,11 +159,9 @@ def test_several_processes_train_what_one_trains(alone, together, parallel):
 
 
 def test_going_on_at_the_same_number_of_processes_ends_with_the_same_bits(together):
-    same_end(together / "ddp", together / "ddp_4")
     same_end(together / "fsdp", together / "killed")
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_three_processes_add_in_the_same_order_after_going_on(store, tmp_path, parallel):
     whole = table(store, tmp_path / "whole", **PLAIN, run__parallel=parallel)
@@ -159,13 +170,34 @@ def test_three_processes_add_in_the_same_order_after_going_on(store, tmp_path, p
         whole | {"run": {**whole["run"], "output": str(tmp_path / "half"), "steps": steps}}
         for steps in (4, 6)
     )
-    (tmp_path / "runs.json").write_text(json.dumps([whole, half, rest]))
 
-    job = torchrun(Path(__file__).with_name("train_job.py"), tmp_path / "runs.json", folder=tmp_path, ranks=3)
-    _, said = job.communicate(timeout=300)
+    all_finished(start_ranks([whole, half, rest], 3, tmp_path), tmp_path)
 
-    assert job.returncode == 0, said
     same_end(tmp_path / "whole", tmp_path / "half")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path, parallel):
+    made = table(store, tmp_path / "run", **PLAIN, run__parallel=parallel)
+    processes = start_ranks([made], 3, tmp_path, waits_at=4)
+    end = time.monotonic() + 60
+    while not (tmp_path / "waits").exists():
+        assert time.monotonic() < end, [process.exitcode for process in processes]
+        time.sleep(0.02)
+
+    processes[2].kill()
+    for process in processes:
+        process.join(30)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+
+    assert codes == [1, 1, -signal.SIGKILL]
+    for rank in (0, 1):
+        said = (tmp_path / f"rank{rank}.txt").read_text()
+        assert said.startswith(
+            "WorkerDiedError: rank 2 is gone (killed, stuck, or out of memory), one of 3"
+        ), said
 
 
 def test_a_killed_rank_ends_the_job_with_an_error_that_names_it(killed):

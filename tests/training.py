@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
@@ -141,6 +142,54 @@ def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:
     process = CONTEXT.Process(target=_train, args=(made, kill_at))
     process.start()
     return process
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def start_ranks(
+    runs: list[dict[str, Any]], ranks: int, folder: Path, waits_at: int | None = None
+) -> list[Any]:
+    """Train one run after the other in several processes, as torchrun would start them.
+
+    What ends a rank by an error stands in `folder` then. A rank waits for its end where step `waits_at` begins.
+    """
+    ports = [free_port() for _ in runs]  # a store each: the first rank takes its own along when a run ends
+    processes = []
+    for rank in range(ranks):
+        process = CONTEXT.Process(target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def _train_rank(
+    runs: list[dict[str, Any]], rank: int, ranks: int, ports: list[int], folder: Path, waits_at: int | None
+) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
+    os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    from varlen.train.step import Stepper
+    from varlen.train.trainer import train
+
+    inner = Stepper.step
+
+    def step(self: Stepper, number: int, *arguments: Any) -> Any:
+        if number == waits_at and rank == ranks - 1:
+            (folder / "waits").touch()
+            signal.pause()
+        return inner(self, number, *arguments)
+
+    Stepper.step = step  # type: ignore[method-assign]
+    try:
+        for made, port in zip(runs, ports):
+            os.environ["MASTER_PORT"] = str(port)
+            train(as_settings(TrainSettings, made, ""), Notes())
+    except Exception as error:
+        (folder / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
 
 
 def _train(made: dict[str, Any], kill_at: int | None) -> None:
