@@ -96,6 +96,13 @@ def test_the_vocabulary_is_that_of_the_data_unless_said_otherwise():
     assert model_config(ModelSettings(type="llama", settings={"vocab_size": 512}), 260).vocab_size == 512
 
 
+def test_a_vocabulary_that_nobody_knows_is_asked_for():
+    with pytest.raises(SettingError, match=r"set model\.settings\.vocab_size"):
+        model_config(ModelSettings(type="llama"), None)
+
+    assert model_config(ModelSettings(type="llama", settings={"vocab_size": 512}), None).vocab_size == 512
+
+
 def test_a_seed_decides_the_weights_and_attention_is_per_document():
     made = ModelSettings(type="llama", settings=LLAMA)
     config = model_config(made, 260)

@@ -103,6 +103,17 @@ def test_going_on_from_any_checkpoint_ends_with_the_same_bits(whole, store, tmp_
         same_end(output, copy)
 
 
+def test_a_run_that_tokenizes_on_the_fly_goes_on_with_the_same_bits(store, tmp_path):
+    source = {"data__source": str(store.parent / "chats.jsonl"), "data__mode": "streaming"}
+    train(settings(store, tmp_path / "whole", **source), Notes())
+    copy = rewound(tmp_path / "whole", 2, tmp_path / "copy")
+
+    train(settings(store, copy, **source), Notes())
+
+    same_end(tmp_path / "whole", copy)
+    assert metrics_of(copy)[0]["position"] == {"step": 1}
+
+
 def test_a_lost_dropout_seed_would_be_seen(whole, store, tmp_path, monkeypatch):
     output, _, _ = whole
     copy = rewound(output, 2, tmp_path / "copy")

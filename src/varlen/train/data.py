@@ -13,8 +13,9 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 from varlen.pack.api import pack
+from varlen.source.open_tokens import open_tokens
+from varlen.source.store import TokenStore
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.written import read_manifest
 from varlen.train.ranks import Ranks
 from varlen.train.settings import DataSettings, TrainSettings
 
@@ -27,13 +28,14 @@ def vocabulary_of(data: DataSettings) -> int | None:
 
     Raises:
         SettingError: no such tokenizer.
+        SourceError: no such data.
     """
-    source = data.source if isinstance(data.source, str) else data.source[0]
-    manifest = None if "://" in source else read_manifest(Path(source).expanduser())
-    if manifest is not None and manifest.get("kind") == "tokens":
-        made_by = manifest.get("source", {}).get("tokenizer") or {}
-        size = made_by.get("vocab_size")
-        return size if isinstance(size, int) else None
+    if data.tokenizer is None and data.mode != "streaming":
+        tokens = open_tokens(_as_data(data.source))
+        if tokens is not None:
+            manifest = tokens.manifest if isinstance(tokens, TokenStore) else {}
+            size = manifest.get("source", {}).get("tokenizer", {}).get("vocab_size")
+            return size if isinstance(size, int) else None
     return load_tokenizer(data.tokenizer).vocab_size
 
 
@@ -56,7 +58,7 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
     source = given.pop("source")
     cache = given.pop("cache", None)
     return PackedLoader(
-        source if isinstance(source, str) else list(source),
+        _as_data(source),
         given.pop("tokenizer", None),
         **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
@@ -66,6 +68,10 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
         device=None if ranks.device.type == "cpu" else ranks.device,
         model=config,
     )
+
+
+def _as_data(source: str | tuple[str, ...]) -> str | list[str]:
+    return source if isinstance(source, str) else list(source)
 
 
 def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:

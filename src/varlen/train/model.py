@@ -27,7 +27,7 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
         vocabulary: token ids that the data may hold; what random weights embed unless they say otherwise.
 
     Raises:
-        SettingError: no such type, or a setting that the type doesn't have.
+        SettingError: no such type, a setting that the type doesn't have, or a vocabulary that nobody knows.
         SourceError: the folder holds no model.
     """
     if settings.path is not None:
@@ -49,8 +49,12 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
             raise SettingError(
                 f"model.settings.{key} is no setting of {settings.type}; the nearest is model.settings.{near}"
             )
-    if "vocab_size" in known and vocabulary is not None:
-        given.setdefault("vocab_size", vocabulary)
+    if "vocab_size" in known and "vocab_size" not in given:
+        if vocabulary is None:
+            raise SettingError(
+                "the data holds tokens and doesn't say of how large a vocabulary; set model.settings.vocab_size"
+            )
+        given["vocab_size"] = vocabulary
     try:
         return AutoConfig.for_model(settings.type, **given | {"use_cache": False})
     except Exception as error:  # each type checks its settings in its own way
