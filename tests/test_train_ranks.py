@@ -176,6 +176,17 @@ def test_three_processes_add_in_the_same_order_after_going_on(store, tmp_path, p
     same_end(tmp_path / "whole", tmp_path / "half")
 
 
+def test_processes_that_tokenize_on_the_fly_train_what_one_trains(store, tmp_path):
+    source = PLAIN | {"data__source": str(store.parent / "chats.jsonl"), "data__mode": "streaming"}
+    made = table(store, tmp_path / "two", **source, run__steps=3)
+
+    all_finished(start_ranks([made], RANKS, tmp_path), tmp_path)
+    train(settings(store, tmp_path / "one", **source, run__steps=3), Notes())
+
+    for name, value in weights_of(tmp_path / "one").items():
+        np.testing.assert_allclose(weights_of(tmp_path / "two")[name].numpy(), value.numpy(), atol=2e-5)
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path, parallel):
     made = table(store, tmp_path / "run", **PLAIN, run__parallel=parallel)

@@ -156,6 +156,7 @@ def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(whole, store, tm
     output, _, _ = whole
     copy = shutil.copytree(output, tmp_path / "copy")
     shutil.rmtree(copy / "model")
+    (copy / "checkpoints/.step-00000004.part").mkdir()
 
     notes = Notes()
     assert train(settings(store, copy), notes).totals.steps == 0

@@ -120,7 +120,7 @@ def save(
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"):
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_partial(folder)
+            remove_partial(folder)
             partial.mkdir()
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"), _quiet():
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
@@ -152,8 +152,12 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove_partial(folder: Path) -> None:
-    """Remove what runs that were killed have left."""
+def remove_partial(folder: Path) -> None:
+    """Remove what runs that were killed have left.
+
+    Args:
+        folder: of checkpoints.
+    """
     for path in folder.glob(".step-*.part"):
         shutil.rmtree(path, ignore_errors=True)
 

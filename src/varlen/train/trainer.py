@@ -11,7 +11,7 @@ from typing import Any, Literal
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SettingError, SourceError, StateError, VarlenError
-from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, save, state_tensors
+from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, remove_partial, save, state_tensors
 from varlen.train.data import open_loader, steps_of, vocabulary_of
 from varlen.train.export import export_model
 from varlen.train.exposed import Exposed, Replay
@@ -69,6 +69,8 @@ class _Run:
         self._pending: _Launched | None = None
         self._config = model_config(settings.model, vocabulary_of(settings.data))
         found = self._find_checkpoint()
+        if ranks.is_first:
+            remove_partial(self._checkpoints)
         self._loader = stack.enter_context(open_loader(settings, self._config, ranks))
         if found is not None:
             self._loader.load_state_dict(found.manifest["loader"])
