@@ -112,9 +112,9 @@ def _print_summary(summary: TrainSummary) -> None:
         )
     exposed = summary.exposed
     if exposed is not None:
-        share = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"
+        stall = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"
         print(
-            f"  exposed data time: {share} ({exposed.steps:,} steps took {exposed.real_s:.3f} s, and "
+            f"  exposed data time: {stall} ({exposed.steps:,} steps took {exposed.real_s:.3f} s, and "
             f"{exposed.cached_s:.3f} s again from memory)"
         )
     print(f"  model: {summary.model_folder}   steps: {summary.metrics}   checkpoint: {summary.checkpoint}")
