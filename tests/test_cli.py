@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from varlen.cli import app as app_module
-from varlen.cli import demo as demo_module
+from varlen.cli import extras as extras_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
 
@@ -32,7 +32,9 @@ def one_sentence(run, code=2):
     return lines[0]
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("inspect", "--help"), ("-h",)])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("demo", "--help"), ("inspect", "--help"), ("train", "--help"), ("-h",)]
+)
 def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
     script = (
         "import sys\n"
@@ -47,7 +49,7 @@ def test_help_is_printed_and_loads_neither_torch_nor_numba(arguments):
 
     assert run.returncode == 0, run.stderr
     assert all(verb in run.stdout for verb in (arguments[:-1] or ("demo", "inspect")))
-    assert ("Example:" in run.stdout) == (arguments[0] in ("demo", "inspect"))
+    assert ("Example:" in run.stdout) == (arguments[0] in ("demo", "inspect", "train"))
 
 
 OF_EACH_VERB = {"output", "capacity", "seed", "as_json", "help"}
@@ -120,7 +122,9 @@ def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
 
 
 def test_every_option_that_a_message_names_is_one_of_a_verb(root):
-    sources = [path for room in ("source", "train", "cli") for path in root.glob(f"src/varlen/{room}/*.py")]
+    sources = [
+        path for room in ("source", "train", "cli") for path in root.glob(f"src/varlen/{room}/**/*.py")
+    ]
     named = {name for path in sources for name in re.findall(r"--[a-z][a-z-]+", path.read_text("utf-8"))}
     options = {
         option
@@ -130,11 +134,12 @@ def test_every_option_that_a_message_names_is_one_of_a_verb(root):
     }
 
     assert named
-    assert named <= options | {"--version", "--help"}
+    of_torchrun = {"--nproc-per-node"}
+    assert named <= options | of_torchrun | {"--version", "--help"}
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(demo_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras_module, "find_spec", lambda name: None)
 
     with pytest.raises(SystemExit) as ended:
         app_module.app(["demo"])

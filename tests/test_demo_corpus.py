@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from varlen.errors import SettingError, SourceError
-from varlen.train import corpus as corpus_module
-from varlen.train.corpus import Documents, read_corpus
-from varlen.train.settings import DemoSettings, ModelSettings
+from varlen.train.demo import corpus as corpus_module
+from varlen.train.demo.corpus import Documents, read_corpus
+from varlen.train.demo.settings import DemoSettings, ModelSettings
 
 SETTINGS = DemoSettings(
     steps=2, batch_documents=4, max_length=64, validation_documents=4, model=ModelSettings(vocab_size=300)

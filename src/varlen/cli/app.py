@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -15,6 +16,7 @@ from varlen.cli.demo import demo
 from varlen.cli.index import index
 from varlen.cli.inspect import inspect_data
 from varlen.cli.pack import pack
+from varlen.cli.train import train
 from varlen.errors import InputError, MissingExtraError, VarlenError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -48,15 +50,17 @@ def _verb(
             _stop(str(error), BAD_INPUT)
         except VarlenError as error:
             _stop(str(error), FAILED)
-        except KeyboardInterrupt:
-            _stop(f"interrupted; {interrupted}", INTERRUPTED)
+        except KeyboardInterrupt as error:
+            _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)
 
     return run
 
 
 def _stop(sentence: str, code: int) -> NoReturn:
-    """Say why, on standard error, and end with an exit code."""
-    print(f"varlen: {sentence}", file=sys.stderr)
+    """Say why, on standard error, and end with an exit code; one of several processes says which it is."""
+    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    if code != INTERRUPTED or rank == "0":
+        print(f"varlen: {sentence}" if rank == "0" else f"varlen: rank {rank}: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -85,3 +89,4 @@ app.command(help=_flowing(demo))(_verb(demo))
 app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
 for verb in (index, pack):
     app.command(help=_flowing(verb))(_verb(verb, "the same command again goes on where it stopped"))
+app.command(help=_flowing(train))(_verb(train, "the same command goes on from the newest checkpoint"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from varlen.errors import MissingExtraError
+from varlen.cli.extras import require_training
 
 _QUICK: dict[str, Any] = {
     "steps": 2,
@@ -57,12 +56,12 @@ def demo(
 
     [bold]Example:[/]  varlen demo --data 'chats/*.jsonl' -o chats.html
     """
-    _require_extra("torch", "transformers")
+    require_training("demo")
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
     from varlen.source.files import find_files
-    from varlen.train.demo import run_demo
-    from varlen.train.settings import DemoSettings
+    from varlen.train.demo.demo import run_demo
+    from varlen.train.demo.settings import DemoSettings
 
     chosen = {"steps": steps, "seed": seed, "threads": threads}
     given = {name: value for name, value in chosen.items() if value is not None}
@@ -94,17 +93,3 @@ def _print_table(figures: Any, output: Path) -> None:
         console = Console(highlight=False, width=120)
     console.print(demo_table(figures))
     console.print(f"\n{output} shows this in pictures; the demo took {figures.total_s:.0f} s.", markup=False)
-
-
-def _require_extra(*modules: str) -> None:
-    """Refuse to start without the packages that train.
-
-    Raises:
-        MissingExtraError: one isn't installed; names the command that installs it.
-    """
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(
-            f"varlen demo trains a model and needs {' and '.join(missing)}, not installed here; "
-            'run: pip install "varlen[train]"'
-        )

@@ -1,1 +1,1 @@
-"""The reference trainer behind `varlen demo`: a small Llama, the same documents, several ways to feed it."""
+"""The reference trainer behind `varlen train`: a causal model, packed documents, and exact resume."""

@@ -1,105 +1,154 @@
-"""A small Llama, and a loss whose logits never stand in memory all at once; the same for every method."""
+"""The model of a run: from a type and settings or from a folder, and what tells it from another."""
 
 from __future__ import annotations
 
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from varlen.adapters import hf
-from varlen.batch.packed import IGNORE_INDEX
-from varlen.train.settings import DemoSettings
-
-HEAD_BLOCK = 1024
-"""Positions whose logits are formed at once: 16 MB at a vocabulary of 4,096. All positions of a padded batch
-at once would be 512 MB and more page faults than work, which would flatter packing."""
+from varlen.errors import ModelError, SettingError, SourceError, VarlenError
+from varlen.train.data import smallest_batch
+from varlen.train.settings import ModelSettings
 
 
-def small_llama(settings: DemoSettings, vocab_size: int, seed: int, attention: str) -> LlamaForCausalLM:
-    """Build the model with weights drawn from a seed.
+def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
+    """Return the configuration of the model, without building it.
 
     Args:
-        settings: its shape and the longest document.
-        vocab_size: token ids to embed.
-        seed: of the weights; equal seeds give equal weights whatever the attention.
-        attention: transformers' name of the attention function, or "varlen".
+        settings: of the model.
+        vocabulary: token ids that the data may hold; what random weights embed unless they say otherwise.
+
+    Raises:
+        SettingError: no such type, a setting that the type doesn't have, or a vocabulary that nobody knows.
+        SourceError: the folder holds no model.
     """
-    hf.register()
-    shape = settings.model
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=shape.hidden_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_heads,
-            intermediate_size=shape.intermediate_size,
-            max_position_embeddings=settings.max_length,
-            tie_word_embeddings=True,
-            use_cache=False,
+    if settings.path is not None:
+        return _saved_config(Path(settings.path))
+    assert settings.type is not None, "settings name one of the two"
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # asking for the classes would import hundreds of files
+    if settings.type not in types:
+        near = difflib.get_close_matches(settings.type, types, n=1, cutoff=0.0)[0]
+        raise SettingError(
+            f"model.type {settings.type!r} is no causal language model of transformers; the nearest of its "
+            f"{len(types):,}: {near}"
         )
-    )
-    model.set_attn_implementation(attention)
+    given = dict(settings.settings)
+    blank = AutoConfig.for_model(settings.type)
+    known = {field.name for field in fields(blank)} | set(blank.attribute_map)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+            raise SettingError(
+                f"model.settings.{key} is no setting of {settings.type}; the nearest is model.settings.{near}"
+            )
+    if "vocab_size" in known and "vocab_size" not in given:
+        if vocabulary is None:
+            raise SettingError(
+                "the data holds tokens and doesn't say of how large a vocabulary; set model.settings.vocab_size"
+            )
+        given["vocab_size"] = vocabulary
+    try:
+        return AutoConfig.for_model(settings.type, **given | {"use_cache": False})
+    except Exception as error:  # each type checks its settings in its own way
+        said = " ".join(str(error).split())
+        raise SettingError(f"model.settings are refused by {settings.type}: {said}") from None
+
+
+def _saved_config(folder: Path) -> Any:
+    """Return the configuration that a folder holds.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    if not (folder / "config.json").is_file():
+        raise SourceError(
+            f"model.path {folder} holds no config.json; name a folder that transformers saved a model in"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise SourceError(f"model.path {folder} can't be read: {said}") from None
+
+
+def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:
+    """Build the model in float32 on the CPU, equal on every rank, with the attention that keeps documents apart.
+
+    Args:
+        config: of `model_config`.
+        settings: of the model.
+        seed: of random weights.
+        weights: whether a folder's weights are read; False where a checkpoint's follow.
+
+    Raises:
+        ModelError: no argument keeps this model's documents apart, or it has no such attention.
+        SourceError: the folder's weights can't be read.
+    """
+    torch.manual_seed(seed)
+    if settings.path is None or not weights:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    else:
+        model = _read_model(Path(settings.path), config)
+    model.train()
+    _set_attention(model, settings.attention)
+    hf.model_inputs(smallest_batch(), model)  # which refuses what no argument keeps apart
     return model
 
 
-def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return the optimizer that every method uses."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+def _read_model(folder: Path, config: Any) -> Any:
+    """Return the model whose weights a folder holds; they are read as safetensors alone, which run no code.
+
+    Raises:
+        SourceError: it holds none.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise SourceError(f"the weights in model.path {folder} can't be read: {said}") from None
 
 
-def add_gradients(model: Any, arguments: dict[str, Any], labels: torch.Tensor, num_targets: int) -> float:
-    """Add the gradient of the mean target loss to every parameter, and return that loss.
+def _set_attention(model: Any, attention: str) -> None:
+    """Set the attention: per document where the model computes it through transformers' registry.
 
-    The head and its loss run block by block, forward and backward at once, over every position, padding
-    included, as transformers' own loss does.
+    Raises:
+        ModelError: the model refuses all, or the one that is named.
+    """
+    hf.register()
+    names = ["varlen", "sdpa", "eager"] if attention == "auto" else [attention]
+    refused = ""
+    for name in names:
+        try:
+            if name == "varlen":
+                hf.use_varlen_attention(model)
+            else:
+                model.set_attn_implementation(name)
+        except (ValueError, ImportError, VarlenError) as error:
+            refused = " ".join(str(error).split())[:300]
+            continue
+        if hf.implementation(model) == name:
+            return
+    raise ModelError(f'model.attention = "{attention}" can\'t be had: {refused or "the model keeps its own"}')
+
+
+def described(config: Any) -> Mapping[str, Any]:
+    """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other.
 
     Args:
-        model: of `small_llama`.
-        arguments: keyword arguments of the model.
-        labels: int64 `[rows, width]`, not shifted; position t is learned from position t - 1.
-        num_targets: what the sum of losses is divided by.
+        config: of `model_config`.
     """
-    hidden = _positions_before_labels(model.model(**arguments).last_hidden_state)
-    targets = _blocks(labels[:, 1:].reshape(-1))
-    total = 0.0
-    gradients = []
-    for block, target in zip(_blocks(hidden.detach()), targets, strict=True):
-        block.requires_grad_()
-        loss = _sum_of_losses(model, block, target) / num_targets
-        torch.autograd.backward(loss)
-        gradients.append(_gradient(block))
-        total += loss.item()
-    torch.autograd.backward(hidden, torch.cat(gradients))
-    return total
+    told = json.loads(json.dumps(config.to_diff_dict(), default=str))
+    return {key: value for key, value in told.items() if not key.startswith("_") and key not in _CHANGEABLE}
 
 
-@torch.no_grad()
-def mean_loss(model: Any, arguments: dict[str, Any], labels: torch.Tensor, num_targets: int) -> float:
-    """Return the mean target loss without gradients; arguments as `add_gradients`."""
-    hidden = _positions_before_labels(model.model(**arguments).last_hidden_state)
-    targets = _blocks(labels[:, 1:].reshape(-1))
-    blocks = zip(_blocks(hidden), targets, strict=True)
-    return sum(_sum_of_losses(model, block, target).item() for block, target in blocks) / num_targets
-
-
-def _positions_before_labels(hidden: torch.Tensor) -> torch.Tensor:
-    """Return `[rows * (width - 1), hidden_size]`: all but each row's last, which predicts nothing."""
-    return hidden[:, :-1].reshape(-1, hidden.shape[-1])
-
-
-def _blocks(positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut positions into blocks of `HEAD_BLOCK`, the last one shorter."""
-    return positions.tensor_split(list(range(HEAD_BLOCK, len(positions), HEAD_BLOCK)))
-
-
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
-    assert leaf.grad is not None, "backward has just run"
-    return leaf.grad
-
-
-def _sum_of_losses(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(model.lm_head(hidden), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+_CHANGEABLE = {"transformers_version", "dtype", "architectures", "use_cache"}

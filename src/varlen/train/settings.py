@@ -1,105 +1,228 @@
-"""What the demo's experiment trains, on how much, and for how long: one frozen noun, checked at the door."""
+"""What a run trains, on what, how and for how long: frozen nouns, one a table of the configuration file."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from varlen.errors import SettingError
-from varlen.types import IntArray
-
-RUN_TOKENS = 45_000
-"""Tokens after which a run takes no further step, but for its second, unless told to: what keeps the demo
-under three minutes."""
+from varlen.source.retry import Retry
+from varlen.types import Method, Overlong
 
 MAX_SEED = 2**32 - 1
-"""Every generator takes seeds up to here, and the few that follow."""
-MAX_THREADS = 1024
-"""More would be a slip of the keyboard, and a system may refuse to start them."""
+"""Every generator takes seeds up to here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSettings:
+    """`[data]`: the arguments of `vl.PackedLoader`; those left out have the loader's own defaults."""
+
+    source: str | tuple[str, ...]
+    """A token store of `varlen index`; or files, folders, globs or URLs of documents."""
+    capacity: int
+    """Tokens of a pack."""
+    global_batch_size: int
+    """Packs of an optimizer step, over all processes."""
+    micro_batch_size: int | None = None
+    """Packs that a process computes at once; the rest of its share of a step is accumulated."""
+    tokenizer: str | None = None
+    mode: Literal["auto", "indexed", "streaming"] | None = None
+    scope: Literal["minibatch", "window", "all"] | None = None
+    window: int | None = None
+    lanes: int | None = None
+    method: Method | None = None
+    overlong: Overlong | None = None
+    max_documents: int | None = None
+    document_multiple_of: int | None = None
+    shuffle: bool | None = None
+    seed: int | None = None
+    """Of the shuffle; left out: that of the run."""
+    layout: Literal["rows", "flat"] | None = None
+    pad_id: int | None = None
+    pad_to_multiple_of: int | None = None
+    worker: Literal["process", "thread"] | None = None
+    ring_slots: int | None = None
+    read_ahead_s: float | None = None
+    deadline_s: float | None = None
+    columns: Mapping[str, str] | None = None
+    chat_template: str | None = None
+    eos: int | str | None = None
+    append_eos: bool | None = None
+    supervise: Literal["assistant", "all"] | None = None
+    text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
+    on_error: Literal["raise", "skip"] | None = None
+    retry: Retry | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """A Llama small enough to train on two CPU cores: about a million parameters."""
+    """`[model]`: random weights of a type and settings, or the weights of a folder."""
 
-    vocab_size: int = 4096
-    """Tokens the tokenizer may learn; the model embeds as many as it did."""
-    hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 2
-    intermediate_size: int = 384
+    type: str | None = None
+    """transformers' name of the architecture, such as "llama"."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """`[model.settings]`: transformers' settings of that architecture; without `vocab_size`, the data's."""
+    path: str | None = None
+    """A folder that transformers saved a model in."""
+    attention: str = "auto"
+    """"auto": per document where the model allows; or transformers' name of an attention."""
+
+    def __post_init__(self) -> None:
+        """Require one of the two ways to name a model.
+
+        Raises:
+            SettingError: both, or neither.
+        """
+        if (self.type is None) == (self.path is None):
+            both = "names both" if self.type is not None else "names neither"
+            raise SettingError(
+                f"[model] {both}; give type (and [model.settings]) for random weights, or path for a folder of a "
+                "saved model"
+            )
+        if self.path is not None and self.settings:
+            raise SettingError(
+                f"model.settings are for random weights, and model.path names {self.path}, which has settings of "
+                "its own; leave one of them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DemoSettings:
-    """The experiment. Every method trains the same documents in the same number of steps."""
+class OptimizerSettings:
+    """`[optimizer]`: AdamW, its learning rate over the steps, and clipping."""
 
-    steps: int = 5
-    """Optimizer steps of every run; fewer where documents are few or long, unless `exact_steps`."""
-    exact_steps: bool = False
-    """Take exactly `steps`, however long that lasts."""
-    batch_documents: int = 16
-    """Documents of a random or bucketed batch, which is one step."""
-    max_length: int = 2048
-    """Documents are cut to this many tokens; packs hold as many."""
-    num_seeds: int = 3
-    """Draws of documents, batches and initial weights, over which validation losses spread."""
-    seed: int = 0
-    """First seed; the others follow it."""
-    validation_documents: int = 40
-    """Documents kept aside, the same for every run; a quarter of all where there are few."""
-    learning_rate: float = 4e-3
-    threads: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))
-    """Threads of every run."""
-    model: ModelSettings = field(default_factory=ModelSettings)
+    learning_rate: float = 3e-4
+    """The highest."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases don't decay."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = 0
+    """Steps over which the rate rises to its highest."""
+    min_learning_rate: float = 0.0
+    """What "cosine" and "linear" fall to at the last step."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
 
     def __post_init__(self) -> None:
-        """Refuse settings with which nothing could be trained or compared.
+        """Refuse numbers with which nothing can be trained.
 
         Raises:
-            SettingError: a setting out of its range, named.
+            SettingError: one is out of its range, named.
         """
-        lowest = {
-            "steps": 1,
-            "batch_documents": 2,
-            "max_length": 16,
-            "num_seeds": 1,
-            "seed": 0,
-            "validation_documents": 1,
-            "threads": 1,
-        }
+        for name in ("learning_rate", "weight_decay", "warmup_steps", "min_learning_rate", "max_grad_norm"):
+            _check_range(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("beta1", "beta2"):
+            _check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """`[run]`: how long, where to, on what, and how it goes on after a stop."""
+
+    output: str = "run"
+    """The folder of checkpoints, metrics and the trained model."""
+    steps: int | None = None
+    """Optimizer steps; left out: to the end of the epochs."""
+    epochs: int | None = None
+    """Times that every document is read; left out: 1, or as many as `steps` take."""
+    checkpoint_every: int = 500
+    """Steps; the last step and Ctrl-C save too. 0: only those."""
+    keep: int = 3
+    """Newest checkpoints that are kept."""
+    resume: Literal["auto", "never"] = "auto"
+    """"auto" goes on from the newest checkpoint in `output`; "never" refuses to where there is one."""
+    seed: int = 0
+    """Of weights, dropout, and the data unless `data.seed` says otherwise."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What is computed in; weights and AdamW's state are float32 in both."""
+    parallel: Literal["none", "ddp", "fsdp"] = "ddp"
+    """How the processes of `torchrun` share the work; one process needs none."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    """Of the CPU, a process; runs are equal to the bit only at the same number."""
+    timeout_s: float = 600.0
+    """Longest that processes wait for each other."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of their range.
+
+        Raises:
+            SettingError: one is, named.
+        """
+        lowest = {"steps": 1, "epochs": 1, "checkpoint_every": 0, "keep": 1, "threads": 1, "timeout_s": 1}
         for name, limit in lowest.items():
-            if getattr(self, name) < limit:
-                raise SettingError(f"{name} must be at least {limit:,}, got {getattr(self, name):,}")
-        for name, limit in {"seed": MAX_SEED, "threads": MAX_THREADS}.items():
-            if getattr(self, name) > limit:
-                raise SettingError(f"{name} must be at most {limit:,}, got {getattr(self, name):,}")
+            if getattr(self, name) is not None:
+                _check_range(f"run.{name}", getattr(self, name), limit)
+        _check_range("run.seed", self.seed, 0, MAX_SEED)
 
-    def fitted(self, lengths: IntArray) -> DemoSettings:
-        """Return what these documents allow: fewer steps where they are few or long.
+    @property
+    def folder(self) -> Path:
+        """Where everything goes."""
+        return Path(self.output)
 
-        Long documents leave little padding and cost the more in every run, so that as many steps as for
-        short ones would take far longer and show less.
 
-        Args:
-            lengths: int64 `[num_documents]` in tokens, at least one.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSettings:
+    """`[log]`: what is written of every step."""
+
+    metrics: str = "metrics.jsonl"
+    """A line a step, in the output folder."""
+    every: int = 10
+    """Steps between two lines where there is no terminal to draw on."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be.
+
+        Raises:
+            SettingError: no step, or no name of a file.
         """
-        validation = max(min(self.validation_documents, len(lengths) // 4), 1)
-        if self.exact_steps:
-            return replace(self, validation_documents=validation)
-        step_tokens = float(np.minimum(lengths, self.max_length).mean()) * self.batch_documents
-        affordable = max(int(RUN_TOKENS / step_tokens), 2)
-        most = min((len(lengths) - validation) // self.batch_documents, affordable)
-        return replace(self, validation_documents=validation, steps=max(min(self.steps, most), 1))
+        _check_range("log.every", self.every, 1)
+        if Path(self.metrics).name != self.metrics:
+            raise SettingError(f"log.metrics is the name of a file in run.output, got {self.metrics!r}")
 
-    @property
-    def run_documents(self) -> int:
-        """Documents that one run trains on."""
-        return self.steps * self.batch_documents
 
-    @property
-    def num_documents_needed(self) -> int:
-        """Documents without which the experiment can't be run: one run's and the validation set's."""
-        return self.run_documents + self.validation_documents
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureSettings:
+    """`[measure]`: what is measured after the last step, when nothing can be disturbed any more."""
+
+    exposed_data: bool = False
+    """Train the last steps again from memory: what real steps took longer is time spent on data."""
+    steps: int = 20
+    """Steps at the end of training that are trained again."""
+
+    def __post_init__(self) -> None:
+        """Refuse to measure nothing.
+
+        Raises:
+            SettingError: fewer than one step.
+        """
+        _check_range("measure.steps", self.steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSettings:
+    """The whole configuration: a field a table."""
+
+    data: DataSettings
+    model: ModelSettings
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+    measure: MeasureSettings = field(default_factory=MeasureSettings)
+
+
+def _check_range(name: str, value: float, lowest: float, highest: float | None = None) -> None:
+    """Require that a number lies in its range, both ends included.
+
+    Raises:
+        SettingError: it doesn't.
+    """
+    if not value >= lowest:
+        raise SettingError(f"{name} must be at least {lowest:,}, got {value:,}")
+    if highest is not None and not value <= highest:
+        raise SettingError(f"{name} must be at most {highest:,}, got {value:,}")

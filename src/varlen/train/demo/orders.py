@@ -12,7 +12,7 @@ import numpy as np
 
 from varlen.errors import SourceError
 from varlen.pack.api import pack
-from varlen.train.methods import LayoutName, OrderName
+from varlen.train.demo.methods import LayoutName, OrderName
 from varlen.types import IntArray, Ledger, Packing
 
 

@@ -16,9 +16,9 @@ import torch
 from varlen.adapters import hf
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
-from varlen.train.corpus import Documents
-from varlen.train.methods import LayoutName
-from varlen.train.orders import Order
+from varlen.train.demo.corpus import Documents
+from varlen.train.demo.methods import LayoutName
+from varlen.train.demo.orders import Order
 
 ATTENTION: dict[LayoutName, str] = {
     "padded_with_mask": "sdpa",

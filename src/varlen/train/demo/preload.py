@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from varlen.batch.collate import collate
-from varlen.train.orders import batches_as_packing
+from varlen.train.demo.orders import batches_as_packing
 
 
 def compile_kernels() -> None:

@@ -12,7 +12,7 @@ from varlen.errors import SourceError
 from varlen.source.interpreter import interpreter_texts
 from varlen.source.read import read_texts
 from varlen.source.tokenize import load_tokenizer, train_bpe
-from varlen.train.settings import DemoSettings
+from varlen.train.demo.settings import DemoSettings
 from varlen.types import Int32Array, IntArray
 
 MAX_DOCUMENTS = 3000

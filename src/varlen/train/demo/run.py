@@ -8,13 +8,13 @@ import torch
 from varlen.adapters import hf
 from varlen.batch.collate import collate
 from varlen.report.figures import IsolationFigures
-from varlen.train.corpus import Documents
-from varlen.train.job import Job, StepRecord
-from varlen.train.layouts import ATTENTION, step_inputs
-from varlen.train.measure import current_bytes, now, peak_bytes, reset_peak
-from varlen.train.model import add_gradients, make_optimizer, mean_loss, small_llama
-from varlen.train.orders import Order, batches_as_packing, most_crowded_pack
-from varlen.train.proof import isolation_figures
+from varlen.train.demo.corpus import Documents
+from varlen.train.demo.job import Job, StepRecord
+from varlen.train.demo.layouts import ATTENTION, step_inputs
+from varlen.train.demo.measure import current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.model import add_gradients, make_optimizer, mean_loss, small_llama
+from varlen.train.demo.orders import Order, batches_as_packing, most_crowded_pack
+from varlen.train.demo.proof import isolation_figures
 from varlen.verify.isolation import check_isolation
 
 _FEW_DOCUMENTS = 4

@@ -17,11 +17,11 @@ from varlen.report.figures import (
     PictureFigures,
     PieceFigures,
 )
-from varlen.train.corpus import Corpus, read_corpus
-from varlen.train.experiment import Experiment, OnProgress, Outcome
-from varlen.train.orders import Order, batches_as_packing, most_crowded_pack, step_slots
-from varlen.train.settings import DemoSettings
-from varlen.train.worker import prepare
+from varlen.train.demo.corpus import Corpus, read_corpus
+from varlen.train.demo.experiment import Experiment, OnProgress, Outcome
+from varlen.train.demo.orders import Order, batches_as_packing, most_crowded_pack, step_slots
+from varlen.train.demo.settings import DemoSettings
+from varlen.train.demo.worker import prepare
 from varlen.types import IntArray
 
 BUCKET_POOL_BATCHES = 50

@@ -14,12 +14,12 @@ import numpy as np
 
 from varlen.errors import LedgerError
 from varlen.report.figures import IsolationFigures, MethodFigures
-from varlen.train.corpus import Corpus, Documents
-from varlen.train.job import Job, StepRecord
-from varlen.train.measure import Seconds
-from varlen.train.methods import FASTEST_LAYOUT, METHODS, ORDERS, LayoutName, Method, OrderName
-from varlen.train.orders import Order, make_order, step_slots
-from varlen.train.worker import Worker
+from varlen.train.demo.corpus import Corpus, Documents
+from varlen.train.demo.job import Job, StepRecord
+from varlen.train.demo.measure import Seconds
+from varlen.train.demo.methods import FASTEST_LAYOUT, METHODS, ORDERS, LayoutName, Method, OrderName
+from varlen.train.demo.orders import Order, make_order, step_slots
+from varlen.train.demo.worker import Worker
 
 OnProgress = Callable[[int, int, str], None]
 """Called with the work done, all work (in positions to compute), and what is going on."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from varlen.train.corpus import Documents
-from varlen.train.measure import Seconds
-from varlen.train.methods import LayoutName
-from varlen.train.orders import Order
-from varlen.train.settings import DemoSettings
+from varlen.train.demo.corpus import Documents
+from varlen.train.demo.measure import Seconds
+from varlen.train.demo.methods import LayoutName
+from varlen.train.demo.orders import Order
+from varlen.train.demo.settings import DemoSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from varlen.errors import InputError, VarlenError
 
 if TYPE_CHECKING:
-    from varlen.train.job import Job
+    from varlen.train.demo.job import Job
 
-_PRELOAD = ["varlen.train.run", "varlen.train.preload"]
+_PRELOAD = ["varlen.train.demo.run", "varlen.train.demo.preload"]
 
 
 def prepare() -> None:
@@ -100,7 +100,7 @@ class Worker:
 
 def _serve(connection: Connection, job: Job) -> None:
     """Build a run, then call its methods as asked until the parent hangs up."""
-    from varlen.train.run import Run
+    from varlen.train.demo.run import Run
 
     try:
         run = Run(job)

@@ -1,0 +1,113 @@
+"""What a run shows on standard error: a live line on a terminal, a line every few steps in a log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+if TYPE_CHECKING:
+    from varlen.train.metrics import StepMetrics
+    from varlen.train.summary import RunPlan, Watcher
+
+
+@contextmanager
+def watching(every: int) -> Iterator[Watcher]:
+    """Give what shows a run, until it ends.
+
+    Args:
+        every: steps between two lines where there is no terminal.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal or os.environ.get("RANK", "0") != "0":
+        yield Lines(console, every)
+        return
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield Live(console, bar)
+
+
+def plan_words(plan: RunPlan) -> str:
+    """Say what is about to be trained."""
+    processes = "1 process" if plan.world_size == 1 else f"{plan.world_size:,} processes ({plan.parallel})"
+    steps = "to the end of the data" if plan.steps is None else f"{plan.steps:,} steps"
+    since = f", going on after step {plan.resumed_from:,}" if plan.resumed_from else ""
+    return (
+        f"{plan.model}, {plan.num_parameters:,} parameters, {plan.precision} on {processes} of {plan.device}, "
+        f'attention "{plan.attention}"; {steps}{since}'
+    )
+
+
+def step_words(metrics: StepMetrics) -> str:
+    """Say how a step went."""
+    waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
+    return (
+        f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {100 * metrics.fill:.1f} % full  "
+        f"{waiting:.1f} % waiting"
+    )
+
+
+class Lines:
+    """Writes a line every few steps."""
+
+    def __init__(self, console: Console, every: int) -> None:
+        """Take where to write, and the steps between two lines."""
+        self._console, self._every, self._steps = console, every, 0
+
+    def begin(self, plan: RunPlan) -> None:
+        """Say what is about to be trained."""
+        self._console.print(plan_words(plan), markup=False, soft_wrap=True)
+        self._steps, self._last = plan.resumed_from, plan.steps
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Say how a step went, if it is time."""
+        is_first, self._steps = metrics.step == self._steps + 1, -2
+        if is_first or metrics.step % self._every == 0 or metrics.step == self._last:
+            self._console.print(f"step {metrics.step:,}  {step_words(metrics)}", markup=False, soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Say something else."""
+        self._console.print(sentence, markup=False, soft_wrap=True)
+
+
+class Live:
+    """Draws a bar with how the last step went."""
+
+    def __init__(self, console: Console, bar: Progress) -> None:
+        """Take where to draw."""
+        self._console, self._bar = console, bar
+        self._task: TaskID = bar.add_task("building the model", total=None)
+
+    def begin(self, plan: RunPlan) -> None:
+        """Say what is about to be trained, and draw the bar."""
+        self._console.print(plan_words(plan), markup=False)
+        self._bar.update(self._task, total=plan.steps, completed=plan.resumed_from, description="first batch")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, completed=metrics.step, description=step_words(metrics))
+
+    def say(self, sentence: str) -> None:
+        """Say something else."""
+        self._bar.update(self._task, description=sentence)

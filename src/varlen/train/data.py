@@ -1,0 +1,108 @@
+"""The run's loader, and what the model must know of its data before it is built."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from varlen.batch.collate import collate
+from varlen.batch.packed import PackedBatch
+from varlen.errors import SettingError
+from varlen.feed.loader import PackedLoader
+from varlen.pack.api import pack
+from varlen.source.open_tokens import open_tokens
+from varlen.source.store import TokenStore
+from varlen.source.tokenize import load_tokenizer
+from varlen.train.ranks import Ranks
+from varlen.train.settings import DataSettings, TrainSettings
+
+
+def vocabulary_of(data: DataSettings) -> int | None:
+    """Return how many token ids the data may hold, or None where nobody knows before reading it.
+
+    Args:
+        data: of the run.
+
+    Raises:
+        SettingError: no such tokenizer.
+        SourceError: no such data.
+    """
+    if data.tokenizer is None and data.mode != "streaming":
+        tokens = open_tokens(_as_data(data.source))
+        if tokens is not None:
+            manifest = tokens.manifest if isinstance(tokens, TokenStore) else {}
+            size = manifest.get("source", {}).get("tokenizer", {}).get("vocab_size")
+            return size if isinstance(size, int) else None
+    return load_tokenizer(data.tokenizer).vocab_size
+
+
+def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoader:
+    """Return the loader of this rank; nothing is read ahead yet.
+
+    Args:
+        settings: of the run.
+        config: of the model, which the data must fit.
+        ranks: of the run.
+
+    Raises:
+        SettingError: settings that don't go together, or with the data or the model.
+        SourceError: no such data.
+        OverlongDocumentError: a document is longer than a pack, and `data.overlong` is "error".
+    """
+    data, run = settings.data, settings.run
+    given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
+    given = {name: value for name, value in given.items() if value is not None}
+    source = given.pop("source")
+    cache = given.pop("cache", None)
+    return PackedLoader(
+        _as_data(source),
+        given.pop("tokenizer", None),
+        **{"seed": run.seed} | given,
+        epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
+        cache=None if cache is None else Path(cache),
+        dp_rank=ranks.rank,
+        dp_world_size=ranks.world_size,
+        device=None if ranks.device.type == "cpu" else ranks.device,
+        model=config,
+    )
+
+
+def _as_data(source: str | tuple[str, ...]) -> str | list[str]:
+    return source if isinstance(source, str) else list(source)
+
+
+def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
+    """Return the optimizer steps of the whole run, or None where only the end of the data will say.
+
+    Args:
+        loader: of the run.
+        settings: of the run.
+
+    Raises:
+        SettingError: the learning rate is to fall to the end, and nobody knows where that is.
+    """
+    if settings.run.steps is not None:
+        return settings.run.steps
+    try:
+        return len(loader) // loader.micro_batches  # type: ignore[arg-type]
+    except TypeError:
+        schedule = settings.optimizer.schedule
+        if schedule == "constant":
+            return None
+        raise SettingError(
+            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set '
+            'run.steps, or optimizer.schedule = "constant"'
+        ) from None
+
+
+def smallest_batch(pad_id: int = 0) -> PackedBatch:
+    """Return one document of two tokens, to ask a model what it makes of batches.
+
+    Args:
+        pad_id: token id of both.
+    """
+    tokens = np.full(2, pad_id, dtype=np.int32)
+    return collate((tokens, np.array([0, 2])), pack([2], capacity=2))

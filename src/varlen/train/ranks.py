@@ -1,0 +1,189 @@
+"""The processes of a run: who this one is, what they tell each other, and who is missing when one is gone."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from varlen.errors import SettingError, VarlenError, WorkerDiedError
+from varlen.train.settings import RunSettings
+
+_JOINED = itertools.count()
+_BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+"""How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
+_ANSWER_S = 5.0
+"""A rank that is alive says so within this time after the group broke."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranks:
+    """This process among all."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: Any = None
+    """Where processes leave notes for each other; None where this one is alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def gather(self, values: Sequence[float]) -> torch.Tensor:
+        """Return the numbers of every rank, float64 `[world_size, numbers]`, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self.world_size == 1:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.gather([0.0])
+
+    def check_all(self, fault: VarlenError | None) -> None:
+        """Fail on every rank where one has failed.
+
+        Args:
+            fault: of this rank, or None.
+
+        Raises:
+            VarlenError: this rank's fault, or the word that another has failed.
+        """
+        failed = self.gather([fault is not None])[:, 0].nonzero().flatten().tolist()
+        if fault is not None:
+            raise fault
+        if failed:
+            raise VarlenError(f"rank {failed[0]} of {self.world_size} failed; it says why")
+
+
+def device_of(settings: RunSettings) -> torch.device:
+    """Return where this process computes.
+
+    Raises:
+        SettingError: a GPU is asked for where there is none.
+    """
+    there = torch.cuda.is_available()
+    if settings.device == "cuda" and not there:
+        raise SettingError('run.device is "cuda" and PyTorch finds no GPU here; set run.device = "cpu"')
+    if settings.device == "cpu" or not there:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextmanager
+def joined(settings: RunSettings) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, or be alone.
+
+    Raises:
+        SettingError: several processes, and no way named to share the work; or no GPU where one is asked for.
+        WorkerDiedError: another rank is gone; says which.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and settings.parallel == "none":
+        raise SettingError(
+            f'run.parallel is "none", and there are {world_size:,} processes; set run.parallel = "ddp" or "fsdp"'
+        )
+    device = device_of(settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if world_size == 1 and settings.parallel != "fsdp":
+        yield Ranks(device=device)
+        return
+    timeout = timedelta(seconds=settings.timeout_s)
+    store: Any = HashStore()
+    rank = 0
+    if world_size > 1:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"varlen {next(_JOINED)}", store)  # a process may train more than once
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    ranks = Ranks(rank=rank, world_size=world_size, device=device, store=PrefixStore("notes", store))
+    try:
+        with naming_the_missing(ranks):
+            yield ranks
+    finally:
+        with suppress(Exception):  # of a broken group there is nothing to hear any more
+            dist.destroy_process_group()
+
+
+@contextmanager
+def naming_the_missing(ranks: Ranks) -> Iterator[None]:
+    """Say which rank is gone, where its absence broke the group.
+
+    Every rank that fails leaves a note; one that was killed can't. So whoever finds the group broken waits a moment
+    for the notes of all, and names those without.
+
+    Raises:
+        WorkerDiedError: another rank is gone, or failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if ranks.world_size == 1:
+            raise
+        broken = _is_of_the_group(error)
+        with suppress(Exception):
+            ranks.store.set(f"ended {ranks.rank}", "waits" if broken else type(error).__name__)
+        if not broken:
+            raise
+        silent, failed = _others(ranks)
+        if not silent and not failed:
+            raise
+        raise WorkerDiedError(_epitaph(ranks, silent, failed)) from error
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Return whether it was the connection that failed, and nothing of this rank's own."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in said for word in _BROKEN)
+    )
+
+
+def _others(ranks: Ranks) -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the ranks that left no note, and those that failed by themselves."""
+    end = time.monotonic() + _ANSWER_S
+    missing = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+    failed = []
+    while missing and time.monotonic() < end:
+        for rank in list(missing):
+            with suppress(Exception):
+                if ranks.store.check([f"ended {rank}"]):
+                    missing.remove(rank)
+                    note = ranks.store.get(f"ended {rank}").decode()
+                    if note != "waits":
+                        failed.append((rank, note))
+        time.sleep(0.05)
+    return missing, failed
+
+
+def _epitaph(ranks: Ranks, silent: Sequence[int], failed: Sequence[tuple[int, str]]) -> str:
+    gone = [f"rank {rank} failed ({note})" for rank, note in failed]
+    gone += [f"rank {rank} is gone (killed, stuck, or out of memory)" for rank in silent]
+    return (
+        f"{' and '.join(gone)}, one of {ranks.world_size:,} processes, and the others can't go on; the same command "
+        "goes on from the newest checkpoint"
+    )

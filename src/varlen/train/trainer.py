@@ -1,0 +1,310 @@
+"""The run: what is built before the first step, the loop over steps, and where it saves, stops and goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from varlen import __version__
+from varlen.adapters import hf
+from varlen.errors import SettingError, SourceError, StateError, VarlenError
+from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, remove_partial, save, state_tensors
+from varlen.train.data import open_loader, steps_of, vocabulary_of
+from varlen.train.export import export_model
+from varlen.train.exposed import Exposed, Replay
+from varlen.train.interrupt import Interrupt
+from varlen.train.metrics import MetricsFile, StepMetrics
+from varlen.train.model import build_model, described, model_config
+from varlen.train.optimizer import learning_rate, make_optimizer
+from varlen.train.parallel import shared
+from varlen.train.ranks import Ranks, joined
+from varlen.train.settings import TrainSettings
+from varlen.train.step import StepDone, Stepper
+from varlen.train.summary import RunPlan, Totals, TrainSummary, Watcher
+
+_MODEL, _CHECKPOINTS = "model", "checkpoints"
+
+
+def train(settings: TrainSettings, watcher: Watcher) -> TrainSummary:
+    """Train a model, from the beginning or from the newest checkpoint.
+
+    Every process of `torchrun` calls it.
+
+    Args:
+        settings: of the run.
+        watcher: told what goes on, on the first rank.
+
+    Raises:
+        InputError: settings, data or a checkpoint that can't be used; nothing has been trained then.
+        VarlenError: the disk, a worker or another rank failed; the newest checkpoint is whole.
+        KeyboardInterrupt: Ctrl-C; with a sentence where a checkpoint was saved.
+    """
+    with joined(settings.run) as ranks, ExitStack() as stack:
+        run = _Run(settings, ranks, watcher, stack)
+        return run.train()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Launched:
+    """A step that a GPU may still be at."""
+
+    done: StepDone
+    before: Mapping[str, Any]
+    """The loader's state when it began, where that is wanted."""
+    position: dict[str, Any]
+
+
+class _Run:
+    """Everything that lives as long as a run."""
+
+    def __init__(self, settings: TrainSettings, ranks: Ranks, watcher: Watcher, stack: ExitStack) -> None:
+        self._settings, self._ranks, self._watcher = settings, ranks, watcher
+        self._folder = settings.run.folder
+        self._checkpoints = self._folder / _CHECKPOINTS
+        self._interrupt, self._totals, self._total_tokens = Interrupt(), Totals(), 0
+        self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
+        self._pending: _Launched | None = None
+        self._config = model_config(settings.model, vocabulary_of(settings.data))
+        found = self._find_checkpoint()
+        if ranks.is_first:
+            remove_partial(self._checkpoints)
+        self._loader = stack.enter_context(open_loader(settings, self._config, ranks))
+        if found is not None:
+            self._loader.load_state_dict(found.manifest["loader"])
+        self._steps = steps_of(self._loader, settings)
+        self._done = self._saved = 0 if found is None else found.step
+        if self._steps is None or self._done < self._steps:
+            self._loader.start_prefetch()  # while the model is built
+        self._stepper = self._build(found)
+        self._plan = self._make_plan()
+        self._metrics: MetricsFile | None = None
+        if ranks.is_first:
+            self._metrics = MetricsFile(self._folder / settings.log.metrics, self._done)
+            stack.callback(self._metrics.close)
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        """Return what the run goes on from.
+
+        Raises:
+            SettingError: it is to begin anew where another run has been.
+            StateError: the checkpoint belongs to another model or seed.
+        """
+        run = self._settings.run
+        found = newest(self._checkpoints)
+        if found is None:
+            return None
+        if run.resume == "never":
+            raise SettingError(
+                f'{self._folder} holds the checkpoint of step {found.step:,}, and run.resume is "never"; set it to '
+                '"auto" to go on, or choose another run.output'
+            )
+        now = {"model": described(self._config), "seed": run.seed}
+        for name, value in now.items():
+            was = found.manifest.get(name)
+            if was != value:
+                told = _difference(name, was, value)
+                raise StateError(
+                    f"{found.folder} was trained with other settings: {told}; set it back, or choose "
+                    "another run.output"
+                )
+        return found
+
+    def _build(self, found: Checkpoint | None) -> Stepper:
+        """Build model and optimizer, and fill them with what a checkpoint holds."""
+        settings, ranks = self._settings, self._ranks
+        model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        together = shared(model, settings.run, ranks)
+        optimizer = make_optimizer(model, settings.optimizer, ranks.device)
+        stepper = Stepper(
+            model=model,
+            shared=together,
+            optimizer=optimizer,
+            settings=settings,
+            ranks=ranks,
+            micro_batches=self._loader.micro_batches,
+        )
+        if found is not None:
+            tensors = state_tensors(model, optimizer)
+            load(found, tensors, ranks)
+            put_steps(model, optimizer, tensors["optimizer.steps"])
+            self._total_tokens = int(found.manifest["total_tokens"])
+        return stepper
+
+    def _make_plan(self) -> RunPlan:
+        run, model = self._settings.run, self._stepper.model
+        return RunPlan(
+            steps=self._steps,
+            resumed_from=self._done,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            model=self._config.model_type,
+            attention=hf.implementation(model),
+            world_size=self._ranks.world_size,
+            parallel=run.parallel,
+            device=self._ranks.device.type,
+            precision=run.precision,
+        )
+
+    def train(self) -> TrainSummary:
+        """Take all steps, save, and write the model.
+
+        Raises:
+            SourceError: the data gives no step at all.
+            KeyboardInterrupt: Ctrl-C, once all is saved.
+        """
+        self._tell("begin", self._plan)
+        with self._interrupt:
+            while self._steps is None or self._done < self._steps:
+                launched = self._launch()
+                if launched is None:
+                    break
+                stop = self._report()  # the step before, while a GPU works at this one
+                self._done, self._pending = self._done + 1, launched
+                is_due = self._is_checkpoint_due()
+                if self._ranks.device.type == "cpu" or is_due:
+                    stop |= self._report()
+                if stop or is_due:
+                    self._save()
+                if stop and self._done != self._steps:
+                    where = self._checkpoints / f"step-{self._done:08d}"
+                    raise KeyboardInterrupt(
+                        f"step {self._done:,} is saved in {where}, where the same command goes on"
+                    )
+            if self._done == 0:
+                raise SourceError(f"{self._settings.data.source} holds nothing to train on")
+            self._save()
+        export_model(self._stepper.model, self._config, self._folder / _MODEL, self._ranks)
+        return self._summary(self._measure())
+
+    def _launch(self) -> _Launched | None:
+        """Take a step, and don't wait for a GPU to have done it; None where the data is at its end."""
+        before = self._loader.state_dict() if self._replay is not None else {}
+        rate = learning_rate(self._done + 1, self._steps, self._settings.optimizer)
+        done = self._stepper.step(self._done + 1, rate, lambda: next(self._loader, None))
+        return None if done is None else _Launched(done=done, before=before, position=self._position())
+
+    def _position(self) -> dict[str, Any]:
+        """Return where the loader stands, in a few numbers."""
+        position: dict[str, Any] = {"step": self._loader.step}
+        if self._loader.mode == "indexed":
+            at = self._loader.state_dict()["at"]
+            position |= {name: value for name, value in at.items() if isinstance(value, int)}
+        return position
+
+    def _report(self) -> bool:
+        """Note the step that was launched last, over all ranks; True where one of them is asked to stop.
+
+        Raises:
+            VarlenError: its loss or gradient is no number.
+        """
+        if self._pending is None:
+            return False
+        launched, self._pending = self._pending, None
+        done = launched.done
+        seconds = done.watch.seconds()
+        numbers = [
+            float(done.loss_sum),
+            int(done.tokens),
+            done.packs,
+            done.waited_s,
+            seconds,
+            self._interrupt.asked,
+        ]
+        losses, tokens, packs, waited, took, asked = self._ranks.gather(numbers).unbind(dim=1)
+        self._total_tokens += int(tokens.sum())
+        metrics = StepMetrics(
+            step=done.number,
+            loss=float(losses.sum()) / done.step_targets,
+            learning_rate=done.learning_rate,
+            grad_norm=float(done.grad_norm),
+            tokens=int(tokens.sum()),
+            supervised_tokens=done.step_targets,
+            fill=float(tokens.sum() / (packs.sum() * self._settings.data.capacity)),
+            total_tokens=self._total_tokens,
+            epoch=launched.position.get("epoch"),
+            position=launched.position,
+            tokens_per_s=float(tokens.sum() / took.max()),
+            data_wait_s=float(waited.max()),
+            step_s=float(took.max()),
+        )
+        if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            raise VarlenError(
+                f"step {metrics.step:,} has loss {metrics.loss} and gradient norm {metrics.grad_norm}, and "
+                f"nothing of it was saved; {_newest_words(self._saved)}; lower optimizer.learning_rate, or look "
+                "at its documents"
+            )
+        self._totals.add(metrics)
+        if self._metrics is not None:
+            self._metrics.write(metrics)
+        self._tell("step", metrics)
+        if self._replay is not None:
+            self._replay.note(launched.before, seconds, done.waited_s)
+        return bool(asked.any())
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self._settings.run.checkpoint_every
+        return every > 0 and self._done % every == 0
+
+    def _save(self) -> None:
+        """Save what the next step depends on, unless it has been."""
+        self._report()
+        if self._saved == self._done:
+            return
+        if self._metrics is not None:
+            self._metrics.sync()
+        stepper, settings = self._stepper, self._settings
+        save(
+            self._checkpoints,
+            self._done,
+            state_tensors(stepper.model, stepper.optimizer),
+            {
+                "varlen": __version__,
+                "kind": "checkpoint",
+                "model": described(self._config),
+                "seed": settings.run.seed,  # with the step, all that dropout draws from
+                "total_tokens": self._total_tokens,
+                "loader": self._loader.state_dict(),
+                "settings": asdict(settings),
+            },
+            self._ranks,
+            settings.run.keep,
+        )
+        self._saved = self._done
+
+    def _measure(self) -> Exposed | None:
+        """Measure what data cost, now that nothing of the run can change any more."""
+        if self._replay is None:
+            return None
+        return self._replay.measure(
+            self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._tell("say", text)
+        )
+
+    def _tell(self, what: Literal["begin", "step", "say"], about: Any) -> None:
+        if self._ranks.is_first:
+            getattr(self._watcher, what)(about)
+
+    def _summary(self, exposed: Exposed | None) -> TrainSummary:
+        return TrainSummary(
+            plan=self._plan,
+            steps=self._done,
+            total_tokens=self._total_tokens,
+            totals=self._totals,
+            checkpoint=str(self._checkpoints / f"step-{self._done:08d}"),
+            model_folder=str(self._folder / _MODEL),
+            metrics=str(self._folder / self._settings.log.metrics),
+            exposed=exposed,
+        )
+
+
+def _newest_words(step: int) -> str:
+    return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    """Say in what two values differ."""
+    if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
+        return f"{name} was {was!r} and is {now!r}"
+    differ = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    return "; ".join(f"{name}.{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in differ)
