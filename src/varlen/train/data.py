@@ -87,7 +87,7 @@ def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
     if settings.run.steps is not None:
         return settings.run.steps
     try:
-        return len(loader) // loader.micro_batches  # type: ignore[arg-type]
+        return len(loader) // loader.micro_batches
     except TypeError:
         schedule = settings.optimizer.schedule
         if schedule == "constant":
