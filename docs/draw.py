@@ -292,6 +292,59 @@ def zigzag() -> Drawing:
     return d
 
 
+def feeding() -> Drawing:
+    """How both modes make packs: windows of a store's documents, and lanes over the blocks of files."""
+    d = Drawing(
+        860, 340, "indexed mode packs windows of a token store, streaming packs lanes over blocks of files"
+    )
+    rng = np.random.default_rng(4)
+    d.text(24, 30, "indexed", size=16, bold=True)
+    d.text(106, 30, "all lengths are known: any window can be packed at any time", size=12, fill=SOFT)
+    lengths = rng.integers(6, 40, 18)
+    order = rng.permutation(18)
+    for row, (words, places) in enumerate((("store", np.arange(18)), ("shuffled", order))):
+        x = 110.0
+        d.text(94, 62 + 30 * row, words, size=12, anchor="end", fill=SOFT)
+        for place, document in enumerate(places.tolist()):
+            d.box(x, 50 + 30 * row, float(lengths[document]), 16, colour(document))
+            x += float(lengths[document]) + 2
+            if row and place % 6 == 5 and place < 17:
+                d.box(x + 1, 76, 2, 24, INK, radius=0)
+                x += 6
+    d.text(94, 124, "packs", size=12, anchor="end", fill=SOFT)
+    for window in range(3):
+        held = order[6 * window : 6 * window + 6].tolist()
+        packing = vl.pack(lengths[held], capacity=80, method="best_fit")
+        d.text(110 + 240 * window, 170, f"window {window}", size=11, fill=SOFT)
+        for row, pack in enumerate(packing.to_lists()):
+            d.box(110 + 240 * window, 112 + 14 * row, 80 * 2.7, 11, PADDING)
+            x = 110.0 + 240 * window
+            for index in pack:
+                d.box(x, 112 + 14 * row, 2.7 * float(lengths[held[index]]) - 1, 11, colour(held[index]))
+                x += 2.7 * float(lengths[held[index]])
+    d.text(24, 206, "streaming", size=16, bold=True)
+    d.text(126, 206, "nothing is written: each block goes to the lane that holds least", size=12, fill=SOFT)
+    d.text(94, 238, "blocks", size=12, anchor="end", fill=SOFT)
+    owners = (0, 1, 2, 2, 0, 1, 0, 2, 1, 0, 1, 2)
+    for number, lane in enumerate(owners):
+        d.box(110 + 50 * number, 226, 46, 16, DOCUMENTS[(0, 4, 2)[lane]])
+        d.text(133 + 50 * number, 238, str(number), size=10, anchor="middle", fill="#ffffff")
+    for lane in range(3):
+        y = 262 + 24 * lane
+        d.text(94, y + 12, f"lane {lane}", size=12, anchor="end", fill=SOFT)
+        mine = [number for number, owner in enumerate(owners) if owner == lane]
+        for place, number in enumerate(mine):
+            d.box(110 + 50 * place, y, 46, 16, DOCUMENTS[(0, 4, 2)[lane]])
+            d.text(133 + 50 * place, y + 12, str(number), size=10, anchor="middle", fill="#ffffff")
+        d.arrow(318, y + 8, 344, y + 8)
+        for pack in range(5):
+            d.box(356 + 72 * pack, y, 66, 16, DOCUMENTS[(0, 4, 2)[lane]], line=INK if pack == 0 else "none")
+    d.text(389, 256, "step 0", size=11, anchor="middle", fill=SOFT)
+    d.text(726, 274, "one pack of each", size=12, fill=SOFT)
+    d.text(726, 290, "lane is a step", size=12, fill=SOFT)
+    return d
+
+
 PICTURES = {
     "flow": flow,
     "padded_and_packed": padded_and_packed,
@@ -301,6 +354,7 @@ PICTURES = {
     "batch": batch,
     "mask": mask,
     "zigzag": zigzag,
+    "feeding": feeding,
 }
 
 

@@ -45,6 +45,7 @@ def test_a_rank_that_does_it_again_alone_finds_what_it_found():
     ranks = ranks_of(2)
     first = side_by_side([partial(ranks[r].all, "k", {r: r}) for r in range(2)])
     assert ranks[1].all("k", {1: 1}) == first[1] == {0: 0, 1: 1}
+    assert ranks[1].all("k", {1: 7}) == first[1]  # what it said first stands
 
 
 def test_who_is_missing_is_named():

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 
+import numpy as np
 import pytest
 from offline_packs import write_texts
 from test_feed_indexed import content, new_arrays
@@ -12,6 +13,7 @@ from varlen.errors import SourceError, StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.groups import Groups
 from varlen.feed.indexed import IndexedFeed
+from varlen.feed.loader import PackedLoader
 from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.windows import Windows, WindowSettings
@@ -154,3 +156,31 @@ def test_a_grown_store_joins_at_the_next_epoch_whatever_step_training_stops_at(t
     assert [pair[:2] for pair in states[-1].at["grown"]] == [[0, store.num_parts], [1, grown.num_parts]]
     with pytest.raises(StateError, match="didn't grow from it"):
         rest_of(store, states[-1])
+
+
+def test_a_loader_takes_in_what_was_added_when_its_next_epoch_begins(tmp_path):
+    write_texts(tmp_path / "a.jsonl", count=30)
+    store, _ = index_source(open_source(tmp_path / "a.jsonl"), tmp_path / "store")
+    write_texts(tmp_path / "b.jsonl", count=20)
+    before = int(store.documents.sum())
+    settings = {"capacity": 256, "global_batch_size": 2, "epochs": 3, "ring_slots": 2}
+    for worker in ("thread", "process"):
+        with PackedLoader(tmp_path / "store", **settings, worker=worker) as loader:
+            held = next(loader).document_ids.tolist()
+            if worker == "thread":
+                index_source(open_source([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), tmp_path / "store")
+            states = []
+            for batch in loader:
+                held += batch.document_ids.tolist()
+                states.append(loader.state_dict())
+        after = int(open_store(tmp_path / "store").documents.sum())
+        counts = np.bincount(held, minlength=after)
+        assert (counts[:before] >= 3).all()
+        if worker == "thread":
+            assert after == before + 20
+            assert (counts[before:] >= 2).all()  # but not in the first epoch
+            last, expected = states[-3], held
+            with PackedLoader(tmp_path / "store", **settings, worker="process") as again:
+                again.load_state_dict(last)
+                rest = [d for batch in again for d in batch.document_ids.tolist()]
+            assert expected[-len(rest) :] == rest

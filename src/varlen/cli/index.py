@@ -97,4 +97,5 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
     if manifest["num_skipped"]:
         print(f"  {many(manifest['num_skipped'], 'record')} skipped, listed in skipped.log of each shard")
-    print(f"To pack it:  varlen pack {folder} -o packed --capacity 8192")
+    print(f"To pack it:      varlen pack {folder} -o packed --capacity 8192")
+    print("To train on it:  varlen train --init config.toml")

@@ -73,9 +73,11 @@ class Agreement:
         Raises:
             StalledError: not all ranks came in time; names those that are missing.
         """
-        self._store.set(self._key(key, self._rank), json.dumps(list(mine.items())))
-        self._forget(key)
-        found = dict(mine)
+        own = self._key(key, self._rank)
+        if not self._store.check([own]):  # what was said first stands, also for who comes back
+            self._store.set(own, json.dumps(list(mine.items())))
+            self._forget(key)
+        found: dict[int, Any] = {int(lane): value for lane, value in json.loads(self._store.get(own))}
         begun, pause = time.monotonic(), _FIRST_S
         missing = [rank for rank in range(self._ranks) if rank != self._rank]
         while missing:

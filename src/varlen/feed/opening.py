@@ -201,8 +201,11 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         epochs=settings.epochs,
         rank=settings.ranks[0],
     )
-    # The data is told by the state itself, part by part: a store may grow.
-    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=settings.deciding())
+    # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
+    belongs_to = settings.deciding()
+    several = settings.ranks[1] > 1 and settings.epochs != 1
+    exchanges = _exchanges(job_store(), belongs_to, settings) if several else None
+    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
@@ -296,7 +299,14 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         many(lanes, "lane"),
         f"{feed.block_bytes / 1e3:,.0f}",
     )
-    exchanges = _exchanges(belongs_to, settings) if world > 1 else None
+    store = job_store() if world > 1 else None
+    if world > 1 and store is None:
+        _log.warning(
+            "there is no process group, so this one of %s ranks reads the lanes of all of them, to know how many "
+            "labels a step has; call torch.distributed.init_process_group before the loader is made",
+            f"{world:,}",
+        )
+    exchanges = _exchanges(store, belongs_to, settings)
     return Opened(mode="streaming", spec=spec, feed=feed, belongs_to=belongs_to, exchanges=exchanges)
 
 
@@ -304,17 +314,11 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more file')}"
 
 
-def _exchanges(belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:
-    """Return how ranks tell each other what is in their lanes: through the job's store, if there is one."""
-    rank, world = settings.ranks
-    store = job_store()
+def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:
+    """Return how ranks tell each other what they know: through the job's store, if there is one."""
     if store is None:
-        _log.warning(
-            "there is no process group, so this one of %s ranks reads the lanes of all of them, to know how many "
-            "labels a step has; call torch.distributed.init_process_group before the loader is made",
-            f"{world:,}",
-        )
         return None
+    rank, world = settings.ranks
     name = name_of(digest(json.dumps(belongs_to, sort_keys=True))[:16])
     deadline_s = 0.9 * settings.deadline_s  # before the trainer's own, so that it hears who is missing
     return lambda run: Agreement(store, f"{name}/{run}", rank, world, deadline_s)

@@ -22,6 +22,7 @@ from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.open_tokens import open_tokens
 from varlen.source.order import hashed
 from varlen.source.source import Source
+from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 
 
@@ -49,14 +50,21 @@ class IndexedSpec:
     epochs: int | None
     rank: int
 
-    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
+    def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed.
+
+        Args:
+            exchanges: how ranks agree on what a store that grows has when an epoch begins; None where they can't, and
+                it has what it had when it was opened.
 
         Raises:
             SourceError: the store can't be read.
         """
         tokens = opened(self.data)
-        stream = PackStream(Windows(tokens, Groups(tokens, self.parts_a_group), self.windows), self.epochs)
+        grows = isinstance(tokens, TokenStore) and (exchanges is not None or self.batches.dp_world_size == 1)
+        parts = _PartsNow(tokens, self.rank, exchanges) if grows and isinstance(tokens, TokenStore) else None
+        windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
+        stream = PackStream(windows, self.epochs, parts)
         return IndexedFeed(tokens, stream, self.batches, self.rank)
 
 
@@ -90,6 +98,28 @@ class MixtureSpec:
         return IndexedFeed(
             joined, MixedStream(joined, streams, self.windows, self.mix), self.batches, self.rank
         )
+
+
+class _PartsNow:
+    """Says how many parts a store has when an epoch begins: as many as all ranks have seen."""
+
+    def __init__(self, store: TokenStore, rank: int, exchanges: Exchanges | None) -> None:
+        self._store, self._rank, self._exchanges = store, rank, exchanges
+
+    def __call__(self, epoch: int) -> int:
+        """Return the parts of an epoch.
+
+        Raises:
+            SourceError: another store stands there now.
+            StalledError: not all ranks came.
+        """
+        if epoch == 0:
+            return self._store.num_parts
+        self._store.reread()
+        if self._exchanges is None:
+            return self._store.num_parts
+        said = self._exchanges(0).all(f"parts of epoch {epoch}", {self._rank: self._store.num_parts})
+        return int(min(said.values()))
 
 
 def opened(data: Data) -> TokenDocuments:

@@ -12,6 +12,7 @@ from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SettingError, SourceError, StateError, VarlenError
 from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, remove_partial, save, state_tensors
+from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of, vocabulary_of
 from varlen.train.export import export_model
 from varlen.train.exposed import Exposed, Replay
@@ -43,6 +44,8 @@ def train(settings: TrainSettings, watcher: Watcher) -> TrainSummary:
         KeyboardInterrupt: Ctrl-C; with a sentence where a checkpoint was saved.
     """
     with joined(settings.run) as ranks, ExitStack() as stack:
+        if ranks.is_first:
+            stack.enter_context(claimed(settings.run.folder))
         run = _Run(settings, ranks, watcher, stack)
         return run.train()
 
