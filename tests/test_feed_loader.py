@@ -1,5 +1,6 @@
 """The loader over a token store: the same bytes from every state, in a thread and in a process, on any ranks."""
 
+import copy
 import json
 import threading
 
@@ -106,6 +107,23 @@ def test_a_loader_that_is_closed_or_dropped_leaves_no_thread(store):
     dropped = loader_of(store)
     next(dropped)
     del dropped
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_loader_says_what_it_is_and_is_not_copied(store):
+    with loader_of(store) as loader:
+        next(loader)
+        assert repr(loader) == "PackedLoader(indexed, 24 packs of 32 a step, rank 0 of 1, at step 1)"
+        with pytest.raises(SettingError, match="load this one's state_dict"):
+            copy.deepcopy(loader)
+
+
+def test_a_loader_that_can_not_be_made_leaves_no_worker(store):
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError):
+        loader_of(store, worker="process", device="no such device")
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
     assert set(threading.enumerate()) <= before

@@ -195,7 +195,11 @@ class PackedLoader:
         else:
             self._worker = ThreadWorker(spec, settings.ring_slots, exchanges)
         if settings.device is not None:
-            self._worker = DeviceWorker(self._worker, settings.device)
+            try:
+                self._worker = DeviceWorker(self._worker, settings.device)
+            except BaseException:
+                self._worker.close()
+                raise
         self._end = weakref.finalize(self, self._worker.closer())
 
     @property
@@ -354,6 +358,25 @@ class PackedLoader:
         self._worker.close()
         self._lookup.close()
         self._end.detach()
+
+    def __reduce__(self) -> str:
+        """Refuse to be copied: there is one place, and one worker.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(
+            "a loader can't be copied or handed to another process; make another one, and load this one's state_dict"
+        )
+
+    def __repr__(self) -> str:
+        """Say how data is fed, and how far it has come."""
+        settings = self._settings
+        rank, world = settings.ranks
+        return (
+            f"PackedLoader({self.mode}, {settings.global_batch_size:,} packs of {settings.capacity:,} a step, rank "
+            f"{rank:,} of {world:,}, at step {self.step:,})"
+        )
 
     def __enter__(self) -> PackedLoader:
         """Begin to make batches."""
