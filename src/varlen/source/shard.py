@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,6 +131,25 @@ def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
         raise SourceError(f"offsets.npy must rise from 0 to the {counts.num_tokens:,} tokens")
 
 
+class ShardFiles:
+    """Open files of a shard, as numbers; closed when nobody holds this object any more."""
+
+    def __init__(self, tokens: int, mask: int, width: int) -> None:
+        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask."""
+        self.tokens, self.mask = os.dup(tokens), -1 if mask < 0 else os.dup(mask)
+        self.width = width
+        held = [file for file in (self.tokens, self.mask) if file >= 0]
+        weakref.finalize(self, _close, held).atexit = False
+        for file in held:
+            if hasattr(os, "posix_fadvise"):  # so that the system reads nothing around what is asked for
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
 class Shard:
     """A finished shard: its offsets are mapped, and `with shard:` opens its files.
 
@@ -203,12 +223,14 @@ class Shard:
         targets: IntArray = np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
         return targets
 
-    def read_at_random(self) -> None:
-        """Tell the system that documents are read here and there, so that it reads nothing around them."""
-        if hasattr(os, "posix_fadvise"):
-            for file in (self._tokens, self._mask):
-                if file >= 0:
-                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+    def files(self) -> ShardFiles:
+        """Open the files for reading here and there.
+
+        Raises:
+            SourceError: they can't be opened.
+        """
+        with self:
+            return ShardFiles(self._tokens, self._mask, self._dtype.itemsize)
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return tokens [start, stop) of the open shard, as they are stored."""
