@@ -47,6 +47,34 @@ def packer(arrays: list[np.ndarray], capacity: int, rows: int) -> Callable[[], d
     return pack
 
 
+def collator(capacity: int, rows: int) -> Callable[[list[dict[str, np.ndarray]]], dict[str, Any]]:
+    """Return the packing collator for lists of documents, padded for it; what is left over waits for the next batch.
+
+    `sequence_id` tells it, and whoever takes its batches, which document a token belongs to.
+
+    Args:
+        capacity: tokens a row can hold.
+        rows: that come out.
+    """
+    packing = _module().BinPackCollator(_padded, rows, capacity, 0, "right")
+    return packing  # type: ignore[no-any-return]
+
+
+def _padded(samples: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Pad documents to the longest, as the collator wants them."""
+    import torch
+
+    arrays = [sample["input_ids"] for sample in samples]
+    ids = torch.zeros((len(arrays), max(map(len, arrays))), dtype=torch.int32)
+    mask = torch.zeros_like(ids)
+    for row, array in enumerate(arrays):
+        ids[row, : len(array)] = torch.from_numpy(array)
+        mask[row, : len(array)] = 1
+    labels = ids.masked_fill(mask == 0, _IGNORED)
+    labels[:, 0] = _IGNORED
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
 def _module() -> ModuleType:
     """Load the file that packs from the installed package."""
     (entry,) = [file for file in metadata.files("llm-foundry") or [] if str(file) == _FILE]

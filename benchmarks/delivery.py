@@ -1,0 +1,260 @@
+"""`python -m benchmarks.delivery`: one contestant that delivers packed batches, in a process of its own.
+
+It is told on its standard input to check what it delivers, or to deliver for some seconds, and answers in JSON. So
+contestants stay warm while others have their turn, and none runs in the process of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checks import WrongResultError, fill_of_rows
+from benchmarks.inputs import CAPACITY
+
+ROWS = 8
+CORES = 2
+IGNORED = -100
+_WARM_S = 0.7
+"""Delivered before the clock starts: what was made ahead while others had their turn isn't counted."""
+Row = tuple[np.ndarray, np.ndarray]
+"""A pack's tokens without padding, and the lengths of its documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How a contestant is set up to deliver."""
+
+    batches: Callable[[int | None], Iterator[Any]]
+    """Batches of so many epochs; None for no end."""
+    tokens: Callable[[Any], int]
+    """Of a batch, padding not counted."""
+    packs: Callable[[Any], list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]]
+    """Of a batch: of each pack its tokens, labels and positions, padding left out, and lengths of documents."""
+    num_packs: int | None = None
+    """Of an epoch, where batches don't show it."""
+    prepared_s: float = 0.0
+    """Spent on packing all documents before the first batch."""
+    keeps_leftovers: bool = False
+    """At the end of an epoch some documents still wait for others to be packed with."""
+
+
+def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
+    """Set up `vl.PackedLoader`."""
+    import varlen as vl
+
+    is_torch = options.pop("to_torch", False)
+
+    def batches(epochs: int | None) -> Iterator[Any]:
+        loader = vl.PackedLoader(
+            folder / "store", capacity=CAPACITY, global_batch_size=ROWS, epochs=epochs, **options
+        )
+        return (batch.to_torch() for batch in loader) if is_torch else iter(loader)
+
+    def packs(batch: Any) -> list[Any]:
+        return _rows_of(batch.input_ids, batch.labels, batch.position_ids, np.asarray(batch.segment_ids) + 1)
+
+    return Delivery(batches=batches, tokens=lambda batch: batch.num_tokens, packs=packs)
+
+
+def grain(folder: Path, options: dict[str, Any]) -> Delivery:
+    """Set up grain over tokens that are mapped into memory."""
+    from benchmarks.peers import grain
+
+    files = (str(folder / "tokens.npy"), str(folder / "offsets.npy"))
+
+    def packs(batch: Any) -> list[Any]:
+        names = ("input_ids", "labels", "input_ids_positions", "input_ids_segment_ids")
+        return _rows_of(*(batch[name] for name in names))
+
+    return Delivery(
+        batches=lambda epochs: grain.batches(*files, CAPACITY, ROWS, epochs, **options),
+        tokens=lambda batch: int(np.count_nonzero(batch["input_ids_segment_ids"])),
+        packs=packs,
+    )
+
+
+def trl(folder: Path, options: dict[str, Any]) -> Delivery:
+    """Pack with TRL, and set up torch's loader with its collator."""
+    from benchmarks.peers import trl
+
+    data, seconds = trl.packed_dataset(
+        str(folder / "data.parquet"),
+        CAPACITY,
+        processes=options.pop("processes"),
+        window=options.pop("window"),
+    )
+
+    def packs(batch: Any) -> list[Any]:
+        ids, labels, positions = (batch[n].numpy()[0] for n in ("input_ids", "labels", "position_ids"))
+        return [(ids, labels, positions, np.diff(batch["cu_seq_lens_q"].numpy()))]
+
+    return Delivery(
+        batches=lambda epochs: trl.batches(data, ROWS, epochs, **options),
+        tokens=lambda batch: batch["input_ids"].numel(),
+        packs=packs,
+        num_packs=len(data),
+        prepared_s=seconds,
+    )
+
+
+def mosaic(folder: Path, options: dict[str, Any]) -> Delivery:
+    """Set up MosaicML Streaming with a packing collator."""
+    from benchmarks.peers import mosaic
+
+    pad = 0 if options["collator"] == "own" else -1
+    segments = "segment_ids" if options["collator"] == "own" else "sequence_id"
+
+    def packs(batch: Any) -> list[Any]:
+        numbers = batch[segments].numpy() - pad
+        positions = batch["position_ids"].numpy() if "position_ids" in batch else None
+        return _rows_of(batch["input_ids"].numpy(), batch["labels"].numpy(), positions, numbers)
+
+    return Delivery(
+        batches=lambda epochs: mosaic.batches(str(folder / "mds"), CAPACITY, ROWS, epochs, **options),
+        tokens=lambda batch: (
+            int((batch[segments] > pad).sum()) if pad else int(batch[segments].count_nonzero())
+        ),
+        packs=packs,
+        keeps_leftovers=True,
+    )
+
+
+CONTESTANTS = {"varlen": varlen, "grain": grain, "trl": trl, "mosaic": mosaic}
+
+
+def _rows_of(ids: Any, labels: Any, positions: Any, segments: Any) -> list[Any]:
+    """Cut rows: segments are numbered from 1 in each, and 0 is padding."""
+    found = []
+    for row in range(len(ids)):
+        is_real = np.asarray(segments[row]) > 0
+        lengths = np.bincount(np.asarray(segments[row])[is_real])[1:]
+        of_row = [
+            None if part is None else np.asarray(part[row])[is_real] for part in (ids, labels, positions)
+        ]
+        found.append((*of_row, lengths))
+    return found
+
+
+def check(delivery: Delivery, folder: Path) -> dict[str, float]:
+    """Take an epoch, and see that every document comes once, with its labels and positions.
+
+    Raises:
+        WrongResultError: something is missing or wrong.
+    """
+    tokens, offsets = np.load(folder / "tokens.npy"), np.load(folder / "offsets.npy")
+    rows: list[Row] = []
+    num_packs = 0
+    for batch in delivery.batches(1):
+        packs = delivery.packs(batch)
+        num_packs += len(packs)
+        for ids, labels, positions, lengths in packs:
+            starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+            steps = np.arange(len(ids)) - np.repeat(starts, lengths)
+            if positions is not None and not np.array_equal(positions, steps):
+                raise WrongResultError("positions don't begin anew with every document")
+            if not np.array_equal(labels, np.where(steps == 0, IGNORED, ids)):
+                raise WrongResultError("labels are not the tokens, each document's first left out")
+            rows.append((ids, lengths))
+    delivered = sum(len(ids) for ids, _ in rows)
+    if delivery.keeps_leftovers:
+        share = delivered / len(tokens)
+        if not 0.97 < share <= 1:
+            raise WrongResultError(f"{share:.1%} of the tokens were delivered")
+    else:
+        fill_of_rows(rows, tokens, offsets, CAPACITY * ROWS)
+    return {"tokens": delivered, "fill": delivered / ((delivery.num_packs or num_packs) * CAPACITY)}
+
+
+def deliver(delivery: Delivery, batches: Iterator[Any], seconds: float) -> dict[str, float]:
+    """Take batches as fast as they come, for so many seconds after some that aren't counted."""
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _WARM_S:
+        next(batches)
+    taken, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        taken += delivery.tokens(next(batches))
+    return {"tokens": taken, "seconds": time.perf_counter() - start, "prepared_s": delivery.prepared_s}
+
+
+def main() -> None:
+    """Obey until the standard input ends."""
+    folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:CORES]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    delivery = CONTESTANTS[name](folder, options)
+    endless: Iterator[Any] | None = None
+    for order in sys.stdin:
+        try:
+            if order.strip() == "check":
+                answer: dict[str, Any] = check(delivery, folder)
+            else:
+                endless = delivery.batches(None) if endless is None else endless
+                answer = deliver(delivery, endless, float(order))
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # workers of peers may keep an interpreter from ending
+
+
+class Contestant:
+    """A contestant's process, seen from outside."""
+
+    def __init__(self, folder: Path, name: str, options: dict[str, Any]) -> None:
+        """Start it, with a cache of its own."""
+        self.name, self.options = name, options
+        limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        environment = {key: value for key, value in os.environ.items() if key not in limits}
+        self._errors = (folder / f"{name}.err").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.delivery", str(folder), name, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**environment, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+            text=True,
+            start_new_session=True,
+        )
+
+    def ask(self, order: str | float) -> dict[str, float]:
+        """Have it check, or deliver for some seconds.
+
+        Raises:
+            RuntimeError: it died.
+            WrongResultError: what it delivers is wrong.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # what it says at last tells more
+            print(order, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise RuntimeError(f"{self.name} ended: {self._errors.read()[-2000:]}")
+        answer: dict[str, float] = json.loads(line)
+        if "error" in answer:
+            raise WrongResultError(f"{self.name} {self.options}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End it with all that it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._errors.close()
+
+
+if __name__ == "__main__":
+    main()
