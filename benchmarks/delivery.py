@@ -1,4 +1,4 @@
-"""`python -m benchmarks.delivery`: one contestant that delivers packed batches, in a process of its own.
+"""`python -m benchmarks.delivery`: one contestant that delivers batches, in a process of its own.
 
 It is told on its standard input to check what it delivers, or to deliver for some seconds, and answers in JSON. So
 contestants stay warm while others have their turn, and none runs in the process of another.
@@ -6,6 +6,8 @@ contestants stay warm while others have their turn, and none runs in the process
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import signal
@@ -51,14 +53,19 @@ class Delivery:
 
 
 def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
-    """Set up `vl.PackedLoader`."""
+    """Set up `vl.PackedLoader`, over a token store or over text."""
     import varlen as vl
 
-    is_torch = options.pop("to_torch", False)
+    is_torch, data = options.pop("to_torch", False), folder / options.pop("data", "store")
 
     def batches(epochs: int | None) -> Iterator[Any]:
         loader = vl.PackedLoader(
-            folder / "store", capacity=CAPACITY, global_batch_size=ROWS, epochs=epochs, **options
+            data,
+            str(folder / "tokenizer.json") if data.suffix else None,
+            capacity=CAPACITY,
+            global_batch_size=ROWS,
+            epochs=epochs,
+            **options,
         )
         return (batch.to_torch() for batch in loader) if is_torch else iter(loader)
 
@@ -66,6 +73,25 @@ def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
         return _rows_of(batch.input_ids, batch.labels, batch.position_ids, np.asarray(batch.segment_ids) + 1)
 
     return Delivery(batches=batches, tokens=lambda batch: batch.num_tokens, packs=packs)
+
+
+def tokenizers(folder: Path, options: dict[str, Any]) -> Delivery:
+    """Set up the bare tokenizer: texts in memory, on as many threads as there are cores."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").open()]
+    at_once = options["texts_at_once"]
+
+    def batches(epochs: int | None) -> Iterator[Any]:
+        for _ in itertools.count() if epochs is None else range(epochs):
+            for start in range(0, len(texts), at_once):
+                some = texts[start : start + at_once]
+                yield [
+                    encoding.ids for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                ]
+
+    return Delivery(batches=batches, tokens=lambda lists: sum(map(len, lists)), packs=lambda _: [])
 
 
 def grain(folder: Path, options: dict[str, Any]) -> Delivery:
@@ -89,12 +115,7 @@ def trl(folder: Path, options: dict[str, Any]) -> Delivery:
     """Pack with TRL, and set up torch's loader with its collator."""
     from benchmarks.peers import trl
 
-    data, seconds = trl.packed_dataset(
-        str(folder / "data.parquet"),
-        CAPACITY,
-        processes=options.pop("processes"),
-        window=options.pop("window"),
-    )
+    data, seconds = trl.packed_dataset(str(folder / "data.parquet"), CAPACITY, options.pop("processes"))
 
     def packs(batch: Any) -> list[Any]:
         ids, labels, positions = (batch[n].numpy()[0] for n in ("input_ids", "labels", "position_ids"))
@@ -113,25 +134,29 @@ def mosaic(folder: Path, options: dict[str, Any]) -> Delivery:
     """Set up MosaicML Streaming with a packing collator."""
     from benchmarks.peers import mosaic
 
-    pad = 0 if options["collator"] == "own" else -1
-    segments = "segment_ids" if options["collator"] == "own" else "sequence_id"
+    is_own = options["collator"] == "own"
+    pad, segments = (0, "segment_ids") if is_own else (-1, "sequence_id")
 
     def packs(batch: Any) -> list[Any]:
         numbers = batch[segments].numpy() - pad
-        positions = batch["position_ids"].numpy() if "position_ids" in batch else None
+        positions = batch["position_ids"].numpy() if is_own else None
         return _rows_of(batch["input_ids"].numpy(), batch["labels"].numpy(), positions, numbers)
 
     return Delivery(
         batches=lambda epochs: mosaic.batches(str(folder / "mds"), CAPACITY, ROWS, epochs, **options),
-        tokens=lambda batch: (
-            int((batch[segments] > pad).sum()) if pad else int(batch[segments].count_nonzero())
-        ),
+        tokens=lambda batch: int((batch[segments] > pad).sum()),
         packs=packs,
         keeps_leftovers=True,
     )
 
 
-CONTESTANTS = {"varlen": varlen, "grain": grain, "trl": trl, "mosaic": mosaic}
+CONTESTANTS = {
+    "varlen": varlen,
+    "tokenizers": tokenizers,
+    "grain": grain,
+    "trl": trl,
+    "mosaic": mosaic,
+}
 
 
 def _rows_of(ids: Any, labels: Any, positions: Any, segments: Any) -> list[Any]:
@@ -145,6 +170,20 @@ def _rows_of(ids: Any, labels: Any, positions: Any, segments: Any) -> list[Any]:
         ]
         found.append((*of_row, lengths))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivered:
+    """What came in some seconds."""
+
+    tokens: int
+    seconds: float
+    prepared_s: float
+    """Spent once on all documents, before the first batch."""
+
+    def seconds_for(self, tokens: int) -> float:
+        """Return how long as many tokens take, preparation not counted."""
+        return tokens * self.seconds / self.tokens
 
 
 def check(delivery: Delivery, folder: Path) -> dict[str, float]:
@@ -188,22 +227,40 @@ def deliver(delivery: Delivery, batches: Iterator[Any], seconds: float) -> dict[
     return {"tokens": taken, "seconds": time.perf_counter() - start, "prepared_s": delivery.prepared_s}
 
 
+class _Desk:
+    """Obeys orders; whoever delivers goes on where it stopped, as long as the same options are asked for."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._options: dict[str, Any] | None = None
+        self._delivery: Delivery | None = None
+        self._endless: Iterator[Any] | None = None
+
+    def obey(self, order: dict[str, Any]) -> dict[str, float]:
+        """Check, or deliver."""
+        if self._delivery is None or order["options"] != self._options:
+            self._endless = self._delivery = None
+            gc.collect()  # which ends the workers of the one before
+            self._options = order["options"]
+            self._delivery = CONTESTANTS[self._name](self._folder, dict(order["options"]))
+        if order["seconds"] is None:
+            return check(self._delivery, self._folder)
+        if self._endless is None:
+            self._endless = self._delivery.batches(None)
+        return deliver(self._delivery, self._endless, order["seconds"])
+
+
 def main() -> None:
     """Obey until the standard input ends."""
-    folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    folder, name = Path(sys.argv[1]), sys.argv[2]
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:CORES]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    delivery = CONTESTANTS[name](folder, options)
-    endless: Iterator[Any] | None = None
-    for order in sys.stdin:
+    desk = _Desk(folder, name)
+    for line in sys.stdin:
         try:
-            if order.strip() == "check":
-                answer: dict[str, Any] = check(delivery, folder)
-            else:
-                endless = delivery.batches(None) if endless is None else endless
-                answer = deliver(delivery, endless, float(order))
+            answer: dict[str, Any] = desk.obey(json.loads(line))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
@@ -213,43 +270,56 @@ def main() -> None:
 class Contestant:
     """A contestant's process, seen from outside."""
 
-    def __init__(self, folder: Path, name: str, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         """Start it, with a cache of its own."""
-        self.name, self.options = name, options
-        limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        self.name = name
+        limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
         environment = {key: value for key, value in os.environ.items() if key not in limits}
         self._errors = (folder / f"{name}.err").open("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.delivery", str(folder), name, json.dumps(options)],
+            [sys.executable, "-m", "benchmarks.delivery", str(folder), name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**environment, "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+            env={**environment, "HF_HOME": str(folder / "cache"), "RAYON_NUM_THREADS": str(CORES)},
             text=True,
             start_new_session=True,
         )
 
-    def ask(self, order: str | float) -> dict[str, float]:
-        """Have it check, or deliver for some seconds.
+    def __enter__(self) -> Contestant:
+        """Return itself."""
+        return self
+
+    def check(self, options: dict[str, Any]) -> float:
+        """Have it deliver an epoch that is checked; returns how full its packs are."""
+        return self._ask(options, None)["fill"]
+
+    def deliver(self, options: dict[str, Any], seconds: float) -> Delivered:
+        """Have it deliver for some seconds."""
+        return Delivered(**self._ask(options, seconds))
+
+    def _ask(self, options: dict[str, Any], seconds: float | None) -> dict[str, float]:
+        """Give an order, and return the answer.
 
         Raises:
             RuntimeError: it died.
-            WrongResultError: what it delivers is wrong.
+            WrongResultError: it failed, or what it delivers is wrong.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # what it says at last tells more
-            print(order, file=self._process.stdin, flush=True)
+            order = {"options": options, "seconds": seconds}
+            print(json.dumps(order), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             self._errors.seek(0)
             raise RuntimeError(f"{self.name} ended: {self._errors.read()[-2000:]}")
-        answer: dict[str, float] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WrongResultError(f"{self.name} {self.options}: {answer['error']}")
+            raise WrongResultError(f"{self.name} {options}: {answer['error']}")
         return answer
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it with all that it started."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -42,6 +42,7 @@ SECTIONS = (
     "offline",
     "fast_axolotl",
     "utilization",
+    "feeding",
 )
 
 

@@ -32,6 +32,7 @@ TITLES = {
     "offline": "Packing files",
     "fast_axolotl": "fast-axolotl",
     "utilization": "Utilization",
+    "feeding": "Feeding",
     "startup": "Starting up",
 }
 

@@ -1,0 +1,247 @@
+"""Feeding a trainer: `vl.PackedLoader` beside other loaders that pack, and what it costs whoever waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks import skewed, waiting
+from benchmarks.delivery import CORES, Contestant, Delivered
+from benchmarks.inputs import CAPACITY, Documents, lognormal_lengths
+from benchmarks.peers import mosaic
+from benchmarks.reading import source_texts, trained_tokenizer
+from benchmarks.rows import Contestant as Side
+from benchmarks.rows import Race, Row
+from benchmarks.step import Step
+from benchmarks.stopwatch import Samples
+
+SECTION = "feeding"
+COUNT = 20_000
+ROUNDS = 3
+ROUND_S = 1.5
+TRIAL_S = 1.0
+TOKENS_TARGET = 5.0
+TEXT_TARGET = 1 / 1.1
+"""At most 10 % over the bare tokenizer."""
+_DELIVERED = "input_ids, labels, positions and segments"
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A peer, and the settings from which the best is taken."""
+
+    name: str
+    contestant: str
+    """As `benchmarks.delivery` calls it."""
+    trials: tuple[dict[str, Any], ...]
+    delivers: str
+
+
+def _each(**choices: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    """Return all combinations of some settings."""
+    found: list[dict[str, Any]] = [{}]
+    for name, values in choices.items():
+        found = [{**one, name: value} for one in found for value in values]
+    return tuple(found)
+
+
+_PEERS = {
+    "grain": _Peer(
+        "grain",
+        "grain",
+        (
+            *_each(fit=("first",), num_bins=(64,), threads=(0,), processes=(0, 1, 2)),
+            {"fit": "best", "num_bins": 64, "threads": 0, "processes": 2},
+            {"fit": "first", "num_bins": 64, "threads": 2, "processes": 0},
+        ),
+        f"rows of {_DELIVERED} as int32 arrays, out of a file of tokens mapped into memory",
+    ),
+    "mosaic": _Peer(
+        mosaic.NAME,
+        "mosaic",
+        (
+            *_each(workers=(0, 1, 2), collator=("own",), documents=(96,)),
+            {"workers": 2, "collator": "llm-foundry", "documents": 96},
+        ),
+        f"rows of {_DELIVERED} as int32 tensors, out of MDS shards; what a collator keeps at the end is left out",
+    ),
+    "trl": _Peer(
+        "datasets + TRL pack_dataset + DataLoader",
+        "trl",
+        (
+            *_each(processes=(1,), workers=(0, 1, 2), form=("numpy",)),
+            *_each(processes=(2,), workers=(2,), form=(None, "torch")),
+        ),
+        f"one flat row of {_DELIVERED} as int64 tensors, out of Arrow",
+    ),
+}
+
+
+def steps() -> list[Step]:
+    """Return what this section measures."""
+    return [
+        *(
+            Step(f"from tokens, beside {peer.name}", partial(_race_tokens, key))
+            for key, peer in _PEERS.items()
+        ),
+        Step("from text", _race_text),
+        *waiting.steps(store_folder, text_folder),
+        *skewed.steps(),
+    ]
+
+
+@cache
+def store_folder() -> Path:
+    """Write the documents in every form that a contestant reads, and return their folder, removed at the end."""
+    from varlen.offline.index import index_source
+    from varlen.source.source import open_source
+
+    folder = _temporary()
+    documents = Documents.draw(lognormal_lengths(COUNT))
+    np.save(folder / "tokens.npy", documents.tokens)
+    np.save(folder / "offsets.npy", documents.offsets)
+    pq.write_table(pa.table({"input_ids": documents.arrow}), folder / "data.parquet")
+    index_source(open_source(folder / "data.parquet"), folder / "store")
+    mosaic.write(str(folder / "mds"), documents.tokens, documents.offsets)
+    return folder
+
+
+@cache
+def text_folder() -> Path:
+    """Write texts and a tokenizer, and return their folder, removed at the end."""
+    folder = _temporary()
+    trained_tokenizer().save(str(folder / "tokenizer.json"))
+    with (folder / "texts.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in source_texts())
+    return folder
+
+
+def _temporary() -> Path:
+    kept = tempfile.TemporaryDirectory()
+    atexit.register(kept.cleanup)
+    return Path(kept.name)
+
+
+def _race_tokens(key: str) -> list[Row]:
+    """Try a peer's settings, and race the best of them."""
+    folder, peer = store_folder(), _PEERS[key]
+    with Contestant(folder, "varlen") as ours, Contestant(folder, peer.contestant) as theirs:
+        total = int(np.load(folder / "offsets.npy")[-1])
+
+        def seconds(found: Delivered) -> float:
+            return found.seconds_for(total) + found.prepared_s
+
+        best = min(peer.trials, key=lambda options: seconds(theirs.deliver(options, TRIAL_S)))
+        fills = ours.check({}), theirs.check(best)
+        pairs = _alternate(partial(ours.deliver, {}, ROUND_S), partial(theirs.deliver, best, ROUND_S))
+        as_tensors = _tensors(ours, theirs, best, total) if key == "trl" else []
+    settings = f"{_said(best)}, the best of {len(peer.trials)} settings tried; delivers {peer.delivers}"
+    race = partial(_race, pairs=pairs, tokens=total, fills=fills)
+    what = f"from {COUNT:,} tokenized documents to batches of 8 rows of {CAPACITY:,}"
+    note = f"{CORES} cores; varlen shuffles, and the peer takes documents in their order"
+    row = race(what, _OURS, peer.name, settings, seconds, TOKENS_TARGET, note)
+    if key != "trl":
+        return [row]
+    note = f"{CORES} cores; what pack_dataset takes isn't counted"
+    again = race(
+        f"{what}, packed before", _OURS, peer.name, settings, lambda f: f.seconds_for(total), None, note
+    )
+    return [row, again, *as_tensors]
+
+
+_OURS = f"PackedLoader, worker process, its defaults; delivers rows of {_DELIVERED} as int32 arrays"
+
+
+def _tensors(ours: Contestant, theirs: Contestant, best: dict[str, Any], total: int) -> list[Row]:
+    """Race once more with int64 tensors on our side too."""
+    pairs = _alternate(
+        partial(ours.deliver, {"to_torch": True}, ROUND_S), partial(theirs.deliver, best, ROUND_S)
+    )
+    return [
+        _race(
+            f"from {COUNT:,} tokenized documents to batches of 8 rows of {CAPACITY:,}, as int64 tensors",
+            "PackedLoader, then to_torch on the trainer's side",
+            _PEERS["trl"].name,
+            f"{_said(best)}, as above",
+            lambda found: found.seconds_for(total) + found.prepared_s,
+            None,
+            f"{CORES} cores",
+            pairs=pairs,
+            tokens=total,
+            fills=(None, None),
+        )
+    ]
+
+
+def _race_text() -> list[Row]:
+    """Race streaming from text against the bare tokenizer."""
+    folder = text_folder()
+    options = {"data": "texts.jsonl", "mode": "streaming", "append_eos": False}
+    bare = {"texts_at_once": 2_000}
+    with Contestant(folder, "varlen") as ours, Contestant(folder, "tokenizers") as theirs:
+        pairs = _alternate(partial(ours.deliver, options, 3.0), partial(theirs.deliver, bare, 3.0))
+    total = 2_000_000
+    return [
+        _race(
+            "from Python sources to batches of 8 rows, streaming from JSON lines, nothing written",
+            'PackedLoader(mode="streaming"), worker process',
+            "tokenizers",
+            f"encode_batch_fast and the ids on {CORES} threads, texts in memory",
+            lambda found: found.seconds_for(total),
+            TEXT_TARGET,
+            f"{CORES} cores each",
+            pairs=pairs,
+            tokens=total,
+            fills=(None, None),
+        )
+    ]
+
+
+def _alternate(
+    ours: Callable[[], Delivered], theirs: Callable[[], Delivered]
+) -> list[tuple[Delivered, Delivered]]:
+    """Have both deliver once for nothing, and then in turns."""
+    ours()
+    theirs()
+    return [(ours(), theirs()) for _ in range(ROUNDS)]
+
+
+def _race(
+    what: str,
+    our_call: str,
+    name: str,
+    settings: str,
+    seconds: Callable[[Delivered], float],
+    target: float | None,
+    note: str,
+    *,
+    pairs: list[tuple[Delivered, Delivered]],
+    tokens: int,
+    fills: tuple[float | None, float | None],
+) -> Race:
+    """Return a race by the clock on the wall, since both use all cores; a sample is the time for all tokens."""
+    samples = [Samples(wall_s=[seconds(pair[side]) for pair in pairs], cpu_s=[]) for side in (0, 1)]
+    return Race(
+        section=SECTION,
+        what=what,
+        ours=Side(name="varlen", call=our_call, samples=samples[0], fill=fills[0]),
+        peer=Side(name=name, call=settings, samples=samples[1], fill=fills[1]),
+        tokens=tokens,
+        target=target,
+        note=note,
+        by_wall=True,
+    )
+
+
+def _said(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
