@@ -255,7 +255,8 @@ class PackedLoader:
 
     def _take(self) -> Made | None:
         """Return what the worker has made next; None at the end."""
-        self.start_prefetch()
+        if not self._is_running:
+            self.start_prefetch()
         try:
             made = None if self._is_over else self._worker.take(self._settings.deadline_s)
         except BaseException:

@@ -53,7 +53,9 @@ class _Line:
     agreement: Exchange | None = None
     """Of the last run that asked for one."""
     batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """(kind, run, content) for `take`."""
+    """(kind, run, content) for `take`; of a batch its slot, the message and what it says."""
+    lent: set[int] = field(default_factory=set)
+    """Slots under batches that the trainer still holds."""
     orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """For the keeper, in the order in which things happened."""
     asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
@@ -83,8 +85,6 @@ class ProcessWorker:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
         self._line = _Line(head=head, ring=Ring(slots, slot_bytes), exchanges=exchanges)
-        self._lent: set[int] = set()
-        """Slots under batches that somebody still holds."""
         self._copies = 0
         self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
         self._asker = None if exchanges is None else _at_work(_ask, self._line)
@@ -140,8 +140,7 @@ class ProcessWorker:
             except Empty:
                 raise StalledError(_stalled(line, deadline_s)) from None
             if run != line.run:
-                if kind == "made":
-                    line.orders.put(("free", content[0]))
+                content = None  # a batch that nobody wants frees its slot
                 continue
             if kind == "made":
                 return self._made(*content)
@@ -149,23 +148,21 @@ class ProcessWorker:
                 raise content
             return None
 
-    def _made(self, slot: int, message: bytes, state: FeedState) -> Made:
+    def _made(self, slot: int, message: bytes, made: Made) -> Made:
         line = self._line
-        if len(self._lent) + 1 < line.ring.slots:
-            self._lent.add(slot)
-            return read_made(message, line.ring.lend(slot, _Freed(line.orders, self._lent)), state)
+        if len(line.lent) + 1 < line.ring.slots:
+            line.lent.add(slot)
+            return made
         # With the last slot on this side too, the worker could never go on.
         if not self._copies:
             _log.warning(
                 "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
                 "copied: pass a larger ring_slots",
-                f"{len(self._lent):,}",
+                f"{len(line.lent):,}",
                 f"{line.ring.slots:,}",
             )
         self._copies += 1
-        made = read_made(message, line.ring.slot(slot).copy(), state)
-        line.orders.put(("free", slot))
-        return made
+        return read_made(message, line.ring.slot(slot).copy(), made.state)
 
     def close(self) -> None:
         """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
@@ -354,7 +351,10 @@ def _received(line: _Line, content: bytes, at: dict[str, Any]) -> None:
     run, slot, step, micro_batch = (int.from_bytes(content[8 * n : 8 * n + 8], "little") for n in range(4))
     state = FeedState(step=step, micro_batch=micro_batch, at=at)
     line.orders.put(("held", slot))
+    # Here and not when it is taken: the trainer needn't wait for it.
+    message = content[32:]
+    made = read_made(message, line.ring.lend(slot, _Freed(line.orders, line.lent)), state)
     with line.lock:
         if run == line.run:
             line.reached = state
-        line.batches.put(("made", run, (slot, content[32:], state)))
+        line.batches.put(("made", run, (slot, message, made)))
