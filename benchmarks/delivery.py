@@ -67,6 +67,8 @@ def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
             epochs=epochs,
             **options,
         )
+        if loader.mode != options.get("mode", "indexed"):
+            raise WrongResultError(f"the loader is {loader.mode}")
         return (batch.to_torch() for batch in loader) if is_torch else iter(loader)
 
     def packs(batch: Any) -> list[Any]:
@@ -307,6 +309,7 @@ class Contestant:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._pause(signal.SIGCONT)
         with suppress(BrokenPipeError):  # what it says at last tells more
             order = {"options": options, "seconds": seconds}
             print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -314,16 +317,38 @@ class Contestant:
         if not line:
             self._errors.seek(0)
             raise RuntimeError(f"{self.name} ended: {self._errors.read()[-2000:]}")
+        self._pause()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WrongResultError(f"{self.name} {options}: {answer['error']}")
         return answer
 
+    def _pause(self, signal_: signal.Signals = signal.SIGSTOP) -> None:
+        """Have it and all that it started stand still, or go on: while others have their turn nothing is made ahead."""
+        for process in [self._process.pid, *_descendants(self._process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal_)
+
     def __exit__(self, *_: object) -> None:
         """End it with all that it started."""
+        for process in _descendants(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._errors.close()
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the processes that a process has started, and those that they have; none where the system hides them."""
+    parents: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+    found = [process]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def _race_tokens(key: str) -> list[Row]:
         best = min(peer.trials, key=lambda options: seconds(theirs.deliver(options, TRIAL_S)))
         fills = ours.check({}), theirs.check(best)
         pairs = _alternate(partial(ours.deliver, {}, ROUND_S), partial(theirs.deliver, best, ROUND_S))
-        as_tensors = _tensors(ours, theirs, best, total) if key == "trl" else []
+        as_tensors = _tensors(ours, theirs, best, total, fills) if key == "trl" else []
     settings = f"{_said(best)}, the best of {len(peer.trials)} settings tried; delivers {peer.delivers}"
     race = partial(_race, pairs=pairs, tokens=total, fills=fills)
     what = f"from {COUNT:,} tokenized documents to batches of 8 rows of {CAPACITY:,}"
@@ -162,7 +162,9 @@ def _race_tokens(key: str) -> list[Row]:
 _OURS = f"PackedLoader, worker process, its defaults; delivers rows of {_DELIVERED} as int32 arrays"
 
 
-def _tensors(ours: Contestant, theirs: Contestant, best: dict[str, Any], total: int) -> list[Row]:
+def _tensors(
+    ours: Contestant, theirs: Contestant, best: dict[str, Any], total: int, fills: tuple[float, float]
+) -> list[Row]:
     """Race once more with int64 tensors on our side too."""
     pairs = _alternate(
         partial(ours.deliver, {"to_torch": True}, ROUND_S), partial(theirs.deliver, best, ROUND_S)
@@ -178,7 +180,7 @@ def _tensors(ours: Contestant, theirs: Contestant, best: dict[str, Any], total: 
             f"{CORES} cores",
             pairs=pairs,
             tokens=total,
-            fills=(None, None),
+            fills=fills,
         )
     ]
 

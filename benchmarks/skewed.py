@@ -29,7 +29,7 @@ RANKS = 2
 CAPACITY = 4096
 BATCH = 16
 """Documents that a rank pads to the longest of them."""
-DOCUMENTS = 256
+DOCUMENTS = 128
 VOCABULARY = 1024
 TARGET = 4.7
 SETS = {

@@ -11,8 +11,8 @@ from test_source_store import write_store
 
 from varlen import jit
 from varlen.errors import SourceError
+from varlen.source import pieces as pieces_
 from varlen.source import reference
-from varlen.source import store as stores
 
 
 @given(st.data(), st.sampled_from([(np.uint16, np.int32), (np.int32, np.int32), (np.uint8, np.uint8)]))
@@ -26,14 +26,15 @@ def test_the_kernel_reads_as_the_reference_does_up_to_the_first_piece_that_ends_
     pieces = data.draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=8))
     firsts, sizes = np.array(pieces, dtype=np.int64).T
     ends = np.cumsum(sizes)
+    offsets = np.arange(70, dtype=np.int64)  # documents of one token
+    nothing = np.zeros(len(sizes), dtype=np.int64)
     file = os.open(path, os.O_RDONLY)
     found = []
     for read in (jit.kernel("varlen.source", "kernels", "read_pieces"), reference.read_pieces):
         values = np.full(int(ends[-1]), 7, dtype=wanted)
-        widths = np.full(len(sizes), stored.itemsize, dtype=np.int64)
-        places = np.ascontiguousarray(firsts) * stored.itemsize
-        files = np.full(len(sizes), file, dtype=np.int32)
-        failed = read(files, places, np.ascontiguousarray(sizes), widths, ends - sizes, values)
+        table = (np.array([number]) for number in (file, stored.itemsize, offsets.ctypes.data))
+        places = (firsts // 2, firsts - firsts // 2, np.ascontiguousarray(sizes))
+        failed = read(nothing, *places, *table, 0, values)
         whole = int(ends[-1]) if failed < 0 else int((ends - sizes)[failed])
         found.append((failed, values[:whole].tolist()))
     os.close(file)
@@ -62,7 +63,7 @@ def open_files():
 
 @pytest.mark.skipif(not FILES.exists(), reason="only Linux lists the open files of a process")
 def test_files_of_few_shards_stay_open_and_none_after_the_store_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "_OPEN_FILES", 3)
+    monkeypatch.setattr(pieces_, "OPEN_SHARDS", 3)
     before = open_files()
     store = write_store(tmp_path, [[[([shard, 9], [1, shard % 2])]] for shard in range(10)])
 

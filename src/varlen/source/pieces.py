@@ -1,9 +1,9 @@
-"""Pieces of documents out of the open files of many shards, read by one call."""
+"""Pieces of documents out of the files of many shards, read by one call; the files stay open for the next."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,88 +14,72 @@ from varlen.source.documents import Mask
 from varlen.source.shard import Shard, ShardFiles
 from varlen.types import Int32Array, IntArray
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pieces:
-    """Where pieces stand, and where they go."""
-
-    shards: IntArray
-    """int64 `[pieces]`, ascending."""
-    firsts: IntArray
-    """int64 `[pieces]`: the first token of each within its shard."""
-    sizes: IntArray
-    """int64 `[pieces]`: tokens of each."""
-    targets: IntArray
-    """int64 `[pieces]`: where each goes."""
-
-    def take(self, numbers: IntArray) -> Pieces:
-        """Return some of them."""
-        return Pieces(
-            shards=self.shards[numbers],
-            firsts=self.firsts[numbers],
-            sizes=self.sizes[numbers],
-            targets=self.targets[numbers],
-        )
+OPEN_SHARDS = 64
+"""Shards whose files stay open: the documents of a window come from a few dozen."""
 
 
-def read_pieces(
-    pieces: Pieces,
-    files: list[ShardFiles],
-    shard: Callable[[int], Shard],
-    tokens: Int32Array,
-    mask: Mask | None,
-) -> Mask | None:
-    """Read the tokens of pieces, and what is supervised of them.
+_TOKENS, _MASK, _WIDTH, _MASK_WIDTH, _OFFSETS, _HAS_MASK = range(6)
+_CLOSED, _NOTHING = -1, -2
+"""Files that aren't open, and those that aren't there, of which nothing is read."""
 
-    Args:
-        pieces: what to read.
-        files: of each shard that is among them, in their order.
-        shard: returns a shard, to say what is wrong with it.
-        tokens: written.
-        mask: written; None as long as all are supervised.
 
-    Returns:
-        The mask; None where there is still none.
+class Reader:
+    """Reads pieces of documents of a store's shards, for one thread at a time."""
 
-    Raises:
-        SourceError: a shard is damaged.
-    """
-    of_shard = np.diff(np.flatnonzero(np.diff(pieces.shards, prepend=-1, append=-1)))
-    opened = np.array([(held.tokens, held.mask, held.width) for held in files], dtype=np.int64)
-    numbers, masks, widths = np.repeat(opened, of_shard, axis=0).T
-    _read(pieces, numbers, widths, tokens, lambda at, some: some.read_tokens(at[0], at[1]), shard)
-    if masks.max() < 0:
-        return mask
-    if mask is None:
+    def __init__(self, shard: Callable[[int], Shard]) -> None:
+        """Take what opens a shard by its number."""
+        self._shard = shard
+        self._opened: OrderedDict[int, tuple[Shard, ShardFiles]] = OrderedDict()
+        self._table: IntArray = np.full((6, 0), _CLOSED, dtype=np.int64)
+        """Of every shard its open files, the bytes of a value in them, the address of its offsets, and whether it has
+        a mask: what the kernel takes."""
+
+    def read(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces end to end; arguments as `TokenStore.gather` has them.
+
+        Raises:
+            SourceError: a shard is damaged.
+        """
+        pieces = [np.ascontiguousarray(part, dtype=np.int64) for part in (shards, documents, starts, lengths)]
+        most = int(shards.max(initial=-1)) + 1
+        if most > self._table.shape[1]:
+            more = np.full((6, 2 * most - self._table.shape[1]), _CLOSED, dtype=np.int64)
+            self._table = np.concatenate([self._table, more], axis=1)
+        tokens = np.empty(int(lengths.sum()), dtype=np.int32)
+        self._fill(pieces, _TOKENS, _WIDTH, tokens)
+        if not len(shards) or self._table[_HAS_MASK, shards].max() <= 0:
+            return tokens, None
         mask = np.ones(len(tokens), dtype=np.uint8)
-    has_one = np.flatnonzero(masks >= 0)
-    ones = np.ones(len(has_one), dtype=np.int64)
-    _read(
-        pieces.take(has_one), masks[has_one], ones, mask, lambda at, some: some.read_mask(at[0], at[1]), shard
-    )
-    return mask
+        self._fill(pieces, _MASK, _MASK_WIDTH, mask)
+        return tokens, mask
 
+    def _fill(self, pieces: list[IntArray], role: int, width: int, values: npt.NDArray[Any]) -> None:
+        """Read one value a token."""
+        read, first = kernel("varlen.source", "kernels", "read_pieces"), 0
+        table = self._table
+        while (failed := read(*pieces, table[role], table[width], table[_OFFSETS], first, values)) >= 0:
+            index, document, start, length = (int(part[failed]) for part in pieces)
+            if table[role, index] == _CLOSED:
+                self._open(index)
+                first = failed
+                continue
+            to = int(pieces[3][:failed].sum())
+            with self._shard(index) as shard:  # once more, in a way that says what is wrong
+                at = int(shard.offsets[document]) + start
+                again = shard.read_tokens if role == _TOKENS else shard.read_mask
+                values[to : to + length] = again(at, at + length)
+            first = failed + 1
 
-def _read(
-    pieces: Pieces,
-    files: IntArray,
-    widths: IntArray,
-    values: npt.NDArray[Any],
-    again: Callable[[tuple[int, int], Shard], Any],
-    shard: Callable[[int], Shard],
-) -> None:
-    """Read one value a token; where that fails, once more in a way that says why."""
-    read, start = kernel("varlen.source", "kernels", "read_pieces"), 0
-    arrays = (
-        files.astype(np.int32),
-        pieces.firsts * widths,
-        pieces.sizes,
-        np.ascontiguousarray(widths),
-        pieces.targets,
-    )
-    while (failed := read(*(array[start:] for array in arrays), values)) >= 0:
-        start += failed + 1
-        number = start - 1
-        first, size, target = (int(array[number]) for array in (pieces.firsts, pieces.sizes, pieces.targets))
-        with shard(int(pieces.shards[number])) as some:
-            values[target : target + size] = again((first, first + size), some)
+    def _open(self, index: int) -> None:
+        """Open a shard's files, and close those of the one that was opened longest ago."""
+        shard = self._shard(index)
+        files = shard.files()
+        while len(self._opened) >= OPEN_SHARDS:
+            closed, _ = self._opened.popitem(last=False)
+            self._table[[_TOKENS, _MASK], closed] = _CLOSED
+        self._opened[index] = shard, files
+        address = shard.offsets.__array_interface__["data"][0]
+        mask = _NOTHING if files.mask < 0 else files.mask
+        self._table[:, index] = (files.tokens, mask, files.width, 1, address, files.mask >= 0)

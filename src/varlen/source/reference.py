@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Values = NDArray[Any]
 
 
 def read_pieces(
-    files: Int32, places: Int64, sizes: Int64, widths: Int64, targets: Int64, values: Values
+    shards: Int64,
+    documents: Int64,
+    starts: Int64,
+    lengths: Int64,
+    files: Int64,
+    widths: Int64,
+    offsets: Int64,
+    first: int,
+    values: Values,
 ) -> int:
-    """Read pieces of files into an array, one after the other.
+    """Read pieces of documents end to end into an array.
 
     Args:
-        files: int32 `[pieces]`: open files.
-        places: int64 `[pieces]`: the byte at which each piece begins.
-        sizes: int64 `[pieces]`: values of each.
-        widths: int64 `[pieces]`: bytes of a value in the file: those of `values`, or 2 for uint16 that is widened.
-        targets: int64 `[pieces]`: where each piece goes; pieces don't overlap.
+        shards: int64 `[pieces]`.
+        documents: int64 `[pieces]`: numbers within the shards.
+        starts: int64 `[pieces]`: the first token of each piece within its document.
+        lengths: int64 `[pieces]`: tokens of each, none beyond its document.
+        files: int64 `[shards]`: open files; -1 for none, -2 where nothing is to be read.
+        widths: int64 `[shards]`: bytes of a value in the file: those of `values`, or 2 for uint16, which is widened.
+        offsets: int64 `[shards]`: where in memory the int64 offsets of each shard's documents begin.
+        first: pieces before it are there already.
         values: written.
 
     Returns:
-        -1, or the first piece that can't be read, because its file ends before or the system says so; why, it may be
-        asked once more.
+        -1, or the first piece that can't be read: of a shard without a file, or because the file ends before or the
+        system says so; why, it may be asked once more.
     """
-    pieces = zip(files.tolist(), places.tolist(), sizes.tolist(), widths.tolist(), targets.tolist())
-    for piece, (file, place, size, width, target) in enumerate(pieces):
-        try:
-            content = os.pread(file, size * width, place)
-        except OSError:
-            return piece
-        if len(content) < size * width:
-            return piece
-        dtype = values.dtype if width == values.itemsize else np.dtype(np.uint16)
-        values[target : target + size] = np.frombuffer(content, dtype)
+    to = 0
+    pieces = zip(shards.tolist(), documents.tolist(), starts.tolist(), lengths.tolist())
+    for piece, (shard, document, start, length) in enumerate(pieces):
+        if piece >= first and length and files[shard] != -2:
+            if files[shard] < 0:
+                return piece
+            begin = ctypes.c_int64.from_address(int(offsets[shard]) + 8 * document).value
+            width = int(widths[shard])
+            try:
+                content = os.pread(int(files[shard]), length * width, (begin + start) * width)
+            except OSError:
+                return piece
+            if len(content) < length * width:
+                return piece
+            dtype = values.dtype if width == values.itemsize else np.dtype(np.uint16)
+            values[to : to + length] = np.frombuffer(content, dtype)
+        to += length
     return -1

@@ -24,7 +24,7 @@ import numpy as np
 
 from varlen.errors import SourceError
 from varlen.source.documents import Mask
-from varlen.source.pieces import Pieces, read_pieces
+from varlen.source.pieces import Reader
 from varlen.source.shard import Shard
 from varlen.source.written import read_manifest
 from varlen.types import Int32Array, IntArray
@@ -33,8 +33,6 @@ STORE_FORMAT = 1
 TABLES = ".tables"
 """Folder in a store for what is computed from its lengths once and kept."""
 _OPEN_SHARDS = 8192
-_OPEN_FILES = 64
-"""Shards whose files stay open: documents of a window come from a few dozen."""
 _KEPT_TARGETS = 64
 """Shards whose counts of labels stay in memory: 4 bytes a document."""
 
@@ -49,7 +47,7 @@ class TokenStore:
         names = self.shards  # and not self, which would keep mappings until a collection of garbage
         opened = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
         self._open = opened
-        self._files = lru_cache(maxsize=_OPEN_FILES)(lambda index: opened(index).files())
+        self._reader = Reader(opened)
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
 
     def take(self, manifest: dict[str, Any]) -> None:
@@ -173,31 +171,13 @@ class TokenStore:
             lengths: int64 `[pieces]`, tokens of each piece.
 
         Returns:
-            Tokens, and the mask; None where all are supervised. Cost: a system call a piece, in the order of the
-            files, without a step in Python.
+            Tokens, and the mask; None where all are supervised. Cost: a system call a piece, and no step in
+            Python.
 
         Raises:
             SourceError: a shard is damaged.
         """
-        ends = np.cumsum(lengths)
-        targets, firsts = ends - lengths, np.array(starts, dtype=np.int64)
-        tokens = np.empty(int(ends[-1]) if len(ends) else 0, dtype=np.int32)
-        mask: Mask | None = None
-        by_shard = np.argsort(shards, kind="stable")
-        groups = np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1) if len(shards) else []
-        for at_once in (groups[at : at + _OPEN_FILES] for at in range(0, len(groups), _OPEN_FILES)):
-            files = []
-            for group in at_once:
-                index = int(shards[group[0]])
-                firsts[group] += self.shard(index).offsets[documents[group]]
-                files.append(self._files(index))
-            held = np.concatenate(at_once)
-            held = held[np.lexsort((firsts[held], shards[held]))]
-            pieces = Pieces(
-                shards=shards[held], firsts=firsts[held], sizes=lengths[held], targets=targets[held]
-            )
-            mask = read_pieces(pieces, files, self.shard, tokens, mask)
-        return tokens, mask
+        return self._reader.read(shards, documents, np.asarray(starts), lengths)
 
 
 def open_store(folder: str | Path) -> TokenStore:
