@@ -28,6 +28,8 @@ from benchmarks.inputs import CAPACITY
 ROWS = 8
 CORES = 2
 IGNORED = -100
+STREAMED = 32
+"""Batches that streaming prepares together: its packs a lane."""
 _WARM_S = 0.7
 """Delivered before the clock starts: what was made ahead while others had their turn isn't counted."""
 Row = tuple[np.ndarray, np.ndarray]
@@ -46,6 +48,8 @@ class Delivery:
     """Of a batch: of each pack its tokens, labels and positions, padding left out, and lengths of documents."""
     num_packs: int | None = None
     """Of an epoch, where batches don't show it."""
+    at_a_time: int = 1
+    """Batches that are prepared together: whole rounds of them are timed."""
     prepared_s: float = 0.0
     """Spent on packing all documents before the first batch."""
     keeps_leftovers: bool = False
@@ -74,7 +78,8 @@ def varlen(folder: Path, options: dict[str, Any]) -> Delivery:
     def packs(batch: Any) -> list[Any]:
         return _rows_of(batch.input_ids, batch.labels, batch.position_ids, np.asarray(batch.segment_ids) + 1)
 
-    return Delivery(batches=batches, tokens=lambda batch: batch.num_tokens, packs=packs)
+    at_a_time = STREAMED if data.suffix else 1
+    return Delivery(batches=batches, tokens=lambda batch: batch.num_tokens, packs=packs, at_a_time=at_a_time)
 
 
 def tokenizers(folder: Path, options: dict[str, Any]) -> Delivery:
@@ -222,10 +227,12 @@ def deliver(delivery: Delivery, batches: Iterator[Any], seconds: float) -> dict[
     """Take batches as fast as they come, for so many seconds after some that aren't counted."""
     begun = time.perf_counter()
     while time.perf_counter() - begun < _WARM_S:
-        next(batches)
+        for _ in range(delivery.at_a_time):
+            next(batches)
     taken, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        taken += delivery.tokens(next(batches))
+        for _ in range(delivery.at_a_time):
+            taken += delivery.tokens(next(batches))
     return {"tokens": taken, "seconds": time.perf_counter() - start, "prepared_s": delivery.prepared_s}
 
 
@@ -324,7 +331,7 @@ class Contestant:
         return answer
 
     def _pause(self, signal_: signal.Signals = signal.SIGSTOP) -> None:
-        """Have it and all that it started stand still, or go on: while others have their turn nothing is made ahead."""
+        """Have it and all that it started stand still, or go on, so that it makes nothing ahead meanwhile."""
         for process in [self._process.pid, *_descendants(self._process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal_)
