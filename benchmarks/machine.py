@@ -21,6 +21,7 @@ PACKAGES = (
     "seqpack",
     "megatron-bridge",
     "grain",
+    "mosaicml-streaming",
 )
 """Packages whose versions a result file holds."""
 

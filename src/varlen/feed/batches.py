@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -195,12 +195,12 @@ def fill_batch(
         report=False,  # the loader counts them
     )
     shown = batch.document_ids
-    return replace(
-        batch,
-        document_ids=contents.document_ids[shown],
-        document_starts=contents.document_starts[shown].astype(np.int32),
-        pack_ids=contents.pack_ids,
-    )
+    ours = {
+        "document_ids": contents.document_ids[shown],
+        "document_starts": contents.document_starts[shown].astype(np.int32),
+        "pack_ids": contents.pack_ids,
+    }
+    return PackedBatch.of({**vars(batch), **ours})
 
 
 def _as_packing(lengths: IntArray, offsets: IntArray, settings: BatchSettings) -> Packing:

@@ -32,6 +32,8 @@ def deal(
     [[0, 1], [2, 3]]
     """
     order = np.arange(len(work)) if in_order else np.argsort(-work, kind="stable")
+    if ranks == 1:
+        return np.sort(order.reshape(-1, micro_batch_size), axis=1).reshape(1, -1)
     at_once = ranks * micro_batch_size
     rounds = [np.zeros((ranks, 0), dtype=np.int64)]
     for start in range(0, len(order), at_once):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from varlen.batch.collate import Out
 from varlen.batch.packed import PackedBatch
 from varlen.feed.state import FeedState
@@ -37,13 +39,17 @@ class BatchCounts:
 
 def counts_of(batch: PackedBatch) -> BatchCounts:
     """Count what a batch in host memory holds."""
-    masked = int((batch.pack_offsets[1:] == batch.pack_offsets[:-1]).sum())
+    bounds = batch.pack_offsets
+    targets = np.zeros(len(batch.document_targets) + 1, dtype=np.int64)
+    np.cumsum(batch.document_targets, out=targets[1:])
+    before = targets[bounds]
+    masked = int(np.count_nonzero(bounds[1:] == bounds[:-1]))
     return BatchCounts(
         tokens=int(batch.document_lengths.sum()),
         positions=batch.input_ids.size,
         targets=batch.num_targets,
         masked_packs=masked,
-        packs_without_targets=len(batch.packs_without_targets) - masked,
+        packs_without_targets=int(np.count_nonzero(before[1:] == before[:-1])) - masked,
     )
 
 

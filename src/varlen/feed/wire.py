@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ from varlen.feed.state import FeedState
 from varlen.types import Ledger
 
 _BY_POSITION = ("input_ids", "labels", "position_ids", "segment_ids")
+_FIELDS = tuple(field.name for field in fields(PackedBatch))
+_COUNTS = tuple(field.name for field in fields(BatchCounts))
+_LEDGER = tuple(field.name for field in fields(Ledger))
+_INT32 = np.dtype(np.int32)
 _ALIGNED = 64
 _SEGMENT_BYTES = 64
 """Arrays with a value a segment take at most so much of each."""
@@ -44,10 +48,12 @@ class Slot:
     def __init__(self, memory: Bytes) -> None:
         """Take its bytes."""
         self._memory, self._filled = memory, 0
+        self._made: dict[str, tuple[npt.NDArray[Any], int]] = {}
 
     def arrays(self, shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
         """Return int32 arrays for the values of positions, as `vl.collate` fills them."""
-        return {name: self._take(np.dtype(np.int32), shape)[0] for name in _BY_POSITION}
+        self._made = {name: self._take(_INT32, shape) for name in _BY_POSITION}
+        return {name: array for name, (array, _) in self._made.items()}
 
     def _take(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[npt.NDArray[Any], int]:
         """Return the next part of the memory as an array, and where it begins."""
@@ -62,28 +68,27 @@ class Slot:
         numbers: dict[str, Any] = {}
         inline: list[bytes] = []
         sent = 0
-        origin = self._memory.__array_interface__["data"][0]
-        for field in fields(batch):
-            value = getattr(batch, field.name)
+        for name in _FIELDS:
+            value = getattr(batch, name)
             if not isinstance(value, np.ndarray):
-                numbers[field.name] = value
+                numbers[name] = value
                 continue
-            start = value.__array_interface__["data"][0] - origin
-            if field.name not in _BY_POSITION or not 0 <= start < len(self._memory):
+            made_here, start = self._made.get(name, (None, -1))
+            if made_here is not value:
                 start = self._put(value)
             if start < 0:
                 content = np.ascontiguousarray(value).tobytes()
                 inline.append(content)
                 sent += len(content)
                 start = -sent
-            arrays[field.name] = [value.dtype.str, list(value.shape), start]
-        ledger = None if made.ledger is None else asdict(made.ledger)
+            arrays[name] = [value.dtype.str, value.shape, start]
+        counts, ledger = counts_of(batch), made.ledger
         said = {
             "arrays": arrays,
             "numbers": numbers,
-            "ledger": ledger,
+            "ledger": None if ledger is None else {name: getattr(ledger, name) for name in _LEDGER},
             "skipped": made.skipped,
-            "counts": asdict(counts_of(batch)),
+            "counts": [getattr(counts, name) for name in _COUNTS],
         }
         head = json.dumps(said).encode()
         return b"".join([len(head).to_bytes(8, "little"), head, *reversed(inline)])
@@ -117,7 +122,7 @@ def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
             flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
             found[name] = flat.reshape(shape).copy()
     ledger = None if said["ledger"] is None else Ledger(**said["ledger"])
-    counts = BatchCounts(**said["counts"])
+    counts = BatchCounts(**dict(zip(_COUNTS, said["counts"])))
     return Made(
         batch=PackedBatch.of(found), state=state, ledger=ledger, skipped=said["skipped"], counts=counts
     )

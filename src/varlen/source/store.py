@@ -66,6 +66,7 @@ class TokenStore:
             raise SourceError(f"{self.folder} has a damaged manifest: its parts are out of order")
         self.manifest, self.documents, self.parts, self.num_parts = manifest, documents, parts, num_parts
         self.shards[:] = names
+        self._may_have_masks = any(shard.get("has_mask", True) for shard in listed)
 
     @property
     def fingerprint(self) -> str:
@@ -143,6 +144,8 @@ class TokenStore:
             SourceError: a shard is damaged.
         """
         counts: IntArray = np.maximum(stops - starts - 1, 0)
+        if not self._may_have_masks:
+            return counts
         for index in np.unique(shards).tolist():
             shard = self.shard(index)
             if not shard.counts.has_mask:
