@@ -11,8 +11,16 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+
+@cache
+def _content(path: Path) -> memoryview:
+    """Return what a file holds; it stays in memory."""
+    return memoryview(path.read_bytes())
 
 
 class _Files(BaseHTTPRequestHandler):
@@ -42,7 +50,7 @@ class _Files(BaseHTTPRequestHandler):
         if since >= 0 and (left := self.stall_s - since % self.every_s) > 0:
             self.held.add(id(self) ^ int(1e6 * since))
             time.sleep(left)
-        content = (self.folder / Path(self.path).name).read_bytes()
+        content = _content(self.folder / Path(self.path).name)
         part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         start, stop = 0, len(content)
         if part:
@@ -56,7 +64,15 @@ class _Files(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         self.end_headers()
         if with_content:
-            self.wfile.write(content[start:stop])
+            with suppress(ConnectionError):  # whoever asked has seen enough
+                self.wfile.write(content[start:stop])
+
+
+class _Server(ThreadingHTTPServer):
+    """Says nothing where a connection breaks off."""
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing."""
 
 
 def main() -> None:
@@ -64,7 +80,7 @@ def main() -> None:
     folder, first, every, stall = sys.argv[1:5]
     _Files.folder, _Files.begun, _Files.held = Path(folder), time.monotonic(), set()
     _Files.first_s, _Files.every_s, _Files.stall_s = float(first), float(every), float(stall)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Files)
+    server = _Server(("127.0.0.1", 0), _Files)
     server.daemon_threads = True
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     print(server.server_port, flush=True)

@@ -85,7 +85,7 @@ server = subprocess.Popen(
 )
 url = f"http://127.0.0.1:{server.stdout.readline().strip()}/texts.jsonl"
 with vl.PackedLoader(
-    url, str(folder / "tokenizer.json"), mode="streaming", capacity=2048, global_batch_size=8, epochs=None,
+    url, mode="streaming", capacity=8192, global_batch_size=8, epochs=None
 ) as loader:
     found = taken(loader, steps, step_s, 100)
 server.terminate()
@@ -156,7 +156,7 @@ def _served(text: Callable[[], Path]) -> list[Row]:
         raise RuntimeError("the server met no request while it stalled")
     what = "waiting in 30 s of steps of 50 ms, streaming over HTTP from a server that gives nothing for 2 s of them"
     note = (
-        f"batches of 16,384 tokens, read_ahead_s=10; {found['stalled']} requests were held back, {found['late']} of "
+        f"batches of 65,536 bytes as tokens, read_ahead_s=10; {found['stalled']} requests were held back, {found['late']} of "
         f"{len(found['waits'])} batches came late"
     )
     return [_limit(what, _mean(found), "%", STALLED_LIMIT, note=note)]
