@@ -156,8 +156,8 @@ def _served(text: Callable[[], Path]) -> list[Row]:
         raise RuntimeError("the server met no request while it stalled")
     what = "waiting in 30 s of steps of 50 ms, streaming over HTTP from a server that gives nothing for 2 s of them"
     note = (
-        f"batches of 65,536 bytes as tokens, read_ahead_s=10; {found['stalled']} requests were held back, {found['late']} of "
-        f"{len(found['waits'])} batches came late"
+        f"batches of 65,536 bytes as tokens, read_ahead_s=10; {found['stalled']} requests were held back, "
+        f"{found['late']} of {len(found['waits'])} batches came late"
     )
     return [_limit(what, _mean(found), "%", STALLED_LIMIT, note=note)]
 
