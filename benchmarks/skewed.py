@@ -151,7 +151,7 @@ def main() -> None:
     found = {"tokens": 0, "positions": 0, "steps": 0}
     begun = 0.0
     for number, (inputs, tokens) in enumerate(batches):
-        if number == 1:  # the first step warms up: it is done once more
+        if number == 1:  # the first step, of few tokens, warms up
             distributed.barrier()
             waited[0], begun = 0.0, time.perf_counter()
         model(**inputs).loss.backward()
@@ -217,7 +217,7 @@ def _count_waiting() -> list[float]:
 
 
 def _packed(folder: Path, rank: int, model: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the inputs of each step, the first one twice, and its tokens."""
+    """Yield the inputs of each step and its tokens, a tiny one first."""
     import varlen as vl
     from varlen.adapters import hf
 
@@ -228,13 +228,13 @@ def _packed(folder: Path, rank: int, model: Any) -> Iterator[tuple[dict[str, Any
         dp_rank=rank,
         dp_world_size=RANKS,
     ) as loader:
-        for number, batch in enumerate(loader):
-            for _ in range(1 + (number == 0)):
-                yield hf.model_inputs(batch.to_torch(), model), batch.num_tokens
+        yield hf.model_inputs(vl.collate([[1, 2, 3]], vl.pack([3], capacity=64)).to_torch(), model), 0
+        for batch in loader:
+            yield hf.model_inputs(batch.to_torch(), model), batch.num_tokens
 
 
 def _padded(folder: Path, rank: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the inputs of each step, the first one twice, and its tokens: documents padded to the longest of them."""
+    """Yield the same where documents are padded to the longest of a step."""
     import torch
 
     tokens, offsets = np.load(folder / "tokens.npy"), np.load(folder / "offsets.npy")
@@ -247,8 +247,9 @@ def _padded(folder: Path, rank: int) -> Iterator[tuple[dict[str, Any], int]]:
             held = tokens[offsets[document] : offsets[document + 1]]
             ids[row, : len(held)], labels[row, : len(held)] = held, held
         inputs = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        for _ in range(1 + (start == rank * BATCH)):
-            yield inputs, int(lengths[chosen].sum())
+        if start == rank * BATCH:
+            yield {name: array[:1, :64] for name, array in inputs.items()}, 0
+        yield inputs, int(lengths[chosen].sum())
 
 
 if __name__ == "__main__":
