@@ -24,7 +24,7 @@ STALLED_LIMIT = 0.5
 """Per cent of the time of steps."""
 FIRST_LIMIT_S = 2.0
 RESTORE_LIMIT_S = 5.0
-FIRST_RUNS = 5
+FIRST_RUNS = 3
 
 _TIMED = """
 import json, os, signal, subprocess, sys, threading, time
@@ -97,7 +97,7 @@ _FIRST = """
 import json, sys, time
 import varlen as vl
 data, tokenizer, mode = sys.argv[1:4]
-options = dict(capacity=8192, global_batch_size=8, mode=mode)
+options = dict(capacity=8192, global_batch_size=8, mode=mode, append_eos=False)
 state = None
 if len(sys.argv) > 4:
     with vl.PackedLoader(data, tokenizer or None, **options) as loader:
