@@ -212,3 +212,19 @@ def test_the_states_of_all_ranks_are_one(store):
     ):
         with pytest.raises(StateError, match=said):
             vl.merge_states(wrong)
+
+
+def test_a_flat_batch_of_masked_packs_has_positions_that_a_model_can_run_on(store):
+    found = []
+    for rank in range(6):
+        settings = {"dp_rank": rank, "dp_world_size": 6, "micro_batch_size": 1, "epochs": 1}
+        with loader_of(store, layout="flat", pad_to_multiple_of=4, worker="thread", **settings) as loader:
+            found += [batch for batch in loader if batch.num_segments == 0]
+    assert found
+    for batch in found:
+        assert batch.input_ids.shape == batch.labels.shape == (1, 4)
+        assert batch.layout == "flat"
+        assert batch.cu_seqlens.tolist() == [0, 4]
+        assert (batch.labels == -100).all()
+        assert len(batch.pack_ids) == 1
+        assert batch.pack_offsets.tolist() == [0, 0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,8 @@ def fill_batch(
         settings: how.
         out: arrays to fill, as `vl.collate` takes them.
     """
+    if settings.layout == "flat" and len(contents.lengths) == 0:
+        return _of_padding(contents, num_targets, settings, out)
     ends = np.concatenate([[0], np.cumsum(contents.lengths)])
     batch = collate(
         (contents.tokens, ends),
@@ -201,6 +204,24 @@ def fill_batch(
         "pack_ids": contents.pack_ids,
     }
     return PackedBatch.of({**vars(batch), **ours})
+
+
+def _of_padding(
+    contents: Contents, num_targets: int, settings: BatchSettings, out: Out | None
+) -> PackedBatch:
+    """Build a flat batch of masked packs alone: some positions of padding, as models can't run on none."""
+    width = math.lcm(settings.pad_to_multiple_of, settings.document_multiple_of)
+    packing = _as_packing(contents.lengths, np.zeros(2, dtype=np.int64), replace(settings, capacity=width))
+    batch = collate(
+        (np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)),
+        packing,
+        pad_id=settings.pad_id,
+        step_num_targets=num_targets,
+        dp_world_size=settings.dp_world_size,
+        out=out,
+        report=False,
+    )
+    return replace(batch, layout="flat", pack_ids=contents.pack_ids, pack_offsets=contents.offsets)
 
 
 def _as_packing(lengths: IntArray, offsets: IntArray, settings: BatchSettings) -> Packing:
