@@ -139,7 +139,7 @@ class Windows:
         settings = self._settings
         packer = WindowPacker(
             capacity=settings.capacity,
-            window=settings.window,
+            window=whole_window(lengths, settings),
             method=settings.method,
             overlong=settings.overlong,
             max_documents=settings.max_documents,
@@ -147,6 +147,25 @@ class Windows:
         )
         packed, rest = packer.add(lengths), packer.flush()
         return _in_order(packed, rest, packer.ledger)
+
+
+def whole_window(lengths: IntArray, settings: WindowSettings) -> int:
+    """Return for how many pieces a packer is to wait so that a window's documents are packed at once.
+
+    Were it more, as for the last documents of a group, it would take them for the end of a stream, and sort all by
+    their length.
+
+    Args:
+        lengths: `[documents]` of the window.
+        settings: of the packs.
+    """
+    capacity = settings.capacity
+    if settings.overlong == "split" and settings.method != "wrapped":
+        return max(int((-(-lengths.astype(np.int64) // capacity)).sum()), 1)
+    is_kept = lengths > 0
+    if settings.overlong == "drop":
+        is_kept &= lengths <= capacity
+    return max(int(is_kept.sum()), 1)
 
 
 def _in_order(packed: Packing, rest: Packing, ledger: Ledger) -> Packing:
