@@ -28,6 +28,7 @@ from streaming import (
 )
 
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
+from varlen.feed.resumed import Unread
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.source import blocks
 from varlen.source.source import open_source
@@ -98,6 +99,62 @@ def test_every_world_size_takes_the_same_set_of_packs_at_each_step(source, ranks
             assert len({json.dumps(to_json(one.state, "streaming", {})) for one in at_once}) == 1
             assert len({one.batch.step_num_targets for one in at_once}) == 1
         assert made[0][-1].state == alone[-1].state
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_run_whose_world_changes_again_and_again_takes_every_pack_once(source, texts, meets):
+    """Two ranks of six lanes, then six, three and one, each from a state of any rank after JSON."""
+    changed, state, steps = [], FeedState(), {}
+    alone = run(feed_of(source, lanes=6, size=6))
+    last = len(alone) // 6
+    for ranks, until in ((2, last // 5), (6, last // 2), (3, last // 2 + 1), (1, None)):
+        made = side_by_side(source, ranks, state, meets, lanes=6, size=6)
+        taken = [[one for one in of_rank if until is None or step_of(one) < until] for of_rank in made]
+        changed += [one for of_rank in taken for one in of_rank]
+        state = saved(taken[ranks // 2][-1].state)
+
+    for one in changed:
+        steps.setdefault(step_of(one), []).extend(rows(one))
+    expected: dict[int, list] = {}
+    for one in alone:
+        expected.setdefault(step_of(one), []).extend(rows(one))
+    assert {step: sorted(packs) for step, packs in steps.items()} == {
+        step: sorted(packs) for step, packs in expected.items()
+    }
+    assert documents(changed) == tokens_of(texts)
+    assert state == alone[-1].state
+
+
+def step_of(one):
+    return int(one.batch.pack_ids[0]) // 6
+
+
+def test_the_first_batch_of_a_state_reads_no_more_of_what_waited_than_its_step_holds(tmp_path, monkeypatch):
+    read, reads = [], []
+
+    def encode(some):
+        read.extend(some)
+        return [list(text.encode()) for text in some]
+
+    path = write_texts(tmp_path / "a.jsonl", [f"{n:04}" + "x" * 40 for n in range(400)])
+    feed = feed_of(open_source(path, encode, eos=0), lanes=2, size=2, micro=2, window_packs=4)
+    whole = run(feed)
+    taken = 3 + next(n for n, one in enumerate(whole) if one.state.at.get("round") == 4)
+    state, bring = whole[taken - 1].state, Unread.bring
+
+    def noted(self, packs, left):
+        read.clear()
+        bring(self, packs, left)
+        reads.append(len(set(read)))
+
+    monkeypatch.setattr(Unread, "bring", noted)
+    again = run(feed, state)
+
+    assert [content(one) for one in again] == [content(one) for one in whole[taken:]]
+    waiting = sum(len(lane["documents"]) for lane in state.at["lanes"])
+    assert reads[0] <= len(again[0].batch.document_ids) < waiting
+    assert len(reads) == 2
+    assert 0 < sum(reads) <= waiting
 
 
 def test_the_targets_of_a_step_are_those_of_all_its_batches(source):

@@ -15,6 +15,7 @@ from varlen.source.source import open_source
 
 FILES = [
     "c4_demo.jsonl",
+    "code_sample.parquet",
     "gsm8k_train.jsonl",
     "oasst_en100_paths.parquet",
     "python_peps.parquet",
