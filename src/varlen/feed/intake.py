@@ -92,6 +92,15 @@ class Intake:
             return [do(item) for item in items]
         return list(self._pool.map(do, items))
 
+    def can_wait(self, records: Iterable[LaneRecord]) -> bool:
+        """Whether the documents that wait may be read after others, at no more cost than before them.
+
+        Raises:
+            StateError: they aren't there.
+        """
+        wanted = [chunk for chunk, _ in self._wanted(records)]
+        return not any(record.is_masked for record in records) and all(map(self._reader.is_cut, wanted))
+
     def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
         """Return the documents that wait in each lane; only they are encoded.
 
@@ -99,18 +108,7 @@ class Intake:
             StateError: they aren't there, or are shorter than they were.
             SourceError: a file can't be read any more.
         """
-        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records.values())]))
-        chunks, which = np.unique(ids >> RECORD_BITS, return_inverse=True)
-        wanted = [
-            (Chunk(block=chunk >> CHUNK_BITS, number=chunk % (1 << CHUNK_BITS)), ids[which == index])
-            for index, chunk in enumerate(chunks.tolist())
-        ]
-        for chunk, _ in wanted:
-            if not 0 <= chunk.block < self._reader.num_blocks or not self._reader.has(chunk):
-                raise StateError(
-                    f"documents of block {chunk.block:,}, chunk {chunk.number:,}, waited, which isn't there; "
-                    "the state is of other data"
-                )
+        wanted = self._wanted(records.values())
         raws = self._rows([chunk for chunk, _ in wanted])
         source = replace(
             self._source, on_error="skip"
@@ -126,6 +124,26 @@ class Intake:
         arrivals = [arrival_of(one, chunk.block, chunk.number) for one, (chunk, _) in zip(reads, wanted)]
         found = joined(arrivals)
         return {lane: _chosen(found, record) for lane, record in records.items()}
+
+    def _wanted(self, records: Iterable[LaneRecord]) -> list[tuple[Chunk, IntArray]]:
+        """Return the chunks that hold the documents that wait, and which of their documents these are.
+
+        Raises:
+            StateError: there are no such chunks.
+        """
+        ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records)]))
+        chunks, which = np.unique(ids >> RECORD_BITS, return_inverse=True)
+        wanted = [
+            (Chunk(block=chunk >> CHUNK_BITS, number=chunk % (1 << CHUNK_BITS)), ids[which == index])
+            for index, chunk in enumerate(chunks.tolist())
+        ]
+        for chunk, _ in wanted:
+            if not 0 <= chunk.block < self._reader.num_blocks or not self._reader.has(chunk):
+                raise StateError(
+                    f"documents of block {chunk.block:,}, chunk {chunk.number:,}, waited, which isn't there; "
+                    "the state is of other data"
+                )
+        return wanted
 
 
 def _chosen(found: Arrival, record: LaneRecord) -> Arrival:

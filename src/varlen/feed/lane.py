@@ -129,15 +129,20 @@ class LanePacks:
 
     def pack(self, number: int) -> LanePacks:
         """Return one pack alone; one without pieces where there are fewer packs."""
-        number = min(number, self.num_packs)
-        first, last = int(self.offsets[number]), int(self.offsets[min(number + 1, self.num_packs)])
+        alone = self.between(number, number + 1)
+        return alone if alone.num_packs else replace(alone, offsets=np.array([0, 0]))
+
+    def between(self, start: int, stop: int) -> LanePacks:
+        """Return the packs [start, stop), as far as there are so many; views of these."""
+        start, stop = min(start, self.num_packs), min(stop, self.num_packs)
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
         ends = np.concatenate([[0], np.cumsum(self.stops - self.starts)])
         tokens = slice(int(ends[first]), int(ends[last]))
         return LanePacks(
             ids=self.ids[first:last],
             starts=self.starts[first:last],
             stops=self.stops[first:last],
-            offsets=np.array([0, last - first]),
+            offsets=self.offsets[start : stop + 1] - first,
             tokens=self.tokens[tokens],
             mask=None if self.mask is None else self.mask[tokens],
         )
@@ -321,6 +326,7 @@ def to_record(carried: Arrival, counts: Counts) -> dict[str, Any]:
         "starts": carried.firsts.tolist(),
         "lengths": np.diff(carried.offsets).tolist(),
         "ages": carried.ages.tolist(),
+        "masked": carried.mask is not None and not bool(carried.mask.all()),
         "counts": asdict(counts),
     }
 
@@ -334,6 +340,8 @@ class LaneRecord:
     lengths: IntArray
     ages: Int32Array
     counts: Counts
+    is_masked: bool
+    """Whether any of their tokens isn't to be learnt, so that reading alone tells how many labels there are."""
 
 
 def from_record(record: Mapping[str, Any]) -> LaneRecord:
@@ -350,8 +358,16 @@ def from_record(record: Mapping[str, Any]) -> LaneRecord:
         counts = Counts(
             **{f.name: as_count(record["counts"][f.name], f.name, 0, MOST) for f in fields(Counts)}
         )
+        is_masked = record["masked"] is not False
         if not len(ids) == len(starts) == len(lengths) == len(ages):
             raise StateError("the state's lists of waiting documents differ in length; it was cut or changed")
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
-    return LaneRecord(ids=ids, starts=starts, lengths=lengths, ages=ages.astype(np.int32), counts=counts)
+    return LaneRecord(
+        ids=ids,
+        starts=starts,
+        lengths=lengths,
+        ages=ages.astype(np.int32),
+        counts=counts,
+        is_masked=is_masked,
+    )

@@ -23,6 +23,7 @@ from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixing import MixSettings
+from varlen.feed.process import processors
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import Mode
@@ -42,7 +43,9 @@ from varlen.source.tokenizer import digest
 from varlen.source.written import read_manifest
 
 _log = logging.getLogger(__name__)
-_WINDOW, _WINDOW_PACKS = 1 << 16, 32
+_WINDOW, _WINDOW_PACKS = 1 << 16, 16
+_FEWEST_THREADS, _MOST_THREADS = 2, 8
+"""That read and tokenize blocks side by side; a tokenizer may have more of its own."""
 _WAIT_S = 0.5
 _CHECKED = 1 << 20
 """Documents whose lengths are looked at in one go."""
@@ -275,6 +278,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
             max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
             window_packs=settings.window or _WINDOW_PACKS,
             ahead=AheadSettings(seconds=settings.read_ahead_s),
+            threads=min(max(processors(), _FEWEST_THREADS), _MOST_THREADS),
         ),
         batches=batch_settings(settings),
         rank=rank,
@@ -364,4 +368,4 @@ def _processes(source: Source) -> int:
         pickle.dumps(source)
     except (pickle.PicklingError, AttributeError, TypeError):
         return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return processors()

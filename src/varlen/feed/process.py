@@ -289,8 +289,14 @@ def _hired(line: _Line) -> subprocess.Popen[bytes]:
     ring = line.ring
     told = (ring.file, ring.slots, ring.slot_bytes, line.exchanges is not None)
     arguments = [str(int(number)) for number in told]
-    threads = max((os.cpu_count() or 1) // 2, 1)
+    # All of them: tokenizing ahead is over in bursts, and nobody waits as long as for the first batch.
+    threads = processors()
     return fresh_interpreter("varlen.feed.worker", *arguments, threads=threads, files=[ring.file])
+
+
+def processors() -> int:
+    """Count the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _death(code: int | None) -> str:

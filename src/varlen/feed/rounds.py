@@ -37,6 +37,7 @@ from varlen.feed.lane import (
     joined,
     to_record,
 )
+from varlen.feed.resumed import Unread, unread
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
@@ -70,11 +71,13 @@ class RoundSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Round:
-    """The packs of some steps."""
+    """The packs of some steps: those of a round, or some of them where a state stands within it."""
 
     step: int
     """The first."""
     num_steps: int
+    bounds: tuple[int, int]
+    """First step of the whole round, and the step after its last."""
     packs: Mapping[int, LanePacks]
     """Of the lanes that this process runs."""
     targets: Sequence[int]
@@ -98,6 +101,16 @@ class Round:
             **{name: new[name] for name in _OF_DOCUMENTS},
         )
         return ledger, new["skipped"]
+
+    def between(self, start: int, stop: int, step_packs: int) -> Round:
+        """Return the steps [start, stop) alone; views of these."""
+        first, last = start - self.step, stop - self.step
+        some = {
+            lane: one.between(first * step_packs, last * step_packs) for lane, one in self.packs.items()
+        }
+        return replace(
+            self, step=start, num_steps=stop - start, packs=some, targets=self.targets[first:last]
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -148,11 +161,12 @@ class Rounds:
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
         self._settings, self._mine = settings, tuple(mine)
 
-    def run(self, at: Mapping[str, Any]) -> Iterator[Round]:
-        """Yield the rounds from a place on, to the end of the input.
+    def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
+        """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted.
 
         Args:
             at: of a state; empty where training begins.
+            step: from which on steps are wanted, at or after that place.
 
         Raises:
             StateError: the place is none of this data.
@@ -160,14 +174,15 @@ class Rounds:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
         """
         place = self._place(at)
-        carried, counts = self._restored(place)
+        carried, counts, missing = self._restored(place)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
             claimed, has_ended = self._fill(place, lanes)
             made = self._pack(place, claimed, lanes, has_ended)
             if made is None:
                 return
-            yield made[0]
+            yield from self._wanted(made[0], made[2], missing, step)
+            missing = None
             place, carried = made[1], made[2]
             counts = {lane: one.counts for lane, one in lanes.items()}
 
@@ -189,13 +204,37 @@ class Rounds:
             raise StateError(f"the state has {len(records):,} lanes, this loader {self._settings.lanes:,}")
         return _Place(number=number, step=step, claimed=claimed, records=records)
 
-    def _restored(self, place: _Place) -> tuple[dict[int, Arrival], dict[int, Counts]]:
-        """Read again what waits."""
+    def _restored(
+        self, place: _Place
+    ) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+        """Return what waits, read again or with what will read it."""
         records = {lane: from_record(place.records[lane]) for lane in self._mine}
-        waiting: dict[int, LaneRecord] = {lane: record for lane, record in records.items() if len(record.ids)}
-        found = self._intake.waiting(waiting) if waiting else {}
-        carried = {lane: found[lane] if lane in found else joined([]) for lane in self._mine}
-        return carried, {lane: record.counts for lane, record in records.items()}
+        counts = {lane: record.counts for lane, record in records.items()}
+        waiting = {lane: record for lane, record in records.items() if len(record.ids)}
+        carried = {lane: unread(record) for lane, record in records.items()}
+        if not waiting:
+            return carried, counts, None
+        if self._intake.can_wait(waiting.values()):
+            return carried, counts, Unread(self._intake, records)
+        return {**carried, **self._intake.waiting(waiting)}, counts, None
+
+    def _wanted(
+        self, whole: Round, left: Mapping[int, Arrival], missing: Unread | None, step: int
+    ) -> Iterator[Round]:
+        """Yield a round; where documents of it weren't read, its first wanted step alone, as soon as it is there."""
+        if missing is None:
+            yield whole
+            return
+        stop, size = whole.bounds[1], self._settings.step_packs
+        at = min(max(step, whole.step), stop)
+        if at < stop:
+            first = whole.between(at, at + 1, size)
+            missing.bring(first.packs, {})
+            yield first
+        rest = whole.between(min(at + 1, stop), stop, size)
+        missing.bring(rest.packs, left)
+        if rest.num_steps:
+            yield rest
 
     def _fill(self, place: _Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
         """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
@@ -234,8 +273,9 @@ class Rounds:
         """Return what each lane is to hold before its round can be packed."""
         settings = self._settings
         capacity, most_documents = settings.lane.passes.capacity, settings.lane.passes.max_documents
-        # No more to choose from than is taken: the first round is small, so that the first batch comes early.
-        least, most = ((packs + min(spare, packs)) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
+        # At first no more to choose from than is taken: the first rounds are small, so that batches come early.
+        choice = packs if packs < settings.window_packs else 2 * packs
+        least, most = ((packs + min(spare, choice)) * capacity for spare in (SPARE_PACKS, MOST_SPARE_PACKS))
         alike = max(most, *(one.tokens for one in held))
         if left_tokens <= 2 * sum(alike - one.tokens for one in held):
             return [alike] * len(held)  # the input ends soon: lanes are filled alike
@@ -320,6 +360,7 @@ class Rounds:
         result = Round(
             step=place.step,
             num_steps=steps,
+            bounds=(place.step, place.step + steps),
             packs={number: packs for number, (packs, _) in made.items()},
             targets=[sum(sum(one[s * size : (s + 1) * size]) for one in each) for s in range(steps)],
             before=place.to_at(),

@@ -42,7 +42,7 @@ class StreamingSettings:
     method: Method = "best_fit"
     overlong: Overlong = "error"
     max_documents: int | None = None
-    window_packs: int = 32
+    window_packs: int = 16
     """Packs of a lane that are made together, about."""
     min_fill: float = 0.995
     """From which on a pack counts as full."""
@@ -160,7 +160,7 @@ class StreamingFeed:
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_alone else self._own
         rounds = Rounds(sequence, intake, exchange, self._round_settings(), lanes)
-        ahead = Ahead(lambda: rounds.run(state.at), self._settings.ahead, exchange.close)
+        ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         try:
             for one in ahead:
                 yield from self._of_round(one, state, buffers)
@@ -170,14 +170,15 @@ class StreamingFeed:
 
     def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches of a round that follow a state."""
-        micro_batches, news = self._batch.micro_batches, one.news if state.step <= one.step else None
+        micro_batches = self._batch.micro_batches
+        news = one.news if state.step <= one.step == one.bounds[0] else None
         for number in range(max(one.step, state.step), one.step + one.num_steps):
             num_targets = one.targets[number - one.step]
             if num_targets == 0:
                 continue
             first = state.micro_batch if number == state.step else 0
             hands = self._dealt(one, number - one.step)
-            is_last_step = number + 1 == one.step + one.num_steps
+            is_last_step = number + 1 == one.bounds[1]
             after = FeedState(step=number + 1, at=one.after if is_last_step else one.before)
             here = FeedState(step=number, at=one.before)
             for micro_batch in range(first, micro_batches):

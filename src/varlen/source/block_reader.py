@@ -151,6 +151,14 @@ class BlockReader:
         """Blocks that there are."""
         return len(self._blocks)
 
+    def is_cut(self, chunk: Chunk) -> bool:
+        """Whether a chunk is found without reading what comes before it in its file.
+
+        Args:
+            chunk: of a block that there is.
+        """
+        return bool(self._blocks.of_parts[chunk.block])
+
     def has(self, chunk: Chunk) -> bool:
         """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`.
 
