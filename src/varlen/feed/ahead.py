@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -12,11 +11,15 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What takes memory."""
+    """What takes memory, and lasts a while."""
 
     @property
     def num_bytes(self) -> int:
         """How much."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that it is for."""
 
 
 _Item = TypeVar("_Item", bound=Sized)
@@ -27,7 +30,7 @@ class AheadSettings:
     """How far ahead."""
 
     items: int = 2
-    """Ready at least."""
+    """Ready at least, and at most until one was taken."""
     seconds: float = 10.0
     """More are ready where these, at the pace at which they are taken, wouldn't last so long."""
     most_bytes: int = 1 << 30
@@ -52,8 +55,9 @@ class Ahead(Generic[_Item]):
         self._changed = threading.Condition()
         self._is_closed = self._is_done = False
         self._error: BaseException | None = None
-        self._pace_s = 0.0
-        self._taken_at: float | None = None
+        self._step_s = 0.0
+        self._taken: tuple[float, int] | None = None
+        """When the last item was taken, and its steps."""
         self._thread = threading.Thread(target=self._work, name="varlen-ahead", daemon=True)
         self._thread.start()
 
@@ -68,15 +72,16 @@ class Ahead(Generic[_Item]):
             Exception: what the iterator raised in its place.
         """
         with self._changed:
-            if self._taken_at is not None:
-                took = time.monotonic() - self._taken_at
-                self._pace_s = took if self._pace_s == 0 else 0.5 * self._pace_s + 0.5 * took
+            if self._taken is not None:
+                took = self._since_taken()
+                self._step_s = took if self._step_s == 0 else 0.5 * self._step_s + 0.5 * took
+                self._taken = None
                 self._changed.notify_all()
             while not self._ready and not self._is_done:
                 self._changed.wait()
             if self._ready:
                 item = self._ready.popleft()
-                self._taken_at = time.monotonic()
+                self._taken = time.monotonic(), max(item.num_steps, 1)
                 self._changed.notify_all()
                 return item
         if self._error is not None:
@@ -122,5 +127,15 @@ class Ahead(Generic[_Item]):
             return False
         if sum(item.num_bytes for item in self._ready) >= settings.most_bytes:
             return True
-        lasting = math.ceil(settings.seconds / self._pace_s) if self._pace_s > 0 else 0
-        return len(self._ready) >= max(settings.items, lasting)
+        if self._step_s == 0 and self._taken is None:
+            return len(self._ready) >= settings.items
+        # Before the second item is asked for, a step of the first takes at least what has passed since.
+        step_s = self._step_s or self._since_taken()
+        lasting_s = step_s * sum(item.num_steps for item in self._ready)
+        return len(self._ready) >= settings.items and lasting_s >= settings.seconds
+
+    def _since_taken(self) -> float:
+        """Return the time since an item was taken, for each of its steps."""
+        assert self._taken is not None
+        at, steps = self._taken
+        return (time.monotonic() - at) / steps
