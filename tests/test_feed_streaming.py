@@ -28,6 +28,7 @@ from streaming import (
 )
 
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
+from varlen.feed.resumed import Unread
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.source import blocks
 from varlen.source.source import open_source
@@ -98,6 +99,87 @@ def test_every_world_size_takes_the_same_set_of_packs_at_each_step(source, ranks
             assert len({json.dumps(to_json(one.state, "streaming", {})) for one in at_once}) == 1
             assert len({one.batch.step_num_targets for one in at_once}) == 1
         assert made[0][-1].state == alone[-1].state
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_run_whose_world_changes_again_and_again_takes_every_pack_once(source, texts, meets):
+    """Two ranks of six lanes, then six, three and one, each from a state of any rank after JSON."""
+    changed, state, steps = [], FeedState(), {}
+    alone = run(feed_of(source, lanes=6, size=6, epochs=2))
+    last = len(alone) // 6
+    for ranks, until in ((2, last // 5), (6, last // 2), (3, last // 2 + 1), (1, None)):
+        made = side_by_side(source, ranks, state, meets, lanes=6, size=6, epochs=2)
+        taken = [[one for one in of_rank if until is None or step_of(one) < until] for of_rank in made]
+        changed += [one for of_rank in taken for one in of_rank]
+        state = saved(taken[ranks // 2][-1].state)
+
+    for one in changed:
+        steps.setdefault(step_of(one), []).extend(rows(one))
+    expected: dict[int, list] = {}
+    for one in alone:
+        expected.setdefault(step_of(one), []).extend(rows(one))
+    assert {step: sorted(packs) for step, packs in steps.items()} == {
+        step: sorted(packs) for step, packs in expected.items()
+    }
+    assert documents_of_epochs(changed, 2) == sorted(2 * tokens_of(texts))
+    assert state == alone[-1].state
+
+
+def step_of(one):
+    return int(one.batch.pack_ids[0]) // 6
+
+
+def documents_of_epochs(made, epochs):
+    """The tokens of each document as often as they came; each piece must have come once an epoch."""
+    found = Counter(pieces(made))
+    assert sum(len(tokens) for _, _, tokens in found.elements()) % epochs == 0
+    at: dict[int, dict[int, int]] = {}
+    for document, start, tokens in found.elements():
+        stops = at.setdefault(document, Counter())
+        stops.update(range(start, start + len(tokens) // 4))
+    assert {times for stops in at.values() for times in stops.values()} == {epochs}
+    whole: dict[int, dict[int, bytes]] = {}
+    for document, start, tokens in found.elements():
+        for index in range(len(tokens) // 4):
+            whole.setdefault(document, {})[start + index] = tokens[4 * index : 4 * index + 4]
+    once = [b"".join(one[index] for index in sorted(one)) for one in whole.values()]
+    return sorted(epochs * once)
+
+
+def test_the_first_batch_of_a_state_reads_no_more_of_what_waited_than_its_step_holds(tmp_path):
+    texts, read = [f"{n:04}" + "x" * 40 for n in range(400)], []
+
+    def encode(some):
+        read.extend(some)
+        return [list(text.encode()) for text in some]
+
+    path = write_texts(tmp_path / "a.jsonl", texts)
+    source = open_source(path, encode, eos=0)
+    whole = run(feed_of(source, lanes=2, size=2, micro=2, window_packs=4))
+    place = next(n for n, one in enumerate(whole) if one.state.at.get("round") == 4)
+    state, waiting = whole[place + 2].state, set()
+    for lane in state.at["lanes"]:
+        waiting.update(lane["documents"])
+    reads = []
+
+    batches = feed_of(source, lanes=2, size=2, micro=2, window_packs=4).batches(state, new_arrays)
+    monkey = Unread.bring
+
+    def bring(self, packs, left):
+        read.clear()
+        monkey(self, packs, left)
+        reads.append(len(set(read)))
+
+    Unread.bring = bring
+    try:
+        again = list(batches)
+    finally:
+        Unread.bring = monkey
+
+    assert [content(one) for one in again] == [content(one) for one in whole[place + 3 :]]
+    assert len(waiting) > 10
+    assert reads[0] <= len(again[0].batch.document_ids)
+    assert sum(reads) <= len(waiting)
 
 
 def test_the_targets_of_a_step_are_those_of_all_its_batches(source):

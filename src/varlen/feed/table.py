@@ -25,6 +25,7 @@ import numpy as np
 from varlen import __version__
 from varlen.errors import SettingError
 from varlen.feed.stream import Grown, PackStream, Position
+from varlen.feed.windows import whole_window
 from varlen.offline.places import unfinished
 from varlen.pack.count import count_packs
 from varlen.source.tokenizer import digest
@@ -191,10 +192,11 @@ class WindowTable:
     def _count(self, epoch: int, group: int, window: int, num_parts: int) -> int:
         windows = self._stream.windows
         chosen = windows.settings
+        lengths = windows.store.lengths(*windows.documents(epoch, group, window, num_parts))
         return count_packs(
-            windows.store.lengths(*windows.documents(epoch, group, window, num_parts)),
+            lengths,
             capacity=chosen.capacity,
-            window=chosen.window,
+            window=whole_window(lengths, chosen),
             method=chosen.method,
             overlong=chosen.overlong,
             max_documents=chosen.max_documents,

@@ -141,7 +141,7 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
     """
     packer = WindowPacker(
         capacity=settings.capacity,
-        window=settings.window,
+        window=whole_window(lengths, settings),
         method=settings.method,
         overlong=settings.overlong,
         max_documents=settings.max_documents,
@@ -157,6 +157,25 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
         offsets=packing.offsets,
     )
     return Window(packs=packs, ledger=packing.ledger)
+
+
+def whole_window(lengths: IntArray, settings: WindowSettings) -> int:
+    """Return for how many pieces a packer is to wait so that a window's documents are packed at once.
+
+    Were it more, as for the last documents of a group, it would take them for the end of a stream, and sort all by
+    their length.
+
+    Args:
+        lengths: `[documents]` of the window.
+        settings: of the packs.
+    """
+    capacity = settings.capacity
+    if settings.overlong == "split" and settings.method != "wrapped":
+        return max(int((-(-lengths.astype(np.int64) // capacity)).sum()), 1)
+    is_kept = lengths > 0
+    if settings.overlong == "drop":
+        is_kept &= lengths <= capacity
+    return max(int(is_kept.sum()), 1)
 
 
 def _in_order(packed: Packing, rest: Packing, ledger: Ledger) -> Packing:
