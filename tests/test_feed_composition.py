@@ -63,7 +63,7 @@ def correlation(packs):
 
 
 def at_random(packs, capacity):
-    """The correlations where the same documents are dealt to packs in a random order, each to the one that is open."""
+    """The correlations where the same documents are dealt in a random order, each to the pack that is open."""
     lengths, found = np.concatenate(packs), []
     for seed in range(DEALT):
         mixed = np.random.default_rng(seed).permutation(lengths)

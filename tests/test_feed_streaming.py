@@ -105,10 +105,10 @@ def test_every_world_size_takes_the_same_set_of_packs_at_each_step(source, ranks
 def test_a_run_whose_world_changes_again_and_again_takes_every_pack_once(source, texts, meets):
     """Two ranks of six lanes, then six, three and one, each from a state of any rank after JSON."""
     changed, state, steps = [], FeedState(), {}
-    alone = run(feed_of(source, lanes=6, size=6, epochs=2))
+    alone = run(feed_of(source, lanes=6, size=6))
     last = len(alone) // 6
     for ranks, until in ((2, last // 5), (6, last // 2), (3, last // 2 + 1), (1, None)):
-        made = side_by_side(source, ranks, state, meets, lanes=6, size=6, epochs=2)
+        made = side_by_side(source, ranks, state, meets, lanes=6, size=6)
         taken = [[one for one in of_rank if until is None or step_of(one) < until] for of_rank in made]
         changed += [one for of_rank in taken for one in of_rank]
         state = saved(taken[ranks // 2][-1].state)
@@ -121,7 +121,7 @@ def test_a_run_whose_world_changes_again_and_again_takes_every_pack_once(source,
     assert {step: sorted(packs) for step, packs in steps.items()} == {
         step: sorted(packs) for step, packs in expected.items()
     }
-    assert documents_of_epochs(changed, 2) == sorted(2 * tokens_of(texts))
+    assert documents(changed) == tokens_of(texts)
     assert state == alone[-1].state
 
 
@@ -129,57 +129,32 @@ def step_of(one):
     return int(one.batch.pack_ids[0]) // 6
 
 
-def documents_of_epochs(made, epochs):
-    """The tokens of each document as often as they came; each piece must have come once an epoch."""
-    found = Counter(pieces(made))
-    assert sum(len(tokens) for _, _, tokens in found.elements()) % epochs == 0
-    at: dict[int, dict[int, int]] = {}
-    for document, start, tokens in found.elements():
-        stops = at.setdefault(document, Counter())
-        stops.update(range(start, start + len(tokens) // 4))
-    assert {times for stops in at.values() for times in stops.values()} == {epochs}
-    whole: dict[int, dict[int, bytes]] = {}
-    for document, start, tokens in found.elements():
-        for index in range(len(tokens) // 4):
-            whole.setdefault(document, {})[start + index] = tokens[4 * index : 4 * index + 4]
-    once = [b"".join(one[index] for index in sorted(one)) for one in whole.values()]
-    return sorted(epochs * once)
-
-
-def test_the_first_batch_of_a_state_reads_no_more_of_what_waited_than_its_step_holds(tmp_path):
-    texts, read = [f"{n:04}" + "x" * 40 for n in range(400)], []
+def test_the_first_batch_of_a_state_reads_no_more_of_what_waited_than_its_step_holds(tmp_path, monkeypatch):
+    read, reads = [], []
 
     def encode(some):
         read.extend(some)
         return [list(text.encode()) for text in some]
 
-    path = write_texts(tmp_path / "a.jsonl", texts)
-    source = open_source(path, encode, eos=0)
-    whole = run(feed_of(source, lanes=2, size=2, micro=2, window_packs=4))
-    place = next(n for n, one in enumerate(whole) if one.state.at.get("round") == 4)
-    state, waiting = whole[place + 2].state, set()
-    for lane in state.at["lanes"]:
-        waiting.update(lane["documents"])
-    reads = []
+    path = write_texts(tmp_path / "a.jsonl", [f"{n:04}" + "x" * 40 for n in range(400)])
+    feed = feed_of(open_source(path, encode, eos=0), lanes=2, size=2, micro=2, window_packs=4)
+    whole = run(feed)
+    taken = 3 + next(n for n, one in enumerate(whole) if one.state.at.get("round") == 4)
+    state, bring = whole[taken - 1].state, Unread.bring
 
-    batches = feed_of(source, lanes=2, size=2, micro=2, window_packs=4).batches(state, new_arrays)
-    monkey = Unread.bring
-
-    def bring(self, packs, left):
+    def noted(self, packs, left):
         read.clear()
-        monkey(self, packs, left)
+        bring(self, packs, left)
         reads.append(len(set(read)))
 
-    Unread.bring = bring
-    try:
-        again = list(batches)
-    finally:
-        Unread.bring = monkey
+    monkeypatch.setattr(Unread, "bring", noted)
+    again = run(feed, state)
 
-    assert [content(one) for one in again] == [content(one) for one in whole[place + 3 :]]
-    assert len(waiting) > 10
-    assert reads[0] <= len(again[0].batch.document_ids)
-    assert sum(reads) <= len(waiting)
+    assert [content(one) for one in again] == [content(one) for one in whole[taken:]]
+    waiting = sum(len(lane["documents"]) for lane in state.at["lanes"])
+    assert reads[0] <= len(again[0].batch.document_ids) < waiting
+    assert len(reads) == 2
+    assert 0 < sum(reads) <= waiting
 
 
 def test_the_targets_of_a_step_are_those_of_all_its_batches(source):

@@ -30,7 +30,6 @@ from varlen.feed.lane import (
     Held,
     Lane,
     LanePacks,
-    LaneRecord,
     LaneSettings,
     from_record,
     held_by,
@@ -105,12 +104,8 @@ class Round:
     def between(self, start: int, stop: int, step_packs: int) -> Round:
         """Return the steps [start, stop) alone; views of these."""
         first, last = start - self.step, stop - self.step
-        some = {
-            lane: one.between(first * step_packs, last * step_packs) for lane, one in self.packs.items()
-        }
-        return replace(
-            self, step=start, num_steps=stop - start, packs=some, targets=self.targets[first:last]
-        )
+        some = {lane: one.between(first * step_packs, last * step_packs) for lane, one in self.packs.items()}
+        return replace(self, step=start, num_steps=stop - start, packs=some, targets=self.targets[first:last])
 
     @property
     def num_bytes(self) -> int:
@@ -204,9 +199,7 @@ class Rounds:
             raise StateError(f"the state has {len(records):,} lanes, this loader {self._settings.lanes:,}")
         return _Place(number=number, step=step, claimed=claimed, records=records)
 
-    def _restored(
-        self, place: _Place
-    ) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+    def _restored(self, place: _Place) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
         """Return what waits, read again or with what will read it."""
         records = {lane: from_record(place.records[lane]) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
