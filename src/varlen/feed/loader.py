@@ -61,7 +61,7 @@ class PackedLoader:
             tokenizes on the fly and writes nothing; "auto" takes the first for a token store, else the second.
         scope: "window" packs a window of documents at a time; "all" the whole data set at once; "minibatch" packs
             nothing: `global_batch_size` documents make a step, each a pack of its own, flattened (`layout="flat"`).
-        window: documents packed at a time (indexed, 65,536 unless said), or packs a lane (streaming, 16).
+        window: documents packed at a time (indexed, 65,536 unless said), or packs a lane (streaming, 32).
         lanes: of streaming; the packs of a step unless said. The number of ranks must divide it.
         method: of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.
         overlong: what becomes of documents longer than a pack: "split", "truncate", "drop" or "error".

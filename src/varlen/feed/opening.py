@@ -43,7 +43,7 @@ from varlen.source.tokenizer import digest
 from varlen.source.written import read_manifest
 
 _log = logging.getLogger(__name__)
-_WINDOW, _WINDOW_PACKS = 1 << 16, 16
+_WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _FEWEST_THREADS, _MOST_THREADS = 2, 8
 """That read and tokenize blocks side by side; a tokenizer may have more of its own."""
 _WAIT_S = 0.5

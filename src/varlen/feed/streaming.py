@@ -42,7 +42,7 @@ class StreamingSettings:
     method: Method = "best_fit"
     overlong: Overlong = "error"
     max_documents: int | None = None
-    window_packs: int = 16
+    window_packs: int = 32
     """Packs of a lane that are made together, about."""
     min_fill: float = 0.995
     """From which on a pack counts as full."""
