@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.feed.intake import Intake
 from varlen.feed.lane import Arrival, Counts, LanePacks, LaneRecord
@@ -73,7 +74,7 @@ class Unread:
             wanted[key].tokens[is_unread] = arrival.tokens
 
 
-def _record(pieces: _Pieces, which: IntArray) -> LaneRecord:
+def _record(pieces: _Pieces, which: npt.NDArray[np.bool_]) -> LaneRecord:
     ids = pieces.ids[which]
     return LaneRecord(
         ids=ids,
