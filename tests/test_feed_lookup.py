@@ -1,6 +1,7 @@
 """Any step can be gone to, counted and looked into: what is found there is what batches held."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
