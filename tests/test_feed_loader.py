@@ -228,3 +228,18 @@ def test_a_flat_batch_of_masked_packs_has_positions_that_a_model_can_run_on(stor
         assert (batch.labels == -100).all()
         assert len(batch.pack_ids) == 1
         assert batch.pack_offsets.tolist() == [0, 0]
+
+
+def test_a_flat_batch_may_be_padded_further_than_its_packs_are_long(store):
+    with loader_of(
+        store, layout="flat", pad_to_multiple_of=1024, worker="process", global_batch_size=4
+    ) as loader:
+        assert next(loader).input_ids.shape == (1, 1024)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_trainer_may_change_its_folder(store, tmp_path, monkeypatch, worker):
+    monkeypatch.chdir(store.parent)
+    with loader_of(store.name, worker=worker) as loader:
+        monkeypatch.chdir(tmp_path)
+        assert next(loader).num_tokens > 0

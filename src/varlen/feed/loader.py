@@ -187,7 +187,8 @@ class PackedLoader:
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
         self._lookup = self._opened.lookup()
-        positions = settings.batch_sizes[1] * settings.capacity
+        multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
+        positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
         spec, exchanges = self._opened.spec, self._opened.exchanges
         self._worker: Worker
         if settings.worker == "process":
@@ -293,7 +294,7 @@ class PackedLoader:
         """Go to the beginning of a step, to skip a bad stretch or to recover without a state.
 
         Args:
-            step: from 0, one that the loader has.
+            step: from 0; in streaming nobody knows whether there is such a step: behind the last one nothing comes.
 
         Raises:
             SettingError: it has no such step.
@@ -302,16 +303,7 @@ class PackedLoader:
         million documents a second and kept. In streaming a step that lies ahead, or further back than the last
         rounds, is reached by preparing what comes before it.
         """
-        wanted = as_count(step, "step", 0, MOST)
-        self._go_to(self._lookup.state_at(wanted, self._state))
-        while self._state.step < wanted:
-            made = self._take()
-            if made is None:
-                raise SettingError(
-                    f"step {wanted:,} is none of the {self._state.step:,} steps of this loader"
-                )
-            self._state = made.state
-            self._lookup.remember(made.state)
+        self._go_to(self._lookup.state_at(as_count(step, "step", 0, MOST), self._state))
 
     def __len__(self) -> int:
         """Count the batches of all epochs that this rank takes, those that were taken included.

@@ -130,27 +130,16 @@ class StreamingLookup:
         )
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
-        """Return the last state before a step that is known, from which it can be reached by taking batches.
+        """Return the state in which a step is the next, from the last round before it that is remembered.
 
         Args:
-            step: from 0.
+            step: from 0; whether there is such a step only reading will tell.
             state: of now.
-
-        Raises:
-            SettingError: a negative step.
         """
-        if step < 0:
-            raise SettingError(f"step {step:,} is none: steps are counted from 0")
         self.remember(state)
         known = [begin for begin in self._rounds if begin <= step]
-        begin = max(known, default=0)
-        if not known:
-            return FeedState()
-        at = self._rounds[begin]
-        # Of a round that has been begun any step can be the next; of others the first, from which batches lead there.
-        reached = step if begin == max(self._rounds) and step <= state.step else begin
-        later = [other for other in self._rounds if other > begin]
-        return FeedState(step=step if later and step < min(later) else reached, at=at)
+        # Rounds between are prepared on the way, and none of their batches is made.
+        return FeedState(step=step, at=self._rounds[max(known)] if known else {})
 
     def remember(self, state: FeedState) -> None:
         """Keep the place of the round that a state is in."""
@@ -171,7 +160,7 @@ class StreamingLookup:
             SettingError: it was taken too long ago, or wasn't taken.
         """
         at = self.state_at(step, state)
-        if at.step != step or step > state.step:
+        if step > state.step or step < min(self._rounds):
             raise SettingError(
                 f"step {step:,} isn't one of the last rounds, which begin at {min(self._rounds):,} and have come to "
                 f"{state.step:,}; what was in others isn't remembered"

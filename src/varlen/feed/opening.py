@@ -32,7 +32,7 @@ from varlen.feed.windows import WindowSettings
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
-from varlen.source.files import Data
+from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
@@ -82,7 +82,9 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
     if isinstance(data, Mixture):
-        return open_mixture(data, tokenizer, settings)
+        places = {name: absolute(one) for name, one in data.sources.items()}
+        return open_mixture(replace(data, sources=places), tokenizer, settings)
+    data = absolute(data)
     tokens = None if tokenizer is not None or settings.mode == "streaming" else open_tokens(data)
     if tokens is not None:
         return open_indexed(tokens, data, settings)
@@ -99,6 +101,13 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
             f"{folder} was removed while it was opened; leave the cache alone, or pass another"
         )
     return open_indexed(found, folder, settings)
+
+
+def absolute(data: Data) -> Data:
+    """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
+    if isinstance(data, str | Path):
+        return data if is_url(data) or not str(data) else os.path.abspath(Path(data).expanduser())  # noqa: PTH100
+    return [str(absolute(one)) for one in data]
 
 
 def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
@@ -194,20 +203,24 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
+    # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
+    belongs_to = settings.deciding()
+    rank, world = settings.ranks
+    exchanges = _exchanges(job_store(), belongs_to, settings) if world > 1 else None
+    first_parts = tokens.num_parts
+    if exchanges is not None and isinstance(tokens, TokenStore):
+        first_parts = int(min(exchanges(0).all("parts", {rank: first_parts}).values()))
     spec = IndexedSpec(
         data=data,
-        parts_a_group=max(tokens.num_parts, 1) if is_all else PARTS_A_GROUP,
+        parts_a_group=max(first_parts, 1) if is_all else PARTS_A_GROUP,
         windows=window_settings(
             settings, max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
         ),
         batches=batch_settings(settings),
         epochs=settings.epochs,
         rank=settings.ranks[0],
+        first_parts=first_parts,
     )
-    # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
-    belongs_to = settings.deciding()
-    several = settings.ranks[1] > 1 and settings.epochs != 1
-    exchanges = _exchanges(job_store(), belongs_to, settings) if several else None
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -49,20 +50,24 @@ class IndexedSpec:
     batches: BatchSettings
     epochs: int | None
     rank: int
+    first_parts: int
+    """Parts of the store that the first epoch holds, the same on all ranks."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed.
 
         Args:
             exchanges: how ranks agree on what a store that grows has when an epoch begins; None where they can't, and
-                it has what it had when it was opened.
+                later epochs hold what the first one does.
 
         Raises:
             SourceError: the store can't be read.
         """
         tokens = opened(self.data)
         grows = isinstance(tokens, TokenStore) and (exchanges is not None or self.batches.dp_world_size == 1)
-        parts = _PartsNow(tokens, self.rank, exchanges) if grows and isinstance(tokens, TokenStore) else None
+        parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
+        if grows and isinstance(tokens, TokenStore):
+            parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
         stream = PackStream(windows, self.epochs, parts)
         return IndexedFeed(tokens, stream, self.batches, self.rank)
@@ -103,8 +108,8 @@ class MixtureSpec:
 class _PartsNow:
     """Says how many parts a store has when an epoch begins: as many as all ranks have seen."""
 
-    def __init__(self, store: TokenStore, rank: int, exchanges: Exchanges | None) -> None:
-        self._store, self._rank, self._exchanges = store, rank, exchanges
+    def __init__(self, store: TokenStore, first: int, rank: int, exchanges: Exchanges | None) -> None:
+        self._store, self._first, self._rank, self._exchanges = store, first, rank, exchanges
 
     def __call__(self, epoch: int) -> int:
         """Return the parts of an epoch.
@@ -114,7 +119,7 @@ class _PartsNow:
             StalledError: not all ranks came.
         """
         if epoch == 0:
-            return self._store.num_parts
+            return self._first
         self._store.reread()
         if self._exchanges is None:
             return self._store.num_parts

@@ -118,7 +118,7 @@ class TokenStore:
 
     def where(self, shard: int) -> str:
         """Say where a shard lies."""
-        return f"shard {self.shards[shard]} of {self.folder}"
+        return f"shard {self.shards[shard]} of {self.folder.name}"
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Have the system read documents in while other things are done; arguments as in `lengths`."""
