@@ -28,6 +28,7 @@ from streaming import (
 )
 
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
+from varlen.feed.lane import document_ids
 from varlen.feed.resumed import Unread
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.source import blocks
@@ -368,3 +369,11 @@ def test_closing_early_leaves_no_thread_also_where_another_rank_never_comes(sour
     for one in both:
         one.close()
     assert threading.active_count() == before
+
+
+def test_documents_beyond_what_a_number_can_tell_are_refused():
+    last = document_ids((1 << 25) - 1, (1 << 18) - 1, np.array([(1 << 20) - 1]))
+    assert last.tolist() == [2**63 - 1]
+    for block, chunk, record in ((1 << 25, 0, 0), (0, 1 << 18, 0), (0, 0, 1 << 20)):
+        with pytest.raises(SourceError, match="index the data instead"):
+            document_ids(block, chunk, np.array([record]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import OverlongDocumentError, StateError
+from varlen.errors import OverlongDocumentError, SourceError, StateError
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.pack.passes import Passes, arrived
@@ -21,12 +21,22 @@ from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
 
 Mask = npt.NDArray[np.uint8]
-CHUNK_BITS, RECORD_BITS = 18, 20
+BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 """Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
 
 def document_ids(block: int, chunk: int, records: IntArray) -> IntArray:
-    """Return numbers that tell documents of a data set apart, the same in every epoch."""
+    """Return numbers that tell documents of a data set apart, the same in every epoch.
+
+    Raises:
+        SourceError: a block, a chunk or a record beyond what a number can tell.
+    """
+    most = int(records.max()) if len(records) else 0
+    if block >= 1 << BLOCK_BITS or chunk >= 1 << CHUNK_BITS or most >= 1 << RECORD_BITS:
+        raise SourceError(
+            f"record {most:,} of chunk {chunk:,} of block {block:,} is beyond what streaming can tell apart "
+            f"({1 << RECORD_BITS:,}, {1 << CHUNK_BITS:,} and {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
+        )
     return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
 
 

@@ -87,6 +87,7 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     data = absolute(data)
     tokens = None if tokenizer is not None or settings.mode == "streaming" else open_tokens(data)
     if tokens is not None:
+        _refuse_reading(data, settings)
         return open_indexed(tokens, data, settings)
     _refuse_store(data, tokenizer)
     source = open_source(data, tokenizer, **settings.reading)
@@ -152,6 +153,21 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         "until": mixture.until,
     }
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
+
+
+_USUAL = {"append_eos": True, "supervise": "assistant", "text_cut": "auto"}
+"""Settings of reading that say how documents become tokens, where they aren't None."""
+
+
+def _refuse_reading(data: Data, settings: LoaderSettings) -> None:
+    """Refuse settings that say how documents become tokens, where they are tokens already.
+
+    Raises:
+        SettingError: one was changed.
+    """
+    for name in ("columns", "chat_template", "eos", *_USUAL):
+        if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
+            raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 
 
 def _refuse_store(data: Data, tokenizer: Any) -> None:
