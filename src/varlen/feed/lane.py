@@ -35,7 +35,7 @@ def document_ids(block: int, chunk: int, records: IntArray) -> IntArray:
     if block >= 1 << BLOCK_BITS or chunk >= 1 << CHUNK_BITS or most >= 1 << RECORD_BITS:
         raise SourceError(
             f"record {most:,} of chunk {chunk:,} of block {block:,} is beyond what streaming can tell apart "
-            f"({1 << RECORD_BITS:,}, {1 << CHUNK_BITS:,} and {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
+            f"({1 << RECORD_BITS:,}, {1 << CHUNK_BITS:,}, {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
         )
     return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
 
