@@ -72,6 +72,11 @@ def test_a_store_in_the_making_gives_the_bytes_of_the_finished_one_however_it_is
     taken = [next(made) for _ in range(2)]  # the first group is sealed
     index_until(data, folder, 2, monkeypatch)  # paused again, in the third group
     saved = json.loads(json.dumps(dict(taken[-1].state.at)))
+    early = feed_of(open_tokens(folder))
+    unknown = FeedState(step=9, at={**saved, "group": 3, "window": 99})
+    assert early.begun(unknown) == unknown  # it isn't waited for what can't be known yet
+    with pytest.raises(StateError, match="it was changed"):
+        early.begun(FeedState(step=9, at={**saved, "group": 0, "window": 99}))
     going_on = threading.Thread(target=index_source, args=(open_source(data), folder))
     going_on.start()
     taken += made

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
-from varlen.feed.state import FeedState
+from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import IntArray, Ledger
@@ -105,9 +106,19 @@ class IndexedFeed:
         """Return a state that says where it stands, also where training begins.
 
         Raises:
-            StateError: the state is none of a token store, or of another one.
+            StateError: the state is none of a token store, or of another one, or can't be.
+            SourceError: the store is damaged.
         """
-        return replace(state, at=self._stream.at(self.position(state)))
+        check_micro_batch(state, self._settings.micro_batches)
+        if (state.step or state.micro_batch) and not state.at:
+            raise StateError(
+                f"the state is in step {state.step:,}, and doesn't say where that begins; it was changed. Load it as "
+                "it was saved, or an earlier one"
+            )
+        position = self.position(state)
+        if state.at:
+            self._stream.check(position)
+        return replace(state, at=self._stream.at(position))
 
     def position(self, state: FeedState) -> Any:
         """Return where the step of a state begins, and which parts of the store its epochs hold.

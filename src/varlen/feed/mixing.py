@@ -23,7 +23,7 @@ from varlen import jit
 from varlen.errors import SettingError, StateError
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
-from varlen.feed.stream import Grown, PackStream, Position
+from varlen.feed.stream import Grown, PackStream, Position, refuse
 from varlen.feed.windows import Window, WindowSettings, packs_of
 from varlen.pack.lengths import as_count
 from varlen.source.joined_tokens import JoinedTokens
@@ -115,6 +115,7 @@ class MixedStream:
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SettingError: no document gives a pack.
+            StateError: there is no such position.
             SourceError: a store is damaged.
         """
         parts: list[StorePacks] = []
@@ -123,6 +124,7 @@ class MixedStream:
         while taken < count:
             mixed = self._made(position.sources)
             packs = mixed.window.packs
+            refuse("pack", position.pack, packs.num_packs)
             barren = 0 if packs.num_packs else barren + 1
             if barren > _MOST_BARREN:
                 raise SettingError(
@@ -144,6 +146,19 @@ class MixedStream:
         mixed = self._made(position.sources)
         after = MixedPosition(sources=mixed.after, window=position.window + 1)
         return mixed.window.packs.num_packs, None if mixed.is_last else after
+
+    def check(self, position: MixedPosition) -> None:
+        """Refuse a position that can't be.
+
+        Raises:
+            StateError: there is no such pack.
+            SourceError: a store is damaged.
+
+        Cost: that of its window.
+        """
+        for stream, place in zip(self._sources, position.sources):
+            stream.check(place.position)
+        refuse("pack", position.pack, self._made(position.sources).window.packs.num_packs)
 
     def at(self, position: MixedPosition) -> dict[str, Any]:
         """Return a position as numbers, and the stores by their fingerprints."""
@@ -274,6 +289,7 @@ class _Head:
         is_same = found == position
         rows = np.stack(self._stream.documents_of(self._number, found))
         first = document if is_same else 0
+        refuse("document", first, rows.shape[1])
         self.place = replace(self.place, position=found, document=first)
         self._rows = rows[:, first:]
         return True

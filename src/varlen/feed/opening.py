@@ -136,7 +136,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         rank=settings.ranks[0],
     )
     belongs_to = {
-        **settings.deciding(),
+        **settings.deciding(spec.windows.window),
         "sources": list(mixture.sources),
         "shares": list(mixture.shares),
         "unit": mixture.unit,
@@ -205,7 +205,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         rank=settings.ranks[0],
     )
     # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
-    belongs_to = settings.deciding()
+    belongs_to = settings.deciding(None if is_all else spec.windows.window)
     several = settings.ranks[1] > 1 and settings.epochs != 1
     exchanges = _exchanges(job_store(), belongs_to, settings) if several else None
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
@@ -289,7 +289,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         "on_error": source.on_error,
         "lanes": lanes,
         "epochs": settings.epochs,
-        **settings.deciding(),
+        **settings.deciding(spec.settings.window_packs),
     }
     if world > 1 and feed.read_by_all:
         _log.warning(
