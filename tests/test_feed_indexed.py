@@ -37,7 +37,7 @@ def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
     settings = BatchSettings(
         capacity=32, global_batch_size=24, micro_batch_size=micro_batch_size, dp_world_size=ranks
     )
-    return IndexedFeed(store, PackStream(windows, epochs), settings, rank)
+    return IndexedFeed(PackStream(windows, epochs), settings, rank)
 
 
 def content(batch):
@@ -137,9 +137,7 @@ def test_a_step_without_targets_is_left_out_on_every_rank_and_counted(tmp_path):
     windows = Windows(silent, Groups(silent), WindowSettings(capacity=10, seed=None))
     for rank in range(2):
         settings = BatchSettings(capacity=10, global_batch_size=2, micro_batch_size=1, dp_world_size=2)
-        made = list(
-            IndexedFeed(silent, PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays)
-        )
+        made = list(IndexedFeed(PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays))
         assert [one.state.step for one in made] == [1, 2, 4]
         assert [one.batch.pack_ids.item() for one in made] == [rank, 2 + rank, 6 + rank]
 

@@ -11,7 +11,7 @@ from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
 from varlen.feed.windows import Windows
 from varlen.pack.lengths import as_count
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import ReadableTokens, TokenDocuments
 from varlen.types import Ledger
 
 Grown = tuple[tuple[int, int], ...]
@@ -57,6 +57,9 @@ class Stream(Protocol):
             StateError: there is no such pack.
         """
 
+    def tokens(self, position: Any) -> ReadableTokens:
+        """Return the documents that packs behind a position name, numbered the same however the data grows."""
+
     def at(self, position: Any) -> dict[str, Any]:
         """Return a position for JSON."""
 
@@ -77,7 +80,12 @@ class PackStream:
     """
 
     def __init__(
-        self, windows: Windows, epochs: int | None, num_parts: Callable[[int], int] | None = None
+        self,
+        windows: Windows,
+        epochs: int | None,
+        num_parts: Callable[[int], int] | None = None,
+        *,
+        grows: bool = True,
     ) -> None:
         """Take the windows, and how many epochs there are.
 
@@ -86,8 +94,9 @@ class PackStream:
             epochs: None for no end.
             num_parts: asked with an epoch, when it is first needed, for how many parts it is to hold, the same on all
                 ranks; None: those that the store has now, for all epochs.
+            grows: False: all epochs hold what the first one that a position knows does.
         """
-        self.windows, self.epochs = windows, epochs
+        self.windows, self.epochs, self._grows = windows, epochs, grows
         now = windows.store.num_parts
         self._num_parts = num_parts or (lambda _: now)
 
@@ -161,6 +170,10 @@ class PackStream:
         if position.window == count:
             refuse("pack", position.pack, 0)
 
+    def tokens(self, _position: Position) -> TokenDocuments:
+        """Return the store: what is added to it comes behind what it held."""
+        return self.windows.store
+
     def at(self, position: Position) -> dict[str, Any]:
         """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
         store = self.windows.store
@@ -205,7 +218,7 @@ class PackStream:
     def _next_epoch(self, position: Position) -> Position:
         """Return where the next epoch begins; parts of it are asked for unless the position knows them."""
         epoch, grown = position.epoch + 1, position.grown
-        if grown[-1][0] < epoch:
+        if grown[-1][0] < epoch and self._grows:
             num_parts = self._num_parts(epoch)
             grown = grown if num_parts == grown[-1][1] else (*grown, (epoch, num_parts))
         return Position(epoch=epoch, grown=grown)
