@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from loaders import drained
 from offline_packs import write_texts
 from test_feed_indexed import content, new_arrays
 
@@ -19,6 +20,7 @@ from varlen.feed.stream import PackStream
 from varlen.feed.windows import Windows, WindowSettings
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
+from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.partial import PartialStore
 from varlen.source.source import open_source
@@ -35,7 +37,7 @@ def data(tmp_path, monkeypatch):
 def feed_of(store, epochs=2):
     windows = Windows(store, Groups(store, 2), WindowSettings(capacity=256, window=20, seed=3))
     settings = BatchSettings(capacity=256, global_batch_size=4, micro_batch_size=2, dp_world_size=1)
-    return IndexedFeed(store, PackStream(windows, epochs), settings, 0)
+    return IndexedFeed(PackStream(windows, epochs), settings, 0)
 
 
 def rest_of(store, state=FeedState(), epochs=2):  # noqa: B008 - frozen
@@ -72,6 +74,11 @@ def test_a_store_in_the_making_gives_the_bytes_of_the_finished_one_however_it_is
     taken = [next(made) for _ in range(2)]  # the first group is sealed
     index_until(data, folder, 2, monkeypatch)  # paused again, in the third group
     saved = json.loads(json.dumps(dict(taken[-1].state.at)))
+    early = feed_of(open_tokens(folder))
+    unknown = FeedState(step=9, at={**saved, "group": 3, "window": 99})
+    assert early.begun(unknown) == unknown  # it isn't waited for what can't be known yet
+    with pytest.raises(StateError, match="it was changed"):
+        early.begun(FeedState(step=9, at={**saved, "group": 0, "window": 99}))
     going_on = threading.Thread(target=index_source, args=(open_source(data), folder))
     going_on.start()
     taken += made
@@ -184,3 +191,32 @@ def test_a_loader_takes_in_what_was_added_when_its_next_epoch_begins(tmp_path):
                 again.load_state_dict(last)
                 rest = [d for batch in again for d in batch.document_ids.tolist()]
             assert expected[-len(rest) :] == rest
+
+
+def test_a_mixture_goes_on_with_the_bytes_of_before_when_one_of_its_sources_has_grown(tmp_path):
+    folders = {}
+    for name, count in (("web", 40), ("code", 25)):
+        write_texts(tmp_path / f"{name}.jsonl", count=count)
+        folders[name] = tmp_path / name
+        index_source(open_source(tmp_path / f"{name}.jsonl"), folders[name])
+    settings = {"capacity": 256, "global_batch_size": 2, "window": 16, "epochs": 2, "worker": "thread"}
+
+    def new():
+        return PackedLoader(Mixture(folders, {"web": 1, "code": 1}, "tokens", "all"), **settings)
+
+    with new() as loader:
+        whole, states = drained(loader)
+        steps, last = len(loader), loader.documents(len(whole) - 1).document_ids.tolist()
+        places = [loader.where(document) for document in range(65)]
+    write_texts(tmp_path / "more.jsonl", count=30, seed=2)
+    index_source(open_source([tmp_path / "web.jsonl", tmp_path / "more.jsonl"]), folders["web"])
+    with new() as loader:
+        assert len(loader) != steps
+        for taken in (1, len(whole) // 2, len(whole) - 1):
+            loader.load_state_dict(json.loads(json.dumps(states[taken])))
+            assert drained(loader) == (whole[taken:], states[taken:])
+            assert len(loader) == steps
+            assert loader.documents(len(whole) - 1).document_ids.tolist() == last
+            assert [loader.where(document) for document in range(65)] == places
+            loader.seek(3)
+            assert drained(loader) == (whole[3:], states[3:])

@@ -37,7 +37,7 @@ def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
     settings = BatchSettings(
         capacity=32, global_batch_size=24, micro_batch_size=micro_batch_size, dp_world_size=ranks
     )
-    return IndexedFeed(store, PackStream(windows, epochs), settings, rank)
+    return IndexedFeed(PackStream(windows, epochs), settings, rank)
 
 
 def content(batch):
@@ -137,8 +137,51 @@ def test_a_step_without_targets_is_left_out_on_every_rank_and_counted(tmp_path):
     windows = Windows(silent, Groups(silent), WindowSettings(capacity=10, seed=None))
     for rank in range(2):
         settings = BatchSettings(capacity=10, global_batch_size=2, micro_batch_size=1, dp_world_size=2)
-        made = list(
-            IndexedFeed(silent, PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays)
-        )
+        made = list(IndexedFeed(PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays))
         assert [one.state.step for one in made] == [1, 2, 4]
         assert [one.batch.pack_ids.item() for one in made] == [rank, 2 + rank, 6 + rank]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"at": {}},
+        {"step": 0, "at": {}, "micro_batch": 1},
+        {"micro_batch": 6},
+        {"group": 3},
+        {"group": 2, "window": 1},
+        {"group": 2, "pack": 1},
+        {"group": 0, "window": 4},
+        {"group": 0, "window": 3, "pack": 1},
+        {"pack": 10**9},
+        {"pack": 10**9, "group": 0, "window": 2},
+    ],
+)
+def test_a_place_that_was_changed_to_none_of_the_store_is_refused_before_training(store, changed):
+    feed = feed_of(store)
+    good = {"epoch": 0, "group": 1, "window": 0, "pack": 0, "grown": [[0, 4, "f"]]}
+    numbers = {"step": 5, "micro_batch": 0}
+    at = {**good, **{name: value for name, value in changed.items() if name in good}}
+    numbers |= {name: value for name, value in changed.items() if name in numbers}
+    state = FeedState(**numbers, at=changed.get("at", at))
+    with pytest.raises(StateError, match="it was changed"):
+        feed.begun(state)
+    if "pack" in changed or "group" in changed:  # where the store wasn't there yet
+        with pytest.raises(StateError, match="it was changed"):
+            next(feed.batches(state, new_arrays))
+
+
+def test_a_place_behind_a_window_a_group_or_the_last_epoch_is_one(store):
+    feed = feed_of(store)
+    good = {"epoch": 1, "group": 0, "window": 0, "pack": 1, "grown": [[0, 4, "f"]]}
+    for change in (
+        {},
+        {"window": 3, "pack": 0},
+        {"group": 1, "window": 3, "pack": 0},
+        {"group": 2, "pack": 0},
+    ):
+        state = FeedState(step=5, at={**good, **change})
+        assert feed.begun(state) == state
+        assert bool(list(feed.batches(state, new_arrays))) == (change.get("group", 0) == 0)
+    for state in rest(feed, FeedState())[1]:
+        assert feed.begun(state).at == (state.at or feed.begun(FeedState()).at)

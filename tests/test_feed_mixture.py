@@ -148,3 +148,20 @@ BAD = [
 def test_what_is_no_mixture_is_refused(arguments, said):
     with pytest.raises(InputError, match=said):
         vl.Mixture(*arguments)
+
+
+def test_a_place_that_was_changed_to_none_of_the_mixture_is_refused(stores):
+    with loader_of(stores, "all") as loader:
+        next(loader)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        web, *others = state["at"]["sources"]
+        for change in (
+            {"pack": 10**9},
+            {"sources": [{**web, "group": 9}, *others]},
+            {"sources": [{**web, "window": 99}, *others]},
+            {"sources": [{**web, "document": 41}, *others]},
+        ):
+            with pytest.raises(StateError, match="it was changed"):
+                loader.load_state_dict({**state, "at": {**state["at"], **change}})
+        assert loader.state_dict() == state

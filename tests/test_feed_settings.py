@@ -6,7 +6,7 @@ import pytest
 from loaders import loader_of, random_store
 
 import varlen as vl
-from varlen.errors import InputError
+from varlen.errors import InputError, StateError
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +80,20 @@ def test_documents_are_indexed_once_into_the_cache_and_found_there(tmp_path):
         counts.append(marks)
     assert counts[0] == counts[2] == 14
     assert counts[1] == counts[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"), [({"window": None}, 65_536), ({}, 50), ({"scope": "all"}, None)]
+)
+def test_a_state_names_the_window_that_is_in_effect_also_where_none_was_asked_for(store, changes, window):
+    with loader_of(store, **changes) as loader:
+        assert loader.state_dict()["belongs_to"]["window"] == window
+
+
+def test_a_streaming_state_names_its_window_and_is_refused_behind_the_batches_of_a_step(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    with loader_of(tmp_path / "a.txt", window=None, lanes=4) as loader:
+        state = loader.state_dict()
+        assert state["belongs_to"]["window"] == 32
+        with pytest.raises(StateError, match="1 batches of step 0 were taken, which has 1"):
+            loader.load_state_dict({**state, "micro_batch": 1})

@@ -25,6 +25,12 @@ class Groups:
         """Return how many groups the first parts make; some may hold nothing."""
         return -(-num_parts // self.parts_a_group)
 
+    def is_there(self, group: int, num_parts: int) -> bool:
+        """Return whether a group is known to be sealed, without waiting for it."""
+        stop = min((group + 1) * self.parts_a_group, num_parts)
+        parts = self._store.parts
+        return len(parts) > 0 and int(parts[-1]) + 1 >= stop
+
     def shards(self, group: int, num_parts: int) -> tuple[int, int]:
         """Return the shard at which a group begins, and the one at which it ends; waits until it is sealed.
 

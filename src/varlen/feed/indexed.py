@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
-from varlen.feed.state import FeedState
+from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
-from varlen.source.token_documents import ReadableTokens
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
@@ -22,9 +22,9 @@ _NOTHING = Ledger(tokens_in=0, packed=0)
 class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
-    def __init__(self, store: ReadableTokens, stream: Stream, settings: BatchSettings, rank: int) -> None:
-        """Take the documents, the packs of all epochs, and which rank this is."""
-        self._store, self._stream, self._settings, self._rank = store, stream, settings, rank
+    def __init__(self, stream: Stream, settings: BatchSettings, rank: int) -> None:
+        """Take the packs of all epochs, and which rank this is."""
+        self._stream, self._settings, self._rank = stream, settings, rank
 
     @property
     def stream(self) -> Stream:
@@ -46,14 +46,16 @@ class IndexedFeed:
         Raises:
             SourceError: the store is damaged.
         """
-        packs = self._stream.take(self.position(state), self.step_packs)[0]
-        return packs, numbers_of(self._store, packs.shards, packs.documents)
+        position = self.position(state)
+        packs = self._stream.take(position, self.step_packs)[0]
+        return packs, numbers_of(self._stream.tokens(position), packs.shards, packs.documents)
 
-    def where(self, document_id: int) -> str:
-        """Say where a document lies."""
-        before = np.concatenate([[0], np.cumsum(self._store.documents)])
+    def where(self, document_id: int, state: FeedState) -> str:
+        """Say where a document lies, as batches that follow a state name it."""
+        store = self._stream.tokens(self.position(state))
+        before = np.concatenate([[0], np.cumsum(store.documents)])
         shard = int(np.searchsorted(before, document_id, side="right")) - 1
-        return f"document {document_id - int(before[shard]):,} of {self._store.where(shard)}"
+        return f"document {document_id - int(before[shard]):,} of {store.where(shard)}"
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
@@ -72,7 +74,7 @@ class IndexedFeed:
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
                 return
-            step = plan_step(self._store, packs, number, self._settings)
+            step = plan_step(self._stream.tokens(position), packs, number, self._settings)
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self._stream.at(position)), ledger
@@ -91,11 +93,12 @@ class IndexedFeed:
             SourceError: the store is damaged.
         """
         first = state.micro_batch
+        store = self._stream.tokens(self.position(state))
         for step, before, after, entered in self.steps(state):
             ledger: Ledger | None = entered
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
-                batch = make_batch(self._store, step, self._rank, number, self._settings, buffers())
+                batch = make_batch(store, step, self._rank, number, self._settings, buffers())
                 now = after if is_last else replace(before, micro_batch=number + 1)
                 yield Made(batch=batch, state=now, ledger=ledger)
                 ledger = None
@@ -105,9 +108,19 @@ class IndexedFeed:
         """Return a state that says where it stands, also where training begins.
 
         Raises:
-            StateError: the state is none of a token store, or of another one.
+            StateError: the state is none of a token store, or of another one, or can't be.
+            SourceError: the store is damaged.
         """
-        return replace(state, at=self._stream.at(self.position(state)))
+        check_micro_batch(state, self._settings.micro_batches)
+        if (state.step or state.micro_batch) and not state.at:
+            raise StateError(
+                f"the state is in step {state.step:,}, and doesn't say where that begins; it was changed. Load it as "
+                "it was saved, or an earlier one"
+            )
+        position = self.position(state)
+        if state.at:
+            self._stream.check(position)
+        return replace(state, at=self._stream.at(position))
 
     def position(self, state: FeedState) -> Any:
         """Return where the step of a state begins, and which parts of the store its epochs hold.

@@ -339,7 +339,7 @@ class PackedLoader:
         Args:
             document_id: of `batch.document_ids`, or of `documents`.
         """
-        return self._lookup.where(int(document_id))
+        return self._lookup.where(int(document_id), self._state)
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made."""

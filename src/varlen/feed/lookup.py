@@ -101,9 +101,9 @@ class IndexedLookup:
             offsets=packs.offsets,
         )
 
-    def where(self, document_id: int) -> str:
-        """Say where a document lies."""
-        return self._feed.where(document_id)
+    def where(self, document_id: int, state: FeedState) -> str:
+        """Say where a document lies, as batches of now name it."""
+        return self._feed.where(document_id, state)
 
     def close(self) -> None:
         """Leave no thread behind."""
@@ -179,7 +179,7 @@ class StreamingLookup:
             )
         raise SettingError(f"step {step:,} held nothing to train on, and was left out")
 
-    def where(self, document_id: int) -> str:
+    def where(self, document_id: int, _state: FeedState) -> str:
         """Say where a document lies."""
         return self._feed.where(document_id)
 

@@ -23,7 +23,7 @@ from varlen import jit
 from varlen.errors import SettingError, StateError
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
-from varlen.feed.stream import Grown, PackStream, Position
+from varlen.feed.stream import Grown, PackStream, Position, refuse
 from varlen.feed.windows import Window, WindowSettings, packs_of
 from varlen.pack.lengths import as_count
 from varlen.source.joined_tokens import JoinedTokens
@@ -58,9 +58,14 @@ class MixedPosition:
     """Packs of the window that stand before it."""
 
     @property
-    def grown(self) -> Grown:
-        """Nothing: sources hold what they held when training began."""
-        return ()
+    def grown(self) -> tuple[Grown, ...]:
+        """Parts of each source, which holds what it held when training began."""
+        return tuple(place.position.grown for place in self.sources)
+
+    @property
+    def num_parts(self) -> tuple[int, ...]:
+        """Parts of each source."""
+        return tuple(place.position.num_parts for place in self.sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,9 +106,22 @@ class MixedStream:
             settings: of the packs.
             mix: how sources are mixed.
         """
-        self._tokens, self._sources, self._settings, self._mix = tokens, tuple(sources), settings, mix
+        self._sources, self._settings, self._mix = tuple(sources), settings, mix
         self.epochs = None if mix.until == "endless" else mix.epochs
         self._made = lru_cache(_KEPT)(self._make)
+        self._held = lru_cache(_KEPT)(tokens.with_parts)
+
+    def begin(self, grown: Sequence[Grown]) -> MixedPosition:
+        """Return where training began.
+
+        Args:
+            grown: parts of each source, as a position has them.
+        """
+        return MixedPosition(sources=tuple(SourcePlace(position=Position(grown=one)) for one in grown))
+
+    def tokens(self, position: MixedPosition) -> JoinedTokens:
+        """Return the documents of all sources, numbered by what each held when training began."""
+        return self._held(position.num_parts)
 
     def take(self, position: MixedPosition, count: int) -> tuple[StorePacks, MixedPosition, Ledger]:
         """Return the next packs, where those after begin, and what became of the tokens of the windows begun.
@@ -115,6 +133,7 @@ class MixedStream:
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SettingError: no document gives a pack.
+            StateError: there is no such position.
             SourceError: a store is damaged.
         """
         parts: list[StorePacks] = []
@@ -123,6 +142,7 @@ class MixedStream:
         while taken < count:
             mixed = self._made(position.sources)
             packs = mixed.window.packs
+            refuse("pack", position.pack, packs.num_packs)
             barren = 0 if packs.num_packs else barren + 1
             if barren > _MOST_BARREN:
                 raise SettingError(
@@ -145,6 +165,19 @@ class MixedStream:
         after = MixedPosition(sources=mixed.after, window=position.window + 1)
         return mixed.window.packs.num_packs, None if mixed.is_last else after
 
+    def check(self, position: MixedPosition) -> None:
+        """Refuse a position that can't be.
+
+        Raises:
+            StateError: there is no such pack.
+            SourceError: a store is damaged.
+
+        Cost: that of its window.
+        """
+        for stream, place in zip(self._sources, position.sources):
+            stream.check(place.position)
+        refuse("pack", position.pack, self._made(position.sources).window.packs.num_packs)
+
     def at(self, position: MixedPosition) -> dict[str, Any]:
         """Return a position as numbers, and the stores by their fingerprints."""
         places = [
@@ -160,8 +193,7 @@ class MixedStream:
             StateError: it is none, or of other sources.
         """
         if not at:
-            begun = [SourcePlace(position=stream.begun(Position())) for stream in self._sources]
-            return MixedPosition(sources=tuple(begun))
+            return self.begin([stream.begun(Position()).grown for stream in self._sources])
         try:
             window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
             places = tuple(
@@ -178,6 +210,10 @@ class MixedStream:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+        if any(len(place.position.grown) > 1 for place in places):
+            raise StateError(
+                "this is no state of a loader: sources of a mixture hold what they held at first"
+            )
         return MixedPosition(sources=places, window=window, pack=pack)
 
     def _make(self, places: tuple[SourcePlace, ...]) -> _Mixed:
@@ -193,7 +229,10 @@ class MixedStream:
         """Return a window's documents in their order, where sources stand after them, repeats, and if that is all."""
         counts = np.array([place.taken for place in places], dtype=np.int64)
         shares: FloatArray = np.array(self._mix.shares)
-        heads = [_Head(self, number, place) for number, place in enumerate(places)]
+        joined = self._held(tuple(place.position.num_parts for place in places))
+        heads = [
+            _Head(self, number, joined.first_shard(number), place) for number, place in enumerate(places)
+        ]
         parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
         wanted, is_last = self._settings.window, False
         while wanted and not is_last:
@@ -219,12 +258,12 @@ class MixedStream:
         return table[0], table[1], table[2], after, int(table[2][table[3] > 0].sum()), is_last
 
     def documents_of(self, number: int, position: Position) -> tuple[IntArray, IntArray, IntArray]:
-        """Return shards among those of all sources, numbers and lengths of a window of one source."""
+        """Return shards, numbers within them and lengths of a window's documents of one source."""
         windows = self._sources[number].windows
         shards, documents = windows.documents(
             position.epoch, position.group, position.window, position.num_parts
         )
-        return shards + self._tokens.first_shard(number), documents, windows.store.lengths(shards, documents)
+        return shards, documents, windows.store.lengths(shards, documents)
 
     def window_of(self, number: int, position: Position) -> Position | None:
         """Return a position in a window that a source has; None behind the last one."""
@@ -239,8 +278,8 @@ class MixedStream:
 class _Head:
     """What comes next in one source."""
 
-    def __init__(self, stream: MixedStream, number: int, place: SourcePlace) -> None:
-        self._stream, self._number, self.place = stream, number, place
+    def __init__(self, stream: MixedStream, number: int, first_shard: int, place: SourcePlace) -> None:
+        self._stream, self._number, self._first_shard, self.place = stream, number, first_shard, place
         self._rows: IntArray = np.zeros((3, 0), dtype=np.int64)
         self._open(place.position, place.document)
 
@@ -273,7 +312,9 @@ class _Head:
             return False
         is_same = found == position
         rows = np.stack(self._stream.documents_of(self._number, found))
+        rows[0] += self._first_shard
         first = document if is_same else 0
+        refuse("document", first, rows.shape[1])
         self.place = replace(self.place, position=found, document=first)
         self._rows = rows[:, first:]
         return True
@@ -285,28 +326,41 @@ class MixedTable:
     def __init__(self, stream: MixedStream) -> None:
         """Take the stream."""
         self._stream = stream
-        self._begins = [stream.position({})]
+        self._begin(stream.position({}).grown)
+
+    def _begin(self, grown: tuple[Grown, ...]) -> None:
+        """Forget what was found of other parts of the sources."""
+        self._grown = grown
+        self._begins = [self._stream.begin(grown)]
         self._packs = [0]
         self._is_whole = False
 
-    def num_packs(self, _grown: Grown = ()) -> int:
+    def num_packs(self, grown: tuple[Grown, ...]) -> int:
         """Return the packs of the whole mixture.
+
+        Args:
+            grown: parts of each source, as a position has them.
 
         Raises:
             SettingError: it has no end.
         """
         if self._stream.epochs is None:
             raise SettingError("a mixture without end has no number of packs; count steps yourself")
+        if grown != self._grown:
+            self._begin(grown)
         while not self._is_whole:
             self._further()
         return self._packs[-1]
 
-    def position_of(self, number: int, _grown: Grown = ()) -> MixedPosition:
+    def position_of(self, number: int, grown: tuple[Grown, ...]) -> MixedPosition:
         """Return where a pack stands; behind the last one, where the mixture ends.
 
         Args:
             number: of the pack, from 0.
+            grown: parts of each source, as a position has them.
         """
+        if grown != self._grown:
+            self._begin(grown)
         while not self._is_whole and self._packs[-1] <= number:
             self._further()
         window = int(np.searchsorted(self._packs, number, side="right")) - 1

@@ -146,7 +146,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         rank=settings.ranks[0],
     )
     belongs_to = {
-        **settings.deciding(),
+        **settings.deciding(spec.windows.window),
         "sources": list(mixture.sources),
         "shares": list(mixture.shares),
         "unit": mixture.unit,
@@ -220,7 +220,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     if is_all:
         tokens.wait_for(tokens.num_parts)
     # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
-    belongs_to = settings.deciding()
+    belongs_to = settings.deciding(None if is_all else settings.window or _WINDOW)
     rank, world = settings.ranks
     exchanges = _exchanges(job_store(), belongs_to, settings) if world > 1 else None
     first_parts = tokens.num_parts
@@ -318,7 +318,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         "on_error": source.on_error,
         "lanes": lanes,
         "epochs": settings.epochs,
-        **settings.deciding(),
+        **settings.deciding(spec.settings.window_packs),
     }
     if world > 1 and feed.read_by_all:
         _log.warning(

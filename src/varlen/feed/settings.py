@@ -121,14 +121,18 @@ class LoaderSettings:
         """The seed of the shuffle; None for documents in their order."""
         return self.seed if self.shuffle else None
 
-    def deciding(self) -> dict[str, Any]:
-        """Return the settings that the bytes depend on."""
+    def deciding(self, window: int | None) -> dict[str, Any]:
+        """Return the settings that the bytes depend on.
+
+        Args:
+            window: that is in effect, also where none was asked for; None where everything is packed at once.
+        """
         whole, micro = self.batch_sizes
         return {
             "capacity": self.capacity,
             "global_batch_size": whole,
             "scope": self.scope,
-            "window": self.window,
+            "window": window,
             "method": self.method,
             "overlong": self.overlong,
             "max_documents": self.max_documents,

@@ -70,7 +70,7 @@ class IndexedSpec:
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
         stream = PackStream(windows, self.epochs, parts)
-        return IndexedFeed(tokens, stream, self.batches, self.rank)
+        return IndexedFeed(stream, self.batches, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +98,9 @@ class MixtureSpec:
                 raise SourceError(f"{data} holds no document, and can't have a share of a mixture")
             windows = replace(self.windows, seed=_seed_of(self.windows.seed, number))
             epochs = self.mix.epochs if self.mix.until == "first" else None
-            streams.append(PackStream(Windows(tokens, Groups(tokens), windows), epochs))
+            streams.append(PackStream(Windows(tokens, Groups(tokens), windows), epochs, grows=False))
         joined = JoinedTokens(sets)
-        return IndexedFeed(
-            joined, MixedStream(joined, streams, self.windows, self.mix), self.batches, self.rank
-        )
+        return IndexedFeed(MixedStream(joined, streams, self.windows, self.mix), self.batches, self.rank)
 
 
 class _PartsNow:

@@ -75,6 +75,19 @@ def from_json(
     return FeedState(step=step, micro_batch=micro_batch, at=at)
 
 
+def check_micro_batch(state: FeedState, micro_batches: int) -> None:
+    """Refuse a state that says that more of a step was taken than there is.
+
+    Raises:
+        StateError: it does.
+    """
+    if state.micro_batch >= micro_batches:
+        raise StateError(
+            f"the state says that {state.micro_batch:,} batches of step {state.step:,} were taken, which has "
+            f"{micro_batches:,}; it was changed. Load it as it was saved, or an earlier one"
+        )
+
+
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the one state that the ranks of a job have, from those of some or all of them.
 

@@ -11,7 +11,7 @@ from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
 from varlen.feed.windows import Windows
 from varlen.pack.lengths import as_count
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import ReadableTokens, TokenDocuments
 from varlen.types import Ledger
 
 Grown = tuple[tuple[int, int], ...]
@@ -50,6 +50,16 @@ class Stream(Protocol):
             count: how many.
         """
 
+    def check(self, position: Any) -> None:
+        """Refuse a position that can't be, as far as the store is there; `take` refuses the others.
+
+        Raises:
+            StateError: there is no such pack.
+        """
+
+    def tokens(self, position: Any) -> ReadableTokens:
+        """Return the documents that packs behind a position name, numbered the same however the data grows."""
+
     def at(self, position: Any) -> dict[str, Any]:
         """Return a position for JSON."""
 
@@ -57,6 +67,8 @@ class Stream(Protocol):
         """Return the position that `at` gave; without one, where training begins."""
 
 
+_AT_ONCE = 1 << 20
+"""Documents of a window that is made for a look at its number of packs; a larger one takes too long."""
 _NUMBERS = ("epoch", "group", "window", "pack")
 
 
@@ -68,7 +80,12 @@ class PackStream:
     """
 
     def __init__(
-        self, windows: Windows, epochs: int | None, num_parts: Callable[[int], int] | None = None
+        self,
+        windows: Windows,
+        epochs: int | None,
+        num_parts: Callable[[int], int] | None = None,
+        *,
+        grows: bool = True,
     ) -> None:
         """Take the windows, and how many epochs there are.
 
@@ -77,8 +94,9 @@ class PackStream:
             epochs: None for no end.
             num_parts: asked with an epoch, when it is first needed, for how many parts it is to hold, the same on all
                 ranks; None: those that the store has now, for all epochs.
+            grows: False: all epochs hold what the first one that a position knows does.
         """
-        self.windows, self.epochs = windows, epochs
+        self.windows, self.epochs, self._grows = windows, epochs, grows
         now = windows.store.num_parts
         self._num_parts = num_parts or (lambda _: now)
 
@@ -92,6 +110,7 @@ class PackStream:
             count: how many.
 
         Raises:
+            StateError: there is no such position.
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
             SourceError: the store is damaged, or isn't there yet and isn't being written.
 
@@ -110,6 +129,7 @@ class PackStream:
                 at_start = taken
             window = self.windows.window(here.epoch, here.group, here.window, here.num_parts)
             packs = window.packs
+            refuse("pack", here.pack, packs.num_packs - 1)
             if here.pack == 0:
                 ledger = ledger.and_then(window.ledger)
             stop = min(here.pack + count - taken, packs.num_packs)
@@ -118,6 +138,41 @@ class PackStream:
             is_over = stop == packs.num_packs
             position = replace(here, window=here.window + is_over, pack=0 if is_over else stop)
         return end_to_end(parts), position, ledger
+
+    def check(self, position: Position) -> None:
+        """Refuse a position that can't be, as far as the store is there; `take` refuses the others.
+
+        Raises:
+            StateError: there is no such pack.
+            SourceError: the store is damaged.
+
+        Cost: that of its window, unless it is a huge one.
+        """
+        windows, parts = self.windows, position.num_parts
+        if position.group < windows.num_groups(parts) and not windows.is_there(position.group, parts):
+            return
+        self._refuse_none(position)
+        if position.pack and windows.settings.window <= _AT_ONCE:
+            window = windows.window(position.epoch, position.group, position.window, parts)
+            refuse("pack", position.pack, window.packs.num_packs - 1)
+
+    def _refuse_none(self, position: Position) -> None:
+        """Refuse a window that an epoch doesn't have; behind a group's last one is where the next group begins.
+
+        Raises:
+            StateError: there is no such window, or no pack in it.
+        """
+        num_groups = self.windows.num_groups(position.num_parts)
+        refuse("group", position.group, num_groups)
+        is_last = position.group == num_groups
+        count = 0 if is_last else self.windows.num_windows(position.group, position.num_parts)
+        refuse("window", position.window, count)
+        if position.window == count:
+            refuse("pack", position.pack, 0)
+
+    def tokens(self, _position: Position) -> TokenDocuments:
+        """Return the store: what is added to it comes behind what it held."""
+        return self.windows.store
 
     def at(self, position: Position) -> dict[str, Any]:
         """Return a position as numbers, and the store of each epoch that has begun by its fingerprint."""
@@ -143,9 +198,12 @@ class PackStream:
         """Return a position in a window that there is: where a group or an epoch ends, the next one's; None: no more.
 
         Raises:
+            StateError: there is no such position.
             SourceError: a group isn't there, and isn't being written.
         """
         position = self.begun(position)
+        if self.epochs is None or position.epoch < self.epochs:
+            self._refuse_none(position)
         while self.epochs is None or position.epoch < self.epochs:
             is_whole = position.group == position.window == 0
             while position.group < self.windows.num_groups(position.num_parts):
@@ -160,10 +218,23 @@ class PackStream:
     def _next_epoch(self, position: Position) -> Position:
         """Return where the next epoch begins; parts of it are asked for unless the position knows them."""
         epoch, grown = position.epoch + 1, position.grown
-        if grown[-1][0] < epoch:
+        if grown[-1][0] < epoch and self._grows:
             num_parts = self._num_parts(epoch)
             grown = grown if num_parts == grown[-1][1] else (*grown, (epoch, num_parts))
         return Position(epoch=epoch, grown=grown)
+
+
+def refuse(name: str, number: int, most: int) -> None:
+    """Refuse a number of a position that is too large.
+
+    Raises:
+        StateError: it is.
+    """
+    if number > max(most, 0):
+        raise StateError(
+            f"the state begins at {name} {number:,}, and there are none behind {max(most, 0):,}; it was changed. "
+            "Load it as it was saved, or an earlier one"
+        )
 
 
 def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:

@@ -22,7 +22,7 @@ from varlen.feed.feed import Buffers, Made
 from varlen.feed.intake import Intake
 from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
 from varlen.feed.rounds import Round, Rounds, RoundSettings
-from varlen.feed.state import FeedState
+from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
 from varlen.source.block_reader import BlockReader
 from varlen.source.blocks import cut_blocks, read_by_all
@@ -128,8 +128,9 @@ class StreamingFeed:
         """Return a state that says where it stands: as it is, since documents are read from there on.
 
         Raises:
-            StateError: the state isn't one of streaming.
+            StateError: the state isn't one of streaming, or can't be.
         """
+        check_micro_batch(state, self._batch.micro_batches)
         begins = state.at.get("step", 0)
         if not isinstance(begins, int) or not 0 <= begins <= state.step:
             raise StateError(

@@ -82,6 +82,10 @@ class Windows:
         """Return the groups of an epoch of so many parts; some may have no windows."""
         return self._groups.num_groups(num_parts)
 
+    def is_there(self, group: int, num_parts: int) -> bool:
+        """Return whether a group of an epoch of so many parts is known to be sealed, without waiting for it."""
+        return self._groups.is_there(group, num_parts)
+
     def num_windows(self, group: int, num_parts: int) -> int:
         """Return the windows of a group, in an epoch of so many parts; waits until the group is sealed.
 

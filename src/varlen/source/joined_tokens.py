@@ -14,16 +14,27 @@ from varlen.types import Int32Array, IntArray
 class JoinedTokens:
     """Reads documents of any of several sets, which hold what they held when they were joined."""
 
-    def __init__(self, sets: Sequence[TokenDocuments]) -> None:
-        """Take the sets, all of whose parts are there."""
+    def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
+        """Take the sets, all of whose parts are there.
+
+        Args:
+            sets: of documents.
+            num_parts: of each set; it holds these parts alone. None: all that it has.
+        """
         self._sets = tuple(sets)
-        self._first = np.cumsum([0, *(len(one.documents) for one in sets)])
-        self._documents: IntArray = np.concatenate([one.documents for one in sets])
+        kept = [one.num_parts for one in sets] if num_parts is None else num_parts
+        held = [one.documents[: np.searchsorted(one.parts, parts)] for one, parts in zip(sets, kept)]
+        self._first = np.cumsum([0, *map(len, held)])
+        self._documents: IntArray = np.concatenate(held)
 
     @property
     def documents(self) -> IntArray:
         """int64 `[shards]`: documents of each shard."""
         return self._documents
+
+    def with_parts(self, num_parts: Sequence[int]) -> JoinedTokens:
+        """Return the same sets, of each of which so many parts are held."""
+        return JoinedTokens(self._sets, num_parts)
 
     def first_shard(self, number: int) -> int:
         """Return the shard with which a set begins."""
