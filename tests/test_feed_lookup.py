@@ -10,6 +10,7 @@ from test_feed_loader_streaming import loader_of as streaming_of
 from test_source_store import write_store
 
 from varlen.errors import SettingError
+from varlen.feed.table import WindowTable
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,31 @@ def test_the_documents_of_any_step_are_those_that_its_batches_held(store):
             loader.documents(max(held) + 1)
         with pytest.raises(SettingError, match="none of the"):
             loader.documents(10**6)
+
+
+def test_finding_a_step_makes_the_tables_of_the_epochs_up_to_it_and_no_others(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made, real = [], WindowTable._make
+    monkeypatch.setattr(
+        WindowTable, "_make", lambda table, *which: made.append(which[0]) or real(table, *which)
+    )
+    with loader_of(store, epochs=50) as loader:
+        loader.seek(1)
+        loader.documents(2)
+        assert made == [0]
+        once = int(loader._lookup._table.epoch(0, 4).num_packs) // 24
+        loader.seek(once + 2)
+        assert made == [0, 1]
+
+
+def test_the_end_can_be_gone_to_and_no_step_behind_it(store):
+    with loader_of(store, epochs=2) as loader:
+        count = len(loader)
+        loader.seek(count)
+        assert next(loader, None) is None
+        for step in (count + 1, 10**9):
+            with pytest.raises(SettingError, match=f"none of the {count} steps"):
+                loader.seek(step)
 
 
 def test_in_streaming_the_documents_of_the_last_rounds_are_found(texts):

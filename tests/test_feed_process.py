@@ -212,3 +212,20 @@ def test_a_worker_that_stands_still_is_named_after_the_deadline(store):
                 drained(loader)
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_batches_of_before_a_seek_and_the_end_do_not_count_as_ready(store):
+    for worker in ("process", "thread"):
+        with loader_of(store, worker=worker, ring_slots=4, epochs=8) as loader:
+            loader.start_prefetch()
+            until(lambda: loader._worker.ready == 4)
+            loader.seek(len(loader) - 1)
+            if worker == "process":
+                # The old batches hold all slots, so that none of now can have been made.
+                assert loader._worker._line.batches.qsize() == 4
+                assert loader._worker.ready == 0
+            assert next(loader) is not None
+            waiting = loader._worker._queue if worker == "thread" else loader._worker._line.batches
+            until(lambda: waiting.qsize() == 1)  # noqa: B023 - called here
+            assert loader._worker.ready == 0
+            assert next(loader, None) is None

@@ -1,7 +1,9 @@
 """What a loader can't be asked for is refused when it is made, by a sentence that names the way out."""
 
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from loaders import loader_of, random_store
 
@@ -33,6 +35,11 @@ BAD = [
     ({"ring_slots": 1}, "ring_slots"),
     ({"epochs": 0}, "epochs"),
     ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"pad_id": -1}, "pad_id"),
+    ({"epochs": 1.5}, "epochs"),
+    ({"capacity": None}, "capacity"),
     ({"deadline_s": 0}, "deadline_s must be a positive number"),
     ({"document_multiple_of": 5}, "document_multiple_of"),
     ({"overlong": "error", "capacity": 16}, "more than the capacity 16 .* overlong="),
@@ -97,3 +104,28 @@ def test_a_streaming_state_names_its_window_and_is_refused_behind_the_batches_of
         assert state["belongs_to"]["window"] == 32
         with pytest.raises(StateError, match="1 batches of step 0 were taken, which has 1"):
             loader.load_state_dict({**state, "micro_batch": 1})
+
+
+def test_numbers_of_numpy_are_as_good_as_others(store):
+    plain = {
+        "capacity": 32,
+        "global_batch_size": 12,
+        "micro_batch_size": 4,
+        "window": 40,
+        "max_documents": 5,
+        "epochs": 2,
+        "seed": 7,
+        "pad_id": 1,
+        "pad_to_multiple_of": 4,
+        "document_multiple_of": 2,
+        "ring_slots": 3,
+        "dp_rank": 0,
+        "dp_world_size": 1,
+    }
+    states = []
+    for worker in ("thread", "process"):
+        settings = {name: np.int64(value) for name, value in plain.items()} if worker == "process" else plain
+        with loader_of(store, worker=worker, **settings) as loader:
+            next(loader)
+            states.append(json.dumps(loader.state_dict()))
+    assert states[0] == states[1]

@@ -37,7 +37,7 @@ def test_every_pack_is_found_where_the_stream_has_it(shards, epochs, seed, data)
     count = data.draw(st.integers(0, len(every) - first + 2))
 
     assert table.num_packs() == len(every)
-    at = table.position_of(first)
+    at = table.find(first)[0]
     assert packs_of(stream.take(at, 10**6)[0]) == every[first:]
     further = table.skip(stream.take(Position(), first)[1], count)
     assert packs_of(stream.take(further, 10**6)[0]) == every[first + count :]
@@ -53,7 +53,7 @@ def test_epochs_of_a_store_that_grew_are_counted_with_the_parts_that_they_had():
 
     assert later.num_packs(grown) == len(every) < later.num_packs()
     for number in range(0, len(every), 7):
-        found = later.position_of(number, grown)
+        found = later.find(number, grown)[0]
         assert found.grown == grown
         assert packs_of(later._stream.take(found, 10**6)[0]) == every[number:]
 
@@ -62,12 +62,12 @@ def test_without_an_end_a_position_is_found_and_a_number_is_not():
     table = WindowTable(stream_of([[3] * 50], epochs=None))
     once = table.epoch(0, 1).num_packs
 
-    assert table.position_of(1000 * once).epoch == 1000
+    assert table.find(1000 * once)[0].epoch == 1000
     with pytest.raises(SettingError, match="epochs without end"):
         table.num_packs()
     settings = WindowSettings(capacity=5, window=7, overlong="drop")
     barren = PackStream(grouped([[9] * 20], [1], settings), None)
-    assert barren.take(WindowTable(barren).position_of(3), 1)[0].num_packs == 0
+    assert barren.take(WindowTable(barren).find(3)[0], 1)[0].num_packs == 0
 
 
 def test_a_table_is_kept_and_one_that_is_damaged_is_made_anew(home, monkeypatch):

@@ -70,10 +70,12 @@ class IndexedLookup:
             SettingError: there is no such step.
             SourceError: the store is damaged.
         """
-        grown = self._feed.position(state).grown
-        if self._feed.stream.epochs is not None and not 0 <= step <= (count := self.num_steps(state)):
+        if step < 0:
+            raise SettingError(f"step {step:,} is none: steps are counted from 0")
+        position, is_there = self._table.find(step * self._feed.step_packs, self._feed.position(state).grown)
+        # Only behind the end it matters how many there are: counting them takes the tables of all epochs.
+        if not is_there and self._feed.stream.epochs is not None and step > (count := self.num_steps(state)):
             raise SettingError(f"step {step:,} is none of the {count:,} steps of this loader")
-        position = self._table.position_of(step * self._feed.step_packs, grown)
         return self._feed.state(step, position)
 
     def remember(self, state: FeedState) -> None:

@@ -352,8 +352,8 @@ class MixedTable:
             self._further()
         return self._packs[-1]
 
-    def position_of(self, number: int, grown: tuple[Grown, ...]) -> MixedPosition:
-        """Return where a pack stands; behind the last one, where the mixture ends.
+    def find(self, number: int, grown: tuple[Grown, ...]) -> tuple[MixedPosition, bool]:
+        """Return where a pack stands, and whether it is there; if not, where the mixture ends.
 
         Args:
             number: of the pack, from 0.
@@ -365,7 +365,8 @@ class MixedTable:
             self._further()
         window = int(np.searchsorted(self._packs, number, side="right")) - 1
         window = min(window, len(self._begins) - 1)
-        return replace(self._begins[window], pack=min(number, self._packs[-1]) - self._packs[window])
+        pack = min(number, self._packs[-1]) - self._packs[window]
+        return replace(self._begins[window], pack=pack), number < self._packs[-1]
 
     def _further(self) -> None:
         count, after = self._stream.next_window(self._begins[-1])

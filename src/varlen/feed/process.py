@@ -64,6 +64,8 @@ class _Line:
     """Number of the last `start`; what earlier ones made is thrown away."""
     reached: FeedState = field(default_factory=FeedState)
     """After the last batch of the run that came whole."""
+    ready: int = 0
+    """Batches of the run that came, and weren't taken."""
     closing: bool = False
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
@@ -91,8 +93,8 @@ class ProcessWorker:
 
     @property
     def ready(self) -> int:
-        """Batches that are waiting to be taken."""
-        return self._line.batches.qsize()
+        """Batches of this run that are waiting to be taken."""
+        return self._line.ready
 
     @property
     def restarts(self) -> int:
@@ -120,7 +122,7 @@ class ProcessWorker:
         line = self._line
         with line.lock:
             line.run += 1
-            line.reached = state
+            line.reached, line.ready = state, 0
             line.orders.put(("begin", None))
         if not self._reader.is_alive():  # workers died again and again, and the trainer tries once more
             self._reader = _at_work(_read, line)
@@ -143,6 +145,8 @@ class ProcessWorker:
                 content = None  # a batch that nobody wants frees its slot
                 continue
             if kind == "made":
+                with line.lock:
+                    line.ready -= 1
                 return self._made(*content)
             if kind == "fail":
                 raise content
@@ -363,4 +367,5 @@ def _received(line: _Line, content: bytes, at: dict[str, Any]) -> None:
     with line.lock:
         if run == line.run:
             line.reached = state
+            line.ready += 1
         line.batches.put(("made", run, (slot, message, made)))

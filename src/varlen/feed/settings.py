@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 from varlen.batch.packed import Layout
 from varlen.errors import SettingError
 from varlen.feed.ranks import as_batch_sizes, as_ranks
-from varlen.feed.state import Mode
+from varlen.feed.state import MOST, Mode
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, check_multiple
 from varlen.types import Method, Overlong
 
 Scope = Literal["minibatch", "window", "all"]
 WorkerKind = Literal["process", "thread"]
+_OPTIONAL = ("micro_batch_size", "window", "lanes", "max_documents", "epochs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,16 +73,18 @@ class LoaderSettings:
             ("document_multiple_of", 1),
             ("pad_to_multiple_of", 1),
             ("ring_slots", 2),
+            ("pad_id", 0),
+            ("global_batch_size", 1),
+            *((name, 1) for name in _OPTIONAL),
         ):
-            as_count(getattr(self, name), name, least)
-        for name in ("window", "lanes", "max_documents", "epochs"):
-            if getattr(self, name) is not None:
-                as_count(getattr(self, name), name)
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                # Python's own integer: numpy's can't go into a state for JSON.
+                object.__setattr__(self, name, as_count(value, name, least))
+        object.__setattr__(self, "seed", as_count(self.seed, "seed", 0, MOST))
         check_multiple(self.capacity, self.document_multiple_of, "document_multiple_of")
         if self.layout == "rows":
             check_multiple(self.capacity, self.pad_to_multiple_of, "pad_to_multiple_of")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
-            raise SettingError(f"seed must be a whole number from 0 to 2^63 - 1, got {self.seed!r}")
         if self.scope == "all" and self.mode == "streaming":
             raise SettingError(
                 'scope="all" packs the whole data set at once, which mode="streaming" never holds'

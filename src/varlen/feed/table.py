@@ -101,8 +101,8 @@ class WindowTable:
             position = replace(position, group=self._num_groups(position))
         return total
 
-    def position_of(self, number: int, grown: Grown = ()) -> Position:
-        """Return where a pack stands, counted over all epochs; behind the last one, where they end.
+    def find(self, number: int, grown: Grown = ()) -> tuple[Position, bool]:
+        """Return where a pack stands, counted over all epochs, and whether it is there; if not, where they end.
 
         Args:
             number: of the pack, from 0.
@@ -113,7 +113,7 @@ class WindowTable:
 
         Cost: the tables of the epochs before, unless they were made before.
         """
-        return self.skip(Position(grown=grown), number)
+        return self._walk(Position(grown=grown), number)
 
     def skip(self, position: Position, count: int) -> Position:
         """Return the position so many packs behind another one; behind the last pack, where they end.
@@ -127,6 +127,10 @@ class WindowTable:
 
         Cost: the tables of the epochs from there, unless they were made before.
         """
+        return self._walk(position, count)[0]
+
+    def _walk(self, position: Position, count: int) -> tuple[Position, bool]:
+        """Return the position so many packs behind another one, and whether a pack is there."""
         end = self._stream.begun(position)
         barren = False
         while (here := self._next(end)) is not None:
@@ -134,13 +138,13 @@ class WindowTable:
             before = table.number(here)
             if count < table.num_packs - before:
                 group, window, pack = table.find(before + count)
-                return replace(here, group=group, window=window, pack=pack)
+                return replace(here, group=group, window=window, pack=pack), True
             count -= table.num_packs - before
             end = replace(here, group=self._num_groups(here), window=0, pack=0)
             if table.num_packs == 0 and barren:
                 break  # epochs without packs, without end
             barren = table.num_packs == 0
-        return end
+        return end, False
 
     def _next(self, position: Position | None) -> Position | None:
         return None if position is None else self._stream.at_window(position)

@@ -35,7 +35,8 @@ class ThreadWorker:
     @property
     def ready(self) -> int:
         """Batches that are waiting to be taken."""
-        return self._queue.qsize()
+        with self._queue.mutex:  # an error, or the end, is none
+            return sum(made is not None for made, _ in self._queue.queue)
 
     @property
     def restarts(self) -> int:
