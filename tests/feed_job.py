@@ -18,7 +18,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 os.environ["COUNTED"] = str(Path(out, f"{rank}.counted"))
 
 
-def made():
+def made(worker="process"):
     return vl.PackedLoader(
         texts,
         counting.encode,
@@ -31,7 +31,7 @@ def made():
         epochs=2,
         dp_rank=rank,
         dp_world_size=size,
-        worker="process",
+        worker=worker,
         deadline_s=60,
     )
 
@@ -55,7 +55,22 @@ with made() as loader:
     loader.load_state_dict(kept[0])
     again = [[int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]] for batch in loader]
 
+jumps = {}
+for worker in ("process", "thread"):
+    with made(worker) as loader:
+        found = []
+        loader.start_prefetch()
+        for _ in range(4):  # while one rank waits for the other
+            time.sleep(0.5 * (rank + 1))
+            loader.load_state_dict(kept[0])
+            begun = time.monotonic()
+            batch = next(loader)
+            found.append(time.monotonic() - begun)
+            assert [int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]] == again[0]
+        jumps[worker] = max(found)
+
 said = {
+    "jumps": jumps,
     "rows": rows,
     "steps": sorted({step for step, _ in rows}),
     "targets": targets,

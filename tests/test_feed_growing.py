@@ -1,8 +1,10 @@
 """Training on a store that is still written: the same bytes as from the finished one, waits, and errors said."""
 
 import json
+import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from loaders import drained
 from offline_packs import write_texts
 from test_feed_indexed import content, new_arrays
 
-from varlen.errors import SourceError, StateError
+from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.groups import Groups
 from varlen.feed.indexed import IndexedFeed
@@ -19,7 +21,9 @@ from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.windows import Windows, WindowSettings
 from varlen.offline import index as index_module
-from varlen.offline.index import index_source
+from varlen.offline.grow import fingerprint_of
+from varlen.offline.index import index_source, source_marks
+from varlen.offline.places import working_folder
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.partial import PartialStore
@@ -220,3 +224,44 @@ def test_a_mixture_goes_on_with_the_bytes_of_before_when_one_of_its_sources_has_
             assert [loader.where(document) for document in range(65)] == places
             loader.seek(3)
             assert drained(loader) == (whole[3:], states[3:])
+
+
+def test_a_loader_waits_for_a_part_no_longer_than_for_a_batch_and_names_it(tmp_path, data, monkeypatch):
+    index_until(data, tmp_path / "store", 3, monkeypatch)
+    settings = {"capacity": 256, "global_batch_size": 2, "deadline_s": 2.0}
+    missing = r"part.* of \d+ parts aren't indexed after 2 s of waiting"
+    with pytest.raises(SourceError, match=missing):
+        PackedLoader(tmp_path / "store", **settings, scope="all")
+    for worker in ("thread", "process"):
+        with PackedLoader(tmp_path / "store", **settings, worker=worker) as loader:
+            with pytest.raises(SourceError, match=missing):
+                len(loader)
+            if worker == "thread":  # a process takes longer to come
+                with pytest.raises(SourceError, match=missing):
+                    list(loader)
+
+
+def test_a_thread_that_waits_for_a_part_does_not_keep_a_loader_from_closing(tmp_path, data, monkeypatch):
+    index_until(data, tmp_path / "store", 1, monkeypatch)
+    monkeypatch.setattr("varlen.feed.thread._PATIENCE_S", 0.2)
+    loader = PackedLoader(
+        tmp_path / "store", capacity=256, global_batch_size=2, worker="thread", deadline_s=40
+    )
+    loader.start_prefetch()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    loader.load_state_dict(loader.state_dict())
+    loader.close()
+    assert time.monotonic() - begun < 10
+
+
+def test_a_stopped_run_over_the_cache_is_named_and_not_waited_for_without_end(tmp_path, data):
+    cache = tmp_path / "cache"
+    source = open_source(data)
+    folder = cache / "stores" / fingerprint_of(source_marks(source))[:32]
+    with working_folder(folder, "other"):
+        settings = {"capacity": 256, "global_batch_size": 2, "mode": "indexed", "cache": cache}
+        with pytest.raises(
+            StalledError, match=rf"process {os.getpid()} holds .*lock, .* nothing into .*{folder.name}"
+        ):
+            PackedLoader(data, **settings, deadline_s=1.0)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pickle
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from varlen.errors import OverlongDocumentError, SettingError
 from varlen.feed.agree import Agreement, job_store, name_of
 from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
+from varlen.feed.cached import indexed_in_cache
 from varlen.feed.exchange import Exchanges
 from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
@@ -29,9 +27,6 @@ from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, open
 from varlen.feed.state import Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
-from varlen.offline.crew import Crew
-from varlen.offline.grow import fingerprint_of
-from varlen.offline.index import index_source, source_marks
 from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
 from varlen.source.mixture import Mixture
@@ -46,7 +41,6 @@ _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _FEWEST_THREADS, _MOST_THREADS = 2, 8
 """That read and tokenize blocks side by side; a tokenizer may have more of its own."""
-_WAIT_S = 0.5
 _CHECKED = 1 << 20
 """Documents whose lengths are looked at in one go."""
 
@@ -85,7 +79,11 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
         places = {name: absolute(one) for name, one in data.sources.items()}
         return open_mixture(replace(data, sources=places), tokenizer, settings)
     data = absolute(data)
-    tokens = None if tokenizer is not None or settings.mode == "streaming" else open_tokens(data)
+    tokens = (
+        None
+        if tokenizer is not None or settings.mode == "streaming"
+        else open_tokens(data, patience_s=settings.patience_s)
+    )
     if tokens is not None:
         _refuse_reading(data, settings)
         return open_indexed(tokens, data, settings)
@@ -95,8 +93,8 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     check_vocabulary(made.vocab_size if tokenizer is not None else None, made.name, settings)
     if settings.mode != "indexed" and settings.scope != "all":
         return open_streaming(source, settings)
-    folder = indexed_in_cache(source, settings.cache)
-    found = open_tokens(folder)
+    folder = indexed_in_cache(source, settings.cache, settings.patience_s)
+    found = open_tokens(folder)  # whole by now
     if found is None:
         raise SettingError(
             f"{folder} was removed while it was opened; leave the cache alone, or pass another"
@@ -107,7 +105,11 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
 def absolute(data: Data) -> Data:
     """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
     if isinstance(data, str | Path):
-        return data if is_url(data) or not str(data) else os.path.abspath(Path(data).expanduser())  # noqa: PTH100
+        if (
+            is_url(data) or not str(data) or str(data).startswith("~")
+        ):  # the last means a home, wherever we are
+            return data
+        return str(Path(data).absolute())
     return [str(absolute(one)) for one in data]
 
 
@@ -126,15 +128,15 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     indexed = replace(settings, mode="indexed")
     places: list[Data] = []
     for name, data in mixture.sources.items():
-        tokens = open_tokens(data)
+        tokens = open_tokens(data, patience_s=settings.patience_s)
         if tokens is None:
             source = open_source(data, tokenizer, **settings.reading)
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
-            data = indexed_in_cache(source, settings.cache)
+            data = indexed_in_cache(source, settings.cache, settings.patience_s)
         elif isinstance(tokens, TokenStore):
             _check_store(tokens, settings)
         if settings.overlong == "error" and settings.method != "wrapped":
-            _check_lengths(opened(data), settings.capacity, name)
+            _check_lengths(opened(data, settings.patience_s), settings.capacity, name)
         places.append(data)
     spec = MixtureSpec(
         sources=tuple(places),
@@ -144,6 +146,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         ),
         batches=batch_settings(settings),
         rank=settings.ranks[0],
+        patience_s=settings.patience_s,
     )
     belongs_to = {
         **settings.deciding(spec.windows.window),
@@ -236,6 +239,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         epochs=settings.epochs,
         rank=settings.ranks[0],
         first_parts=first_parts,
+        patience_s=settings.patience_s,
     )
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
 
@@ -353,48 +357,4 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
         return None
     rank, world = settings.ranks
     name = name_of(digest(json.dumps(belongs_to, sort_keys=True))[:16])
-    deadline_s = 0.9 * settings.deadline_s  # before the trainer's own, so that it hears who is missing
-    return lambda run: Agreement(store, f"{name}/{run}", rank, world, deadline_s)
-
-
-def indexed_in_cache(source: Source, cache: Path | None) -> Path:
-    """Tokenize documents into a store in the user's cache, or find them there; returns its folder.
-
-    Of several processes that ask for the same store one makes it, and the others wait. If it dies, one of them goes
-    on where it stopped.
-
-    Args:
-        source: documents.
-        cache: folder of such stores; None for the user's.
-
-    Raises:
-        SourceError: a record can't be read.
-        SettingError: the cache can't be written.
-    """
-    base = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "varlen"
-    marks = source_marks(source)
-    folder = base / "stores" / fingerprint_of(marks)[:32]
-    crew, told = Crew(processes=_processes(source)), False
-    while True:
-        try:
-            store, was_there = index_source(source, folder, crew=crew, marks=marks)
-        except SettingError as error:
-            if not isinstance(error.__cause__, BlockingIOError):
-                raise
-            if not told:
-                _log.info("another process indexes the data into %s; waiting for it", folder)
-                told = True
-            time.sleep(_WAIT_S)
-            continue
-        if not was_there:
-            _log.info("indexed %s into %s", many(int(store.documents.sum()), "document"), folder)
-        return folder
-
-
-def _processes(source: Source) -> int:
-    """Return how many processes may tokenize: one where the tokenizer can't be handed to others."""
-    try:
-        pickle.dumps(source)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return 1
-    return processors()
+    return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)

@@ -123,6 +123,8 @@ class ProcessWorker:
         with line.lock:
             line.run += 1
             line.reached, line.ready = state, 0
+            if line.agreement is not None:  # the other ranks begin anew too, and don't answer the old run
+                line.agreement.close()
             line.orders.put(("begin", None))
         if not self._reader.is_alive():  # workers died again and again, and the trainer tries once more
             self._reader = _at_work(_read, line)
@@ -224,6 +226,7 @@ def _stalled(line: _Line, seconds: float) -> str:
 def _keep(line: _Line) -> None:
     """Pass on what the worker is to know; the only thread that writes to it."""
     held: set[int] = set()
+    told = 0
     process: subprocess.Popen[bytes] | None = None
     to: IO[bytes] | None = None
     while True:
@@ -239,14 +242,17 @@ def _keep(line: _Line) -> None:
             held.discard(content)
             message = [b"free" + content.to_bytes(4, "little")]
         elif kind == "begin":
-            message = _begin(line)
+            # A worker hired since knows the run already, and may have begun to make its batches.
+            run, message = _begin(line)
+            told, message = run, message if run != told else []
         elif kind == "answer" and content[0] is process:
             message = [b"answ" + content[1]]
         elif kind == "process":
             process, to = content, cast(IO[bytes], content.stdin)
             free = [slot for slot in range(line.ring.slots) if slot not in held]
-            told = [b"free" + slot.to_bytes(4, "little") for slot in free]
-            message = [b"head" + line.head, *told, *_begin(line)]
+            slots = [b"free" + slot.to_bytes(4, "little") for slot in free]
+            told, message = _begin(line)
+            message = [b"head" + line.head, *slots, *message]
         try:
             for one in message:
                 if to is not None:
@@ -255,12 +261,12 @@ def _keep(line: _Line) -> None:
             to = None
 
 
-def _begin(line: _Line) -> list[bytes]:
-    """Return what a worker is to begin with, if anything."""
+def _begin(line: _Line) -> tuple[int, list[bytes]]:
+    """Return the number of the run, and what a worker is to begin with, if anything."""
     with line.lock:
         run, state = line.run, line.reached
     said = json.dumps([run, state.step, state.micro_batch, dict(state.at)])
-    return [b"from" + said.encode()] if run else []
+    return run, [b"from" + said.encode()] if run else []
 
 
 def _read(line: _Line) -> None:
@@ -321,13 +327,15 @@ def _ask(line: _Line) -> None:
         why = ""
         try:
             with line.lock:
-                if run != last and not line.closing:
+                if run != line.run or line.closing:  # it could wait in vain, and keep the next run waiting
+                    continue
+                if run != last:
                     last, line.agreement = run, exchanges(run)
             agreement = cast(Exchange, line.agreement)
             all_of_them = list(agreement.all(key, {int(lane): value for lane, value in mine}).items())
         except Exception as error:  # of the store too: its server may be gone
             why = str(error)
-        line.orders.put(("answer", (process, json.dumps([key, all_of_them, why]).encode())))
+        line.orders.put(("answer", (process, json.dumps([run, key, all_of_them, why]).encode())))
 
 
 def _listen(line: _Line, process: subprocess.Popen[bytes]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,8 +97,8 @@ class LoaderSettings:
             )
         for name in ("deadline_s", "read_ahead_s"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-                raise SettingError(f"{name} must be a positive number of seconds, got {value!r}")
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
         _ = self.batch_sizes  # and so the ranks
         _check_model(self)
 
@@ -118,6 +119,11 @@ class LoaderSettings:
             SettingError: they don't divide among the ranks.
         """
         return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.ranks[1])
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for others: less than the trainer does for its batch, so that it hears who is missing."""
+        return 0.9 * self.deadline_s
 
     @property
     def order_seed(self) -> int | None:

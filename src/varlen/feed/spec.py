@@ -22,6 +22,7 @@ from varlen.source.files import Data
 from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.open_tokens import open_tokens
 from varlen.source.order import hashed
+from varlen.source.partial import PATIENCE_S
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
@@ -52,6 +53,8 @@ class IndexedSpec:
     rank: int
     first_parts: int
     """Parts of the store that the first epoch holds, the same on all ranks."""
+    patience_s: float = PATIENCE_S
+    """How long to wait for the next part of a store that is being written."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed.
@@ -63,7 +66,7 @@ class IndexedSpec:
         Raises:
             SourceError: the store can't be read.
         """
-        tokens = opened(self.data)
+        tokens = opened(self.data, self.patience_s)
         grows = isinstance(tokens, TokenStore) and (exchanges is not None or self.batches.dp_world_size == 1)
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if grows and isinstance(tokens, TokenStore):
@@ -83,6 +86,8 @@ class MixtureSpec:
     mix: MixSettings
     batches: BatchSettings
     rank: int
+    patience_s: float = PATIENCE_S
+    """How long to wait for the next part of a store that is being written."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
         """Make the feed.
@@ -90,7 +95,7 @@ class MixtureSpec:
         Raises:
             SourceError: a store can't be read, or holds no document.
         """
-        sets = [opened(data) for data in self.sources]
+        sets = [opened(data, self.patience_s) for data in self.sources]
         streams: list[PackStream] = []
         for number, (tokens, data) in enumerate(zip(sets, self.sources)):
             tokens.wait_for(tokens.num_parts)
@@ -125,16 +130,17 @@ class _PartsNow:
         return int(min(said.values()))
 
 
-def opened(data: Data) -> TokenDocuments:
+def opened(data: Data, patience_s: float = PATIENCE_S) -> TokenDocuments:
     """Open documents that were tokens when a loader was made.
 
     Args:
         data: as `open_tokens` takes it.
+        patience_s: how long to wait for the next part of a store that is being written.
 
     Raises:
         SourceError: they aren't any more.
     """
-    tokens = open_tokens(data)
+    tokens = open_tokens(data, patience_s=patience_s)
     if tokens is None:
         raise SourceError(f"{data} held tokens when the loader was made, and doesn't any more")
     return tokens

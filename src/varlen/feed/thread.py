@@ -9,7 +9,7 @@ from dataclasses import replace
 from queue import Empty, Full, Queue
 
 from varlen.errors import StalledError
-from varlen.feed.exchange import Exchanges
+from varlen.feed.exchange import Exchange, Exchanges
 from varlen.feed.feed import Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
@@ -17,7 +17,47 @@ from varlen.feed.state import FeedState
 _LOOK_S = 0.1
 """A thread that waits looks so often whether it is still wanted."""
 
+_PATIENCE_S = 5.0
+"""How long a thread that is to end is waited for: one that stands in a read of its storage can't be woken."""
+
 _End = tuple[Made | None, BaseException | None]
+
+
+class _Runs:
+    """The runs of one feed, of which the last goes on; opens their exchanges, and closes them with their run."""
+
+    def __init__(self, exchanges: Exchanges | None, number: int = 0) -> None:
+        self._exchanges, self.number = exchanges, number
+        self._stop = threading.Event()
+        self._opened: list[Exchange] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> threading.Event:
+        """Begin the next run; returns what says that it is over."""
+        with self._lock:
+            self.number, self._stop = self.number + 1, threading.Event()
+            return self._stop
+
+    def end(self) -> None:
+        """Have the run end, also where it waits for another rank."""
+        with self._lock:
+            self._stop.set()
+            for exchange in self._opened:
+                exchange.close()
+            self._opened.clear()
+
+    def opening(self) -> Exchanges | None:
+        """Return what opens the exchange of a run."""
+        return None if self._exchanges is None else self._open
+
+    def _open(self, _: int) -> Exchange:
+        assert self._exchanges is not None
+        with self._lock:
+            exchange = self._exchanges(self.number)
+            self._opened.append(exchange)
+            if self._stop.is_set():  # ended before it came here
+                exchange.close()
+            return exchange
 
 
 class ThreadWorker:
@@ -28,8 +68,8 @@ class ThreadWorker:
         self._spec, self._ahead, self._exchanges = spec, ahead, exchanges
         self._feed: Feed | None = None
         self._queue: Queue[_End] = Queue(ahead)
-        self._current: list[threading.Event] = []
-        """What stops the thread that runs."""
+        self._current = [_Runs(exchanges)]
+        """Of the feed; the only one."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -51,10 +91,10 @@ class ThreadWorker:
     def start(self, state: FeedState) -> None:
         """Begin after a state, whatever was made before."""
         self.close()
-        self._queue, stop = Queue(self._ahead), threading.Event()
-        self._current.append(stop)
+        runs = self._current[0]
+        self._queue, stop = Queue(self._ahead), runs.begin()
         if self._feed is None:
-            self._feed = self._spec.open(self._exchanges)
+            self._feed = self._spec.open(runs.opening())
         self._thread = threading.Thread(
             target=_run, args=(self._feed, state, self._queue, stop), name="varlen feed", daemon=True
         )
@@ -86,18 +126,21 @@ class ThreadWorker:
         current = self._current
 
         def end() -> None:
-            for stop in current:
-                stop.set()
+            current[0].end()
 
         return end
 
     def close(self) -> None:
-        """Leave no thread behind."""
-        for stop in self._current:
-            stop.set()
-        self._current.clear()
+        """Leave no thread behind, but for one that stands still for seconds, in a read for instance.
+
+        That one is left to itself, and ends when what it waits for comes; another feed takes its place.
+        """
+        runs = self._current[0]
+        runs.end()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_PATIENCE_S)
+            if self._thread.is_alive():
+                self._feed, self._current[0] = None, _Runs(self._exchanges, runs.number)
         self._thread = None
 
 

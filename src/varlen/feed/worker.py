@@ -37,8 +37,8 @@ class _Desk:
         self.free: SimpleQueue[int | None] = SimpleQueue()
         """Numbers of slots; None where a run is to be begun."""
         self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
-        self.answers: SimpleQueue[tuple[str, list[Any] | None, str] | None] = SimpleQueue()
-        """What the other ranks said; None where nobody is to wait for it any more."""
+        self.answers: SimpleQueue[tuple[int, str, list[Any] | None, str] | None] = SimpleQueue()
+        """What the other ranks said in a run; None where nobody is to wait for it any more."""
         self.run = 0
 
 
@@ -67,13 +67,13 @@ class _Relay:
             StalledError: some didn't come in time, or nobody waits any more.
         """
         self._mouth.say(b"ask_" + json.dumps([self._run, key, list(mine.items())]).encode())
-        while not self._is_closed:
+        while not self._is_closed and self._desk.runs.empty():
             answer = self._desk.answers.get()
-            if answer is None or answer[0] != key:  # of a run before this one
+            if answer is None or answer[:2] != (self._run, key):  # of a run before this one
                 continue
-            if answer[1] is None:
-                raise StalledError(answer[2])
-            return {int(lane): value for lane, value in answer[1]}
+            if answer[2] is None:
+                raise StalledError(answer[3])
+            return {int(lane): value for lane, value in answer[2]}
         raise StalledError("the run is over")
 
     def close(self) -> None:
@@ -177,9 +177,10 @@ def _listen(orders: IO[bytes], desk: _Desk) -> None:
                 run, step, micro_batch, at = json.loads(content)
                 desk.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
                 desk.free.put(None)
+                desk.answers.put(None)  # the other ranks begin anew too, and don't answer the run before
             elif kind == b"answ":
-                key, all_of_them, why = json.loads(content)
-                desk.answers.put((key, all_of_them, why))
+                run, key, all_of_them, why = json.loads(content)
+                desk.answers.put((run, key, all_of_them, why))
     except (EOFError, OSError):
         os._exit(1)
 

@@ -9,7 +9,7 @@ from varlen.errors import SourceError
 from varlen.source.arrow_tokens import ArrowFile, map_arrow
 from varlen.source.files import Data, find_files, is_url
 from varlen.source.megatron import MAGIC, MegatronFile
-from varlen.source.partial import PartialStore, is_begun
+from varlen.source.partial import PATIENCE_S, PartialStore, is_begun
 from varlen.source.store import open_store
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.token_files import FileTokens
@@ -18,7 +18,7 @@ from varlen.source.written import read_manifest
 _SUFFIXES = (".bin", ".idx")
 
 
-def open_tokens(data: Data) -> TokenDocuments | None:
+def open_tokens(data: Data, *, patience_s: float = PATIENCE_S) -> TokenDocuments | None:
     """Open documents that needn't be tokenized or copied to be read at any place.
 
     These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
@@ -27,6 +27,7 @@ def open_tokens(data: Data) -> TokenDocuments | None:
 
     Args:
         data: a file, a folder or a glob, or several of them.
+        patience_s: how long to wait for the next part of a store that is being written.
 
     Returns:
         The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
@@ -42,7 +43,7 @@ def open_tokens(data: Data) -> TokenDocuments | None:
         if manifest is not None and manifest.get("kind") == "tokens":
             return open_store(folder)
         if manifest is None and is_begun(folder):
-            return PartialStore(folder)
+            return PartialStore(folder, patience_s=patience_s)
     pairs = [_pairs(entry) for entry in entries]
     if all(pairs):
         named = {str(prefix.absolute()): (prefix, name) for found in pairs for prefix, name in found}

@@ -30,6 +30,9 @@ from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
 from varlen.types import Int32Array, IntArray
 
 _Answer = TypeVar("_Answer")
+PATIENCE_S = 1800.0
+"""How long to wait for the next part while a run writes, unless said."""
+_STOPPED_S = 60.0
 _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 """Between two looks at what is finished."""
 
@@ -37,20 +40,22 @@ _SHORTEST_S, _LONGEST_S = 0.05, 2.0
 class PartialStore:
     """A token store in the making, of which the first parts are there."""
 
-    def __init__(self, folder: Path, *, patience_s: float = 1800.0, stopped_s: float = 60.0) -> None:
+    def __init__(
+        self, folder: Path, *, patience_s: float = PATIENCE_S, stopped_s: float = _STOPPED_S
+    ) -> None:
         """Open it.
 
         Args:
             folder: that the finished store will have.
             patience_s: how long to wait for the next part while a run writes.
-            stopped_s: how long to wait for a run to begin again where none does.
+            stopped_s: how long to wait for a run to begin again where none does; never longer than `patience_s`.
 
         Raises:
             SourceError: nobody has begun to write it.
         """
         self.folder = folder
         self._partial = folder.with_name(folder.name + PARTIAL)
-        self._patience_s, self._stopped_s = patience_s, stopped_s
+        self._patience_s, self._stopped_s = patience_s, min(stopped_s, patience_s)
         plan = _read_plan(self._partial)
         if plan is None:
             raise SourceError(f"{folder} is no token store, and none is being written there (varlen index)")
@@ -112,7 +117,7 @@ class PartialStore:
             if now - since >= self._patience_s:
                 why = "indexing runs, but no further part was finished; look at what it says, or be more patient"
                 raise self._missing(num_parts, now - begun, why)
-            time.sleep(pause)
+            time.sleep(max(min(pause, self._patience_s - (now - since)), _SHORTEST_S))
             pause = min(2 * pause, _LONGEST_S)
 
     def _missing(self, num_parts: int, waited_s: float, why: str) -> SourceError:
