@@ -73,10 +73,13 @@ def test_results_of_all_tasks_come_once_and_errors_come_across():
 
 
 def test_no_process_is_left_where_the_caller_stops_listening(monkeypatch):
-    started, start, before = [], processes_module._start, threading.active_count()
-    monkeypatch.setattr(
-        processes_module, "_start", lambda threads: started.append(start(threads)) or started[-1]
-    )
+    started, start, before = [], processes_module.fresh_interpreter, threading.active_count()
+
+    def noted(*arguments, **more):
+        started.append(start(*arguments, **more))
+        return started[-1]
+
+    monkeypatch.setattr(processes_module, "fresh_interpreter", noted)
 
     results = Crew(processes=2).run(add, 1, range(10**9))
     next(results)

@@ -21,7 +21,7 @@ from varlen.source.open_tokens import open_tokens
 from varlen.source.partial import PartialStore
 from varlen.source.source import open_source
 from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import ReadableTokens, TokenDocuments
 from varlen.source.token_files import FileTokens
 
 
@@ -176,7 +176,8 @@ def test_all_kinds_are_what_the_feed_asks_for(tmp_path):
     store = write_store(tmp_path / "store", [[[([1], None)]]])
     assert isinstance(open_tokens(tmp_path / "store"), TokenStore)
     assert taken(store) == taken(open_tokens(tmp_path / "a.arrow")) == 1
-    names = [name for name in vars(TokenDocuments) if not name.startswith("_")]
+    both = (*vars(ReadableTokens), *vars(TokenDocuments))
+    names = [name for name in both if not name.startswith("_")]
     assert len(names) > 9
     for kind in (TokenStore, FileTokens, PartialStore):
         made = {*vars(kind), *["documents", "parts", "num_parts", "fingerprint", "tables"]}

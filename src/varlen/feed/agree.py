@@ -73,11 +73,10 @@ class Agreement:
         Raises:
             StalledError: not all ranks came in time; names those that are missing.
         """
-        own = self._key(key, self._rank)
-        if not self._store.check([own]):  # what was said first stands, also for who comes back
-            self._store.set(own, json.dumps(list(mine.items())))
-            self._forget(key)
-        found: dict[int, Any] = {int(lane): value for lane, value in json.loads(self._store.get(own))}
+        # What was said first stands, also for who comes back, and for peers that share a data-parallel rank.
+        said = self._store.compare_set(self._key(key, self._rank), "", json.dumps(list(mine.items())))
+        self._forget(key)
+        found: dict[int, Any] = {int(lane): value for lane, value in json.loads(said)}
         begun, pause = time.monotonic(), _FIRST_S
         missing = [rank for rank in range(self._ranks) if rank != self._rank]
         while missing:
@@ -105,7 +104,8 @@ class Agreement:
 
     def _forget(self, key: str) -> None:
         """Remove what nobody can need any more."""
-        self._said.append(key)
+        if key not in self._said:
+            self._said.append(key)
         if len(self._said) > _KEPT:
             self._store.delete_key(self._key(self._said.popleft(), self._rank))
 

@@ -84,7 +84,7 @@ class PackedLoader:
         append_eos: end every text with it.
         supervise: "assistant": of chats only what the model is to say; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
-        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks.
+        on_error: of documents: "raise" at the first bad record, or "skip" it, counted the same on all ranks.
         retry: how often and how long reads of remote files are tried again; None for the usual.
         cache: folder for stores made on the fly; None for varlen's in the user's cache.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
@@ -307,6 +307,8 @@ class PackedLoader:
 
     def __len__(self) -> int:
         """Count the batches of all epochs that this rank takes, those that were taken included.
+
+        Steps that are left out since none of their packs has a label are counted too: finding them takes reading.
 
         Raises:
             UnknownLengthError: nobody knows: in streaming, or for epochs without end.

@@ -105,9 +105,8 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
 def absolute(data: Data) -> Data:
     """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
     if isinstance(data, str | Path):
-        if (
-            is_url(data) or not str(data) or str(data).startswith("~")
-        ):  # the last means a home, wherever we are
+        # A home is the same from anywhere.
+        if is_url(data) or not str(data) or str(data).startswith("~"):
             return data
         return str(Path(data).absolute())
     return [str(absolute(one)) for one in data]
@@ -125,7 +124,6 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         raise SettingError(f"a mixture is fed by known lengths, window by window; leave {given} out")
     if settings.epochs is None and mixture.until != "endless":
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
-    indexed = replace(settings, mode="indexed")
     places: list[Data] = []
     for name, data in mixture.sources.items():
         tokens = open_tokens(data, patience_s=settings.patience_s)
@@ -140,7 +138,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         places.append(data)
     spec = MixtureSpec(
         sources=tuple(places),
-        windows=window_settings(indexed, indexed.window or _WINDOW),
+        windows=window_settings(settings, settings.window or _WINDOW),
         mix=MixSettings(
             shares=mixture.shares, unit=mixture.unit, until=mixture.until, epochs=settings.epochs or 1
         ),
@@ -223,7 +221,8 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     if is_all:
         tokens.wait_for(tokens.num_parts)
     # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
-    belongs_to = settings.deciding(None if is_all else settings.window or _WINDOW)
+    window = max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
+    belongs_to = settings.deciding(None if is_all else window)
     rank, world = settings.ranks
     exchanges = _exchanges(job_store(), belongs_to, settings) if world > 1 else None
     first_parts = tokens.num_parts
@@ -232,12 +231,10 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     spec = IndexedSpec(
         data=data,
         parts_a_group=max(first_parts, 1) if is_all else PARTS_A_GROUP,
-        windows=window_settings(
-            settings, max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
-        ),
+        windows=window_settings(settings, window),
         batches=batch_settings(settings),
         epochs=settings.epochs,
-        rank=settings.ranks[0],
+        rank=rank,
         first_parts=first_parts,
         patience_s=settings.patience_s,
     )

@@ -67,9 +67,9 @@ class IndexedSpec:
             SourceError: the store can't be read.
         """
         tokens = opened(self.data, self.patience_s)
-        grows = isinstance(tokens, TokenStore) and (exchanges is not None or self.batches.dp_world_size == 1)
+        can_agree = exchanges is not None or self.batches.dp_world_size == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
-        if grows and isinstance(tokens, TokenStore):
+        if can_agree and isinstance(tokens, TokenStore):
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
         stream = PackStream(windows, self.epochs, parts)

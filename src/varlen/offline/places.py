@@ -36,7 +36,7 @@ from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
 _STATE = "state.json"
 _LOCK_S = 0.5
 """How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """What file systems of many machines say where they have no locks: then it is up to the user."""
 
 
@@ -159,7 +159,7 @@ def _locked(partial: Path, folder: Path) -> IO[str]:
                 f"another run is writing {folder}; wait for it, or name another folder"
             ) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 lock.close()
                 raise
         # The run before may have finished since, and renamed the folder with the lock in it.

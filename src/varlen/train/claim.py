@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from varlen.errors import SettingError
+from varlen.offline.places import NO_LOCKS
 
 _NAME = ".running"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-"""What file systems say that have no locks: then it is up to the user."""
 
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder; the claim ends with this process, however that ends.
+
+    A folder in which nothing else was written is removed again.
 
     Args:
         folder: of the run; made if need be.
@@ -26,27 +27,47 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         SettingError: another process trains there, or the folder can't be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _NAME).open("a+")
-    except OSError as error:
-        raise SettingError(
-            f"{folder} can't be written: {error.strerror or error}; choose another run.output"
-        ) from error
-    with file:
+    with _locked(folder) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [_NAME]:
+                (folder / _NAME).unlink()
+                with suppress(OSError):  # somebody has written there just now
+                    folder.rmdir()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Return the open lock of a folder.
+
+    Raises:
+        SettingError: it is another process's, or the folder can't be written.
+    """
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / _NAME).open("a+")
+        except OSError as error:
+            said = error.strerror or error
+            raise SettingError(f"{folder} can't be written: {said}; choose another run.output") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             who = file.read().strip() or "another process"
+            file.close()
             raise SettingError(
                 f"{who} trains into {folder}; wait for it, stop it (processes outlive a torchrun that was killed), "
                 "or choose another run.output"
             ) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
+                file.close()
                 raise
-        file.truncate(0)
-        file.write(f"process {os.getpid()}\n")
-        file.flush()
-        yield
+        # The run before may have removed it since.
+        if (folder / _NAME).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / _NAME).stat()):
+            return file
+        file.close()
