@@ -78,6 +78,13 @@ class ChunkSequence:
             at = after
         return None, at
 
+    def soon(self, at: Claimed, count: int) -> list[Chunk]:
+        """Return chunks of an epoch that come next, at most so many, of those that can be read by themselves."""
+        if self.is_over(at):
+            return []
+        blocks = self._order(self._seed, at.epoch)[at.index : at.index + count]
+        return [Chunk(block=block) for block in blocks[self._blocks.of_parts[blocks] == 1].tolist()]
+
     def is_over(self, at: Claimed) -> bool:
         """Whether no chunk follows, as far as it can be told without reading."""
         is_last = self._epochs is not None and at.epoch >= self._epochs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,6 +17,8 @@ from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.source.source import Source
 from varlen.types import IntArray
 
+_TASKS_A_THREAD = 16
+"""Many enough that no thread is left with much while others have nothing."""
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -37,7 +39,9 @@ class Intake:
 
     def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
         """Take the documents, who reads their blocks, and how many blocks are read side by side."""
-        self._source, self._reader = source, reader
+        self._source, self._reader, self._threads = source, reader, threads
+        self._begun: dict[Chunk, Future[Brought | Exception]] = {}
+        """Chunks that nobody has claimed yet."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
 
     def close(self) -> None:
@@ -46,26 +50,47 @@ class Intake:
             self._pool.shutdown(cancel_futures=True)
         self._reader.close()
 
-    def read(self, claims: Sequence[Claim]) -> list[Brought | Exception]:
-        """Return what each claim brings, or why it brings nothing; an error hides none of another lane."""
-        raws = self._rows([claim.chunk for claim in claims])
+    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[Brought | Exception]:
+        """Return what each claim brings, or why it brings nothing; an error hides none of another lane.
 
-        def bring(of: tuple[Claim, Raw | Exception]) -> Brought | Exception:
-            claim, raw = of
-            if isinstance(raw, Exception):
-                return raw
-            try:
-                read = encode(raw, self._source)
-            except Exception as error:
-                return error
-            return Brought(
-                claim=claim,
-                path=raw.path,
-                arrival=arrival_of(read, claim.chunk.block, claim.chunk.number),
-                faults=tuple(map(str, read.documents.faults)),
-            )
+        Args:
+            claims: whose chunks are wanted.
+            soon: chunks that will be wanted next: they are read meanwhile, and while nothing is asked for.
+        """
+        begun = {claim.chunk: self._begun.pop(claim.chunk, None) for claim in claims}
+        others = [claim for claim in claims if begun[claim.chunk] is None]
+        raws = self._rows([claim.chunk for claim in others])
+        waits = self._begin(lambda of: self._bring(*of), list(zip(others, raws)))
+        if self._pool is not None:
+            for chunk in soon:
+                if chunk not in self._begun:
+                    self._begun[chunk] = self._pool.submit(self._alone, chunk)
+        brought = iter(waits())
+        found: list[Brought | Exception] = []
+        for claim in claims:
+            future = begun[claim.chunk]
+            one = next(brought) if future is None else future.result()
+            found.append(one if isinstance(one, Exception) else replace(one, claim=claim))
+        return found
 
-        return self._each(bring, list(zip(claims, raws)))
+    def _alone(self, chunk: Chunk) -> Brought | Exception:
+        """Read a chunk before anybody has claimed it."""
+        claim = Claim(lane=-1, epoch=-1, chunk=chunk)
+        try:
+            return self._bring(claim, self._reader.rows(chunk))
+        except Exception as error:
+            return error
+
+    def _bring(self, claim: Claim, raw: Raw | Exception) -> Brought | Exception:
+        if isinstance(raw, Exception):
+            return raw
+        try:
+            read = encode(raw, self._source)
+            arrival = arrival_of(read, claim.chunk.block, claim.chunk.number)
+        except Exception as error:
+            return error
+        faults = tuple(map(str, read.documents.faults))
+        return Brought(claim=claim, path=raw.path, arrival=arrival, faults=faults)
 
     def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:
         """Read chunks; those that are parts of one stretch one after the other."""
@@ -88,9 +113,17 @@ class Intake:
         return [found[index] for index in range(len(chunks))]
 
     def _each(self, do: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+        return self._begin(do, items)()
+
+    def _begin(self, do: Callable[[_Item], _Result], items: Sequence[_Item]) -> Callable[[], list[_Result]]:
+        """Begin to do something with each of some items; returns what waits for all results."""
         if self._pool is None or len(items) < 2:
-            return [do(item) for item in items]
-        return list(self._pool.map(do, items))
+            return lambda: [do(item) for item in items]
+        # Small ones go to a thread together: handing one over takes as long as reading it.
+        size = -(-len(items) // (_TASKS_A_THREAD * self._threads))
+        groups = [items[start : start + size] for start in range(0, len(items), size)]
+        results = self._pool.map(lambda group: [do(item) for item in group], groups)
+        return lambda: [result for some in results for result in some]
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:
         """Whether the documents that wait may be read after others, at no more cost than before them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
 
 Mask = npt.NDArray[np.uint8]
+_Value = TypeVar("_Value", bound=np.generic)
 BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 """Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
@@ -57,11 +58,13 @@ class Arrival:
 
     def pieces(self, index: IntArray, starts: IntArray, stops: IntArray) -> tuple[Int32Array, Mask | None]:
         """Gather the tokens of pieces, and their mask."""
-        lengths = stops - starts
-        ends = np.cumsum(lengths)
-        where = np.arange(ends[-1] if len(ends) else 0)
-        where += np.repeat(self.offsets[index] + starts - (ends - lengths), lengths)
-        return self.tokens[where], None if self.mask is None else self.mask[where]
+        firsts = self.offsets[index]
+        parts = [slice(*part) for part in zip((firsts + starts).tolist(), (firsts + stops).tolist())]
+
+        def end_to_end(values: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
+            return np.concatenate([values[:0], *(values[part] for part in parts)])
+
+        return end_to_end(self.tokens), None if self.mask is None else end_to_end(self.mask)
 
 
 def arrival_of(read: Read, block: int, chunk: int) -> Arrival:
@@ -128,6 +131,8 @@ class LanePacks:
     """int64 `[pieces]`: which of its tokens."""
     offsets: IntArray
     """int64 `[packs + 1]`."""
+    bounds: IntArray
+    """int64 `[packs + 1]`: where each pack's tokens begin."""
     tokens: Int32Array
     """int32: of all pieces, end to end."""
     mask: Mask | None
@@ -140,19 +145,19 @@ class LanePacks:
     def pack(self, number: int) -> LanePacks:
         """Return one pack alone; one without pieces where there are fewer packs."""
         alone = self.between(number, number + 1)
-        return alone if alone.num_packs else replace(alone, offsets=np.array([0, 0]))
+        return alone if alone.num_packs else replace(alone, offsets=np.array([0, 0]), bounds=np.array([0, 0]))
 
     def between(self, start: int, stop: int) -> LanePacks:
         """Return the packs [start, stop), as far as there are so many; views of these."""
         start, stop = min(start, self.num_packs), min(stop, self.num_packs)
         first, last = int(self.offsets[start]), int(self.offsets[stop])
-        ends = np.concatenate([[0], np.cumsum(self.stops - self.starts)])
-        tokens = slice(int(ends[first]), int(ends[last]))
+        tokens = slice(int(self.bounds[start]), int(self.bounds[stop]))
         return LanePacks(
             ids=self.ids[first:last],
             starts=self.starts[first:last],
             stops=self.stops[first:last],
             offsets=self.offsets[start : stop + 1] - first,
+            bounds=self.bounds[start : stop + 1] - tokens.start,
             tokens=self.tokens[tokens],
             mask=None if self.mask is None else self.mask[tokens],
         )
@@ -270,15 +275,15 @@ class Lane:
         Args:
             count: packs of the round; None where the input has ended and all is to go out.
         """
-        settings, here = self._settings, self._in_order()
-        lengths = np.diff(here.offsets).astype(np.int32)
+        settings, here, order = self._settings, joined(self._arrived), self._order()
+        lengths = np.diff(here.offsets)[order].astype(np.int32)
         passes = settings.passes
         waiting, losses = arrived(lengths, 0, passes.capacity, passes.method, settings.overlong)
         waiting = Waiting(
             records=waiting.records,
             starts=waiting.starts,
             stops=waiting.stops,
-            ages=here.ages[waiting.records],
+            ages=here.ages[order[waiting.records]],
         )
         self._counts = self._counts.plus(losses)
         if count is None:
@@ -286,42 +291,43 @@ class Lane:
         else:
             packs, rest = take(waiting, count, passes, settings.max_age)
         pieces = packs.pieces
-        starts, stops = pieces.starts.astype(np.int64), pieces.stops.astype(np.int64)
-        tokens, mask = here.pieces(pieces.records, starts, stops)
+        index, starts, stops = (
+            order[pieces.records],
+            pieces.starts.astype(np.int64),
+            pieces.stops.astype(np.int64),
+        )
+        tokens, mask = here.pieces(index, starts, stops)
         out = LanePacks(
-            ids=here.ids[pieces.records],
-            starts=here.firsts[pieces.records] + starts,
-            stops=here.firsts[pieces.records] + stops,
+            ids=here.ids[index],
+            starts=here.firsts[index] + starts,
+            stops=here.firsts[index] + stops,
             offsets=packs.offsets,
+            bounds=np.concatenate([[0], np.cumsum(stops - starts)])[packs.offsets],
             tokens=tokens,
             mask=mask,
         )
-        return out, _left(here, rest)
+        return out, _left(here, order[rest.records], rest)
 
-    def _in_order(self) -> Arrival:
-        """Return what waits: what was carried over, then what has come, shuffled where that is asked for."""
-        seed, fresh = self._settings.seed, joined(self._arrived[1:])
-        if seed is None or len(fresh.ids) == 0:
-            return joined([self._arrived[0], fresh])
+    def _order(self) -> IntArray:
+        """Return the order in which documents wait: those carried over, then what has come, shuffled if asked for."""
+        seed, num_carried = self._settings.seed, len(self._arrived[0].ids)
+        if seed is None or len(self._arrived) == 1:
+            return np.arange(sum(len(part.ids) for part in self._arrived))
         keys = [
             hashed(part.ids, int(hashed(np.array([epoch]), seed + 1)[0]))
             for part, epoch in zip(self._arrived[1:], self._epochs[1:])
         ]
-        order = np.argsort(np.concatenate(keys), kind="stable")
-        lengths = np.diff(fresh.offsets)[order]
-        tokens, mask = fresh.pieces(order, np.zeros(len(order), np.int64), lengths)
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        shuffled = replace(fresh, ids=fresh.ids[order], offsets=offsets, tokens=tokens, mask=mask)
-        return joined([self._arrived[0], shuffled])
+        fresh = np.argsort(np.concatenate(keys), kind="stable")
+        return np.concatenate([np.arange(num_carried), num_carried + fresh])
 
 
-def _left(here: Arrival, rest: Waiting) -> Arrival:
+def _left(here: Arrival, index: IntArray, rest: Waiting) -> Arrival:
     """Return the pieces that wait, with nothing kept alive but their own tokens."""
     starts, stops = rest.starts.astype(np.int64), rest.stops.astype(np.int64)
-    tokens, mask = here.pieces(rest.records, starts, stops)
+    tokens, mask = here.pieces(index, starts, stops)
     return Arrival(
-        ids=here.ids[rest.records],
-        firsts=here.firsts[rest.records] + starts,
+        ids=here.ids[index],
+        firsts=here.firsts[index] + starts,
         ages=rest.ages,
         offsets=np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int64),
         tokens=tokens,

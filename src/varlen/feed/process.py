@@ -299,9 +299,9 @@ def _hired(line: _Line) -> subprocess.Popen[bytes]:
     ring = line.ring
     told = (ring.file, ring.slots, ring.slot_bytes, line.exchanges is not None)
     arguments = [str(int(number)) for number in told]
-    # All of them: tokenizing ahead is over in bursts, and nobody waits as long as for the first batch.
-    threads = processors()
-    return fresh_interpreter("varlen.feed.worker", *arguments, threads=threads, files=[ring.file])
+    # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each other
+    # at the end of every block, and take a fifth more of the processors' time.
+    return fresh_interpreter("varlen.feed.worker", *arguments, threads=1, files=[ring.file])
 
 
 def processors() -> int:

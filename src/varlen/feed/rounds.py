@@ -40,11 +40,14 @@ from varlen.feed.resumed import Unread, unread
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
+from varlen.source.block_reader import Chunk
 from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)
 _MOST_CLAIMS = 64
 """Claims a lane that are read before lanes are compared again."""
+_SOON_BYTES = 2 << 20
+"""Read before it is claimed, where all lanes are run here, so that processors don't wait while lanes are packed."""
 _OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
 _FIRST_PACKS = 4
 """Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
@@ -155,6 +158,7 @@ class Rounds:
         """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
         self._settings, self._mine = settings, tuple(mine)
+        self._num_soon = max(_SOON_BYTES // settings.block_bytes, 2)
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
         """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted.
@@ -254,7 +258,8 @@ class Rounds:
                 taken.append(Claim(lane=lane, epoch=found[0], chunk=found[1]))
             if taken:
                 before = sum(one.tokens for one in held)
-                held = self._read(f"{place.number}/{turn}", taken, lanes)
+                soon = self._sequence.soon(claimed, self._num_soon) if len(lanes) == settings.lanes else []
+                held = self._read(f"{place.number}/{turn}", taken, lanes, soon)
                 brought = sum(one.tokens for one in held) - before
                 claims, tokens = claims + len(taken), tokens + brought
                 fruitful = claimed.epoch if brought else fruitful
@@ -282,10 +287,12 @@ class Rounds:
                 targets.append(0 if one.short >= ENOUGH_SHORT else min(one.tokens + 1, most))
         return targets
 
-    def _read(self, key: str, claims: Sequence[Claim], lanes: Mapping[int, Lane]) -> list[Held]:
+    def _read(
+        self, key: str, claims: Sequence[Claim], lanes: Mapping[int, Lane], soon: Sequence[Chunk]
+    ) -> list[Held]:
         """Read what this process's lanes have claimed; returns what every lane holds then."""
         own = [claim for claim in claims if claim.lane in lanes]
-        brought = by_lane(self._intake.read(own), own)
+        brought = by_lane(self._intake.read(own, soon), own)
         told: dict[int, Any] = {}
         for number, lane in lanes.items():
             try:

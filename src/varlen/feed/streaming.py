@@ -7,7 +7,7 @@ the same at any world size that divides the lanes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ from varlen.pack.passes import Passes
 from varlen.source.block_reader import BlockReader
 from varlen.source.blocks import cut_blocks, read_by_all
 from varlen.source.source import Source
-from varlen.types import IntArray, Method, Overlong
+from varlen.types import FloatArray, IntArray, Method, Overlong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +91,7 @@ class StreamingFeed:
         self._source, self._settings, self._batch, self._rank = source, settings, batch, rank
         self._blocks = cut_blocks(source, settings.lanes)
         self._own = range(rank, settings.lanes, batch.dp_world_size)
+        self._rounds = _round_settings(settings, batch, self._blocks.block_bytes)
         self._is_alone = exchanges is None or batch.dp_world_size == 1
         self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
         self._runs = 0
@@ -160,7 +161,7 @@ class StreamingFeed:
         intake = Intake(self._source, reader, self._settings.threads)
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_alone else self._own
-        rounds = Rounds(sequence, intake, exchange, self._round_settings(), lanes)
+        rounds = Rounds(sequence, intake, exchange, self._rounds, lanes)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         try:
             for one in ahead:
@@ -173,12 +174,16 @@ class StreamingFeed:
         """Yield the batches of a round that follow a state."""
         micro_batches = self._batch.micro_batches
         news = one.news if state.step <= one.step == one.bounds[0] else None
+        works = {
+            lane: work_of(packs.stops - packs.starts, packs.offsets, self._batch.work)
+            for lane, packs in one.packs.items()
+        }
         for number in range(max(one.step, state.step), one.step + one.num_steps):
             num_targets = one.targets[number - one.step]
             if num_targets == 0:
                 continue
             first = state.micro_batch if number == state.step else 0
-            hands = self._dealt(one, number - one.step)
+            hands = self._dealt(works, number - one.step)
             is_last_step = number + 1 == one.bounds[1]
             after = FeedState(step=number + 1, at=one.after if is_last_step else one.before)
             here = FeedState(step=number, at=one.before)
@@ -193,23 +198,25 @@ class StreamingFeed:
                 yield Made(batch=batch, state=now, ledger=ledger, skipped=skipped)
                 news = None
 
-    def _dealt(self, one: Round, step: int) -> IntArray:
-        """Return this rank's packs of a step, those of most work first: their numbers among all of the step."""
-        size = self._round_settings().step_packs
+    def _dealt(self, works: Mapping[int, FloatArray], step: int) -> IntArray:
+        """Return this rank's packs of a step, those of most work first: their numbers among all of the step.
+
+        Args:
+            works: what the packs of a round cost, of each lane.
+            step: of the round.
+        """
+        size = self._rounds.step_packs
         numbers = np.concatenate([lane * size + np.arange(size) for lane in self._own])
-        work = np.zeros(len(numbers))
-        for index, number in enumerate(numbers.tolist()):
-            packs, pack = one.packs[number // size], step * size + number % size
-            if pack < packs.num_packs:
-                pieces = slice(int(packs.offsets[pack]), int(packs.offsets[pack + 1]))
-                lengths = packs.stops[pieces] - packs.starts[pieces]
-                work[index] = work_of(lengths, np.array([0, len(lengths)]), self._batch.work)[0]
-        mine: IntArray = numbers[deal(work, 1, self._batch.micro_batch_size)[0]]
+        work = np.zeros((len(self._own), size))
+        for row, lane in zip(work, self._own):
+            some = works[lane][step * size : (step + 1) * size]
+            row[: len(some)] = some
+        mine: IntArray = numbers[deal(work.ravel(), 1, self._batch.micro_batch_size)[0]]
         return mine
 
     def _contents(self, one: Round, step: int, numbers: IntArray) -> Contents:
         """Return the pieces of some packs of a step."""
-        size = self._round_settings().step_packs
+        size = self._rounds.step_packs
         parts: list[LanePacks] = []
         for number in numbers.tolist():
             pack = (step - one.step) * size + number % size
@@ -228,25 +235,25 @@ class StreamingFeed:
             pack_ids=step * self._batch.global_batch_size + numbers,
         )
 
-    def _round_settings(self) -> RoundSettings:
-        settings, batch = self._settings, self._batch
-        passes = Passes(
-            capacity=batch.capacity,
-            method=settings.method,
-            max_documents=settings.max_documents,
-            multiple=batch.document_multiple_of,
-            min_fill=settings.min_fill,
-        )
-        lane = LaneSettings(
+
+def _round_settings(settings: StreamingSettings, batch: BatchSettings, block_bytes: int) -> RoundSettings:
+    """Return what rounds depend on."""
+    passes = Passes(
+        capacity=batch.capacity,
+        method=settings.method,
+        max_documents=settings.max_documents,
+        multiple=batch.document_multiple_of,
+        min_fill=settings.min_fill,
+    )
+    return RoundSettings(
+        lanes=settings.lanes,
+        step_packs=batch.global_batch_size // settings.lanes,
+        lane=LaneSettings(
             passes=passes, overlong=settings.overlong, max_age=settings.max_age, seed=settings.seed
-        )
-        return RoundSettings(
-            lanes=settings.lanes,
-            step_packs=batch.global_batch_size // settings.lanes,
-            lane=lane,
-            window_packs=settings.window_packs,
-            block_bytes=self._blocks.block_bytes,
-        )
+        ),
+        window_packs=settings.window_packs,
+        block_bytes=block_bytes,
+    )
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:

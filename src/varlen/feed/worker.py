@@ -23,6 +23,9 @@ from varlen.feed.wire import Slot
 from varlen.offline.tasks import receive, send
 
 _LOOK_S = 2.0
+_SWITCH_S = 5e-4
+"""Threads that read and tokenize need the interpreter for moments, between long calls without it. By the usual 5 ms
+each of them would wait as long whenever another thread packs."""
 
 
 class _SupersededError(Exception):
@@ -84,6 +87,7 @@ class _Relay:
 
 def main() -> None:
     """Make batches until nobody wants any; what is printed goes to the standard error."""
+    sys.setswitchinterval(_SWITCH_S)
     mouth = _Mouth(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     file, slots, size, are_several = map(int, sys.argv[1:5])

@@ -18,7 +18,7 @@ from varlen.source.rows import Rows, json_kind, listed, place
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10
-"""Fetched beyond a stretch of a remote file, for the line that ends after it."""
+"""Fetched beyond a stretch of a file, for the line that ends after it."""
 _MOST_TRIED = 1000
 """Lines in which a first row is looked for."""
 MOST_RECORD_BYTES = 256 << 20
@@ -86,7 +86,7 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
         with open_plain(file) as stream:
             yield from _read(stream, file, fields, 0, stop)
         return
-    with faults(file), open_stored(file, _stretch_bytes(file, start, stop)) as stream:
+    with faults(file), open_stored(file, _stretch_bytes(start, stop)) as stream:
         if start > 0:
             stream.seek(start - 1)
             start -= 1
@@ -98,9 +98,9 @@ def read(file: File, fields: Fields, start: int = 0, stop: int | None = None) ->
             yield from _read(stream, file, fields, start, stop)
 
 
-def _stretch_bytes(file: File, start: int, stop: int | None) -> int | None:
-    """Return what to fetch of a stretch of a remote file, so that a short one takes one request."""
-    if stop is None or not file.is_remote:
+def _stretch_bytes(start: int, stop: int | None) -> int | None:
+    """Return what to fetch at a time of a stretch of a file, so that a short one takes one request, and no more."""
+    if stop is None:
         return None
     return min(stop - max(start - 1, 0) + _LAST_LINE_BYTES, BUFFER_BYTES)
 
