@@ -219,11 +219,13 @@ def test_batches_of_before_a_seek_and_the_end_do_not_count_as_ready(store):
         with loader_of(store, worker=worker, ring_slots=4, epochs=8) as loader:
             loader.start_prefetch()
             until(lambda: loader._worker.ready == 4)
-            loader.seek(len(loader) - 1)
+            last = len(loader) - 1
             if worker == "process":
-                # The old batches hold all slots, so that none of now can have been made.
-                assert loader._worker._line.batches.qsize() == 4
+                os.kill(loader._worker.pid, signal.SIGSTOP)  # so that no batch of now can have been made
+            loader.seek(last)
+            if worker == "process":
                 assert loader._worker.ready == 0
+                os.kill(loader._worker.pid, signal.SIGCONT)
             assert next(loader) is not None
             waiting = loader._worker._queue if worker == "thread" else loader._worker._line.batches
             until(lambda: waiting.qsize() == 1)  # noqa: B023 - called here

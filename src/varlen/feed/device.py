@@ -73,24 +73,25 @@ class DeviceWorker:
         self._coming, self._is_over = None, False
         self._worker.start(state)
 
-    def take(self, deadline_s: float) -> Made | None:
-        """Return the next batch, or None at the end; errors as the worker's own.
+    def take(self, deadline_s: float) -> tuple[Made | None, int]:
+        """Return the next batch, or None at the end, and how many were ready; errors as the worker's own.
 
         Args:
             deadline_s: longest wait.
         """
+        ready = self.ready
         if self._coming is None and not self._is_over:
             self._coming = self._sent(deadline_s)
         sent, self._coming = self._coming, None
         if sent is None:
-            return None
+            return None, ready
         if self._is_cuda and self._worker.ready and not self._is_over:
             self._coming = self._sent(deadline_s)
-        return replace(sent.made, batch=self._arrived(sent))
+        return replace(sent.made, batch=self._arrived(sent)), ready
 
     def _sent(self, deadline_s: float) -> _Sent | None:
         """Take a batch and have it copied."""
-        made = self._worker.take(deadline_s)
+        made, _ = self._worker.take(deadline_s)
         if made is None:
             self._is_over = True
             return None

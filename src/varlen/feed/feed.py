@@ -108,8 +108,8 @@ class Worker(Protocol):
     def start(self, state: FeedState) -> None:
         """Begin after a state, whatever was made before."""
 
-    def take(self, deadline_s: float) -> Made | None:
-        """Return the next batch, or None at the end.
+    def take(self, deadline_s: float) -> tuple[Made | None, int]:
+        """Return the next batch, or None at the end, and how many were ready when it was asked for.
 
         Args:
             deadline_s: longest wait.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.device import DeviceWorker
-from varlen.feed.feed import Made, Worker
+from varlen.feed.feed import Worker
 from varlen.feed.lookup import StepDocuments
 from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
@@ -187,6 +187,7 @@ class PackedLoader:
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
         self._lookup = self._opened.lookup()
+        self._remembers = self._opened.mode == "streaming"
         multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
         positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
         spec, exchanges = self._opened.spec, self._opened.exchanges
@@ -245,27 +246,22 @@ class PackedLoader:
             WorkerDiedError: the worker dies again and again.
             VarlenError: what keeps a batch from being made, such as a bad record.
         """
-        ready, begun = self._worker.ready, time.perf_counter()
-        made = self._take()
-        if made is None:
-            raise StopIteration
-        self._meter.took(made, time.perf_counter() - begun, ready)
-        self._state = made.state
-        self._lookup.remember(made.state)
-        return made.batch
-
-    def _take(self) -> Made | None:
-        """Return what the worker has made next; None at the end."""
         if not self._is_running:
             self.start_prefetch()
+        begun = time.perf_counter()
         try:
-            made = None if self._is_over else self._worker.take(self._settings.deadline_s)
+            made, ready = (None, 0) if self._is_over else self._worker.take(self._settings.deadline_s)
         except BaseException:
             self._is_running = False  # the next call begins after the last batch that was taken
             raise
         if made is None:
             self._is_over, self._is_running = True, False
-        return made
+            raise StopIteration
+        self._meter.took(made, time.perf_counter() - begun, ready)
+        self._state = made.state
+        if self._remembers:
+            self._lookup.remember(made.state)
+        return made.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was taken, as a mapping for JSON: after the last batch, the same on every rank."""

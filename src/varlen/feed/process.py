@@ -4,11 +4,11 @@
 
     trainer's process                                          worker
       take() ◄── batches ◄── reader ◄──── pipe ◄──── messages ◄─ main thread, fills slots
-      last array over a slot dies ──► keeper ──► pipe ──► free slots ──►
-      state to begin after ─────────►
+      state to begin after ──► keeper ──► pipe ──►
+      last array over a slot dies ──► its mark in the shared memory ──►
 
-The reader starts the worker, and starts it again after the last batch that came whole, if it dies. The keeper alone
-knows which slots are held on this side. Both are threads that wait for pipes, and do nothing a trainer would feel.
+The reader starts the worker, and starts it again after the last batch that came whole, if it dies. The keeper is the
+only one who writes to it. Both are threads that wait for pipes, and do nothing a trainer would feel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import pickle
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +39,8 @@ _log = logging.getLogger(__name__)
 _MOST_DEATHS = 3
 """Deaths one after the other, without a batch between them, after which it is no accident."""
 _PATIENCE_S = 5.0
+_Entry = tuple[Made | BaseException | None, int, bytes]
+"""A batch, its slot and its message; or an error, or None for the end."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,10 +53,12 @@ class _Line:
     """How ranks agree, where the feed needs that."""
     agreement: Exchange | None = None
     """Of the last run that asked for one."""
-    batches: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    """(kind, run, content) for `take`; of a batch its slot, the message and what it says."""
+    batches: SimpleQueue[_Entry] = field(default_factory=SimpleQueue)
+    """Of the run, for `take`."""
+    held: set[int] = field(default_factory=set)
+    """Slots under batches that came and are still there."""
     lent: set[int] = field(default_factory=set)
-    """Slots under batches that the trainer still holds."""
+    """Those of them that the trainer took."""
     orders: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """For the keeper, in the order in which things happened."""
     asked: SimpleQueue[Any] = field(default_factory=SimpleQueue)
@@ -64,8 +67,8 @@ class _Line:
     """Number of the last `start`; what earlier ones made is thrown away."""
     reached: FeedState = field(default_factory=FeedState)
     """After the last batch of the run that came whole."""
-    ready: int = 0
-    """Batches of the run that came, and weren't taken."""
+    is_over: bool = False
+    """Whether the last entry of the run's batches is none."""
     closing: bool = False
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
@@ -94,7 +97,8 @@ class ProcessWorker:
     @property
     def ready(self) -> int:
         """Batches of this run that are waiting to be taken."""
-        return self._line.ready
+        line = self._line
+        return max(line.batches.qsize() - line.is_over, 0)
 
     @property
     def restarts(self) -> int:
@@ -122,44 +126,42 @@ class ProcessWorker:
         line = self._line
         with line.lock:
             line.run += 1
-            line.reached, line.ready = state, 0
+            line.reached, line.batches, line.is_over = state, SimpleQueue(), False
             if line.agreement is not None:  # the other ranks begin anew too, and don't answer the old run
                 line.agreement.close()
             line.orders.put(("begin", None))
         if not self._reader.is_alive():  # workers died again and again, and the trainer tries once more
             self._reader = _at_work(_read, line)
 
-    def take(self, deadline_s: float) -> Made | None:
-        """Return the next batch, or None at the end.
+    def take(self, deadline_s: float) -> tuple[Made | None, int]:
+        """Return the next batch, or None at the end, and how many were ready when it was asked for.
 
         Raises:
             StalledError: none came in time.
             WorkerDiedError: the worker dies again and again.
         """
         line = self._line
-        begun = time.monotonic()
-        while True:
+        ready = line.batches.qsize() - line.is_over
+        # A trainer's step has emptied the processor's caches, and every call takes microseconds then: there are few.
+        try:
+            made, slot, message = line.batches.get_nowait()
+        except Empty:
             try:
-                kind, run, content = line.batches.get(timeout=max(deadline_s - (time.monotonic() - begun), 0))
+                made, slot, message = line.batches.get(timeout=deadline_s)
             except Empty:
                 raise StalledError(_stalled(line, deadline_s)) from None
-            if run != line.run:
-                content = None  # a batch that nobody wants frees its slot
-                continue
-            if kind == "made":
-                with line.lock:
-                    line.ready -= 1
-                return self._made(*content)
-            if kind == "fail":
-                raise content
-            return None
+        if isinstance(made, Made):
+            if len(line.lent) + 1 < line.ring.slots:
+                line.lent.add(slot)
+                return made, ready
+            return self._copied(message, slot, made.state), ready
+        if made is not None:
+            raise made
+        return None, ready
 
-    def _made(self, slot: int, message: bytes, made: Made) -> Made:
+    def _copied(self, message: bytes, slot: int, state: FeedState) -> Made:
+        """Return a batch with memory of its own: with the last slot here too, the worker could never go on."""
         line = self._line
-        if len(line.lent) + 1 < line.ring.slots:
-            line.lent.add(slot)
-            return made
-        # With the last slot on this side too, the worker could never go on.
         if not self._copies:
             _log.warning(
                 "the trainer holds %s batches, all but one that the ring of %s slots has; while it does, batches are "
@@ -168,7 +170,7 @@ class ProcessWorker:
                 f"{line.ring.slots:,}",
             )
         self._copies += 1
-        return read_made(message, line.ring.slot(slot).copy(), made.state)
+        return read_made(message, line.ring.slot(slot).copy(), state)
 
     def close(self) -> None:
         """Leave neither a process nor a thread behind; batches that are left keep their bytes."""
@@ -191,15 +193,16 @@ def _at_work(what: Callable[[_Line], None], line: _Line) -> threading.Thread:
     return thread
 
 
-class _Freed:
-    """Takes note of a free slot; both may be done in the middle of anything."""
+def _freed(line: _Line, slot: int) -> Callable[[object], None]:
+    """Return what frees a slot; all of it may be done in the middle of anything."""
+    held, lent, ring = line.held, line.lent, line.ring
 
-    def __init__(self, orders: SimpleQueue[Any], lent: set[int]) -> None:
-        self._orders, self._lent = orders, lent
+    def free(_: object) -> None:
+        lent.discard(slot)
+        held.discard(slot)
+        ring.free(slot)  # last, since the worker may fill it from now on
 
-    def __call__(self, slot: int) -> None:
-        self._lent.discard(slot)
-        self._orders.put(("free", slot))
+    return free
 
 
 def close_line(line: _Line) -> None:
@@ -225,7 +228,6 @@ def _stalled(line: _Line, seconds: float) -> str:
 
 def _keep(line: _Line) -> None:
     """Pass on what the worker is to know; the only thread that writes to it."""
-    held: set[int] = set()
     told = 0
     process: subprocess.Popen[bytes] | None = None
     to: IO[bytes] | None = None
@@ -236,12 +238,7 @@ def _keep(line: _Line) -> None:
             with line.lock:  # the reader hires nobody any more
                 line.ring.close()
             return
-        if kind == "held":
-            held.add(content)
-        elif kind == "free":
-            held.discard(content)
-            message = [b"free" + content.to_bytes(4, "little")]
-        elif kind == "begin":
+        if kind == "begin":
             # A worker hired since knows the run already, and may have begun to make its batches.
             run, message = _begin(line)
             told, message = run, message if run != told else []
@@ -249,10 +246,8 @@ def _keep(line: _Line) -> None:
             message = [b"answ" + content[1]]
         elif kind == "process":
             process, to = content, cast(IO[bytes], content.stdin)
-            free = [slot for slot in range(line.ring.slots) if slot not in held]
-            slots = [b"free" + slot.to_bytes(4, "little") for slot in free]
             told, message = _begin(line)
-            message = [b"head" + line.head, *slots, *message]
+            message = [b"head" + line.head, *message]
         try:
             for one in message:
                 if to is not None:
@@ -279,7 +274,8 @@ def _read(line: _Line) -> None:
             try:
                 process = _hired(line)
             except WorkerDiedError as error:
-                line.batches.put(("fail", line.run, error))
+                line.batches.put((error, -1, b""))
+                line.is_over = True
                 return
             line.process = process
         line.orders.put(("process", process))
@@ -291,8 +287,17 @@ def _read(line: _Line) -> None:
         if line.closing:
             return
         line.deaths += 1
+        line.ring.free_but(line.held)
         in_a_row = 1 if heard else in_a_row + 1
-    line.batches.put(("fail", line.run, WorkerDiedError(_death(process.returncode))))
+    _end(line, line.run, WorkerDiedError(_death(process.returncode)))
+
+
+def _end(line: _Line, run: int, error: BaseException | None) -> None:
+    """Say that no batch of a run follows, and why, if it isn't the run before."""
+    with line.lock:
+        if run == line.run:
+            line.batches.put((error, -1, b""))
+            line.is_over = True
 
 
 def _hired(line: _Line) -> subprocess.Popen[bytes]:
@@ -355,10 +360,9 @@ def _listen(line: _Line, process: subprocess.Popen[bytes]) -> bool:
                 continue
             heard = True
             if kind == b"fail":
-                run, error = pickle.loads(content)
-                line.batches.put(("fail", run, error))
+                _end(line, *pickle.loads(content))
             elif kind == b"last":
-                line.batches.put(("last", int.from_bytes(content, "little"), None))
+                _end(line, int.from_bytes(content, "little"), None)
             elif kind == b"made":
                 _received(line, content, at)
     return heard
@@ -368,12 +372,11 @@ def _received(line: _Line, content: bytes, at: dict[str, Any]) -> None:
     """Take a batch in."""
     run, slot, step, micro_batch = (int.from_bytes(content[8 * n : 8 * n + 8], "little") for n in range(4))
     state = FeedState(step=step, micro_batch=micro_batch, at=at)
-    line.orders.put(("held", slot))
+    line.held.add(slot)
     # Here and not when it is taken: the trainer needn't wait for it.
     message = content[32:]
-    made = read_made(message, line.ring.lend(slot, _Freed(line.orders, line.lent)), state)
+    made = read_made(message, line.ring.lend(slot, _freed(line, slot)), state)
     with line.lock:
         if run == line.run:
             line.reached = state
-            line.ready += 1
-        line.batches.put(("made", run, (slot, message, made)))
+            line.batches.put((made, slot, message))

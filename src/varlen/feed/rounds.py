@@ -48,6 +48,8 @@ _MOST_CLAIMS = 64
 """Claims a lane that are read before lanes are compared again."""
 _SOON_BYTES = 2 << 20
 """Read before it is claimed, where all lanes are run here, so that processors don't wait while lanes are packed."""
+_MOST_SOON = 64
+"""Blocks."""
 _OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
 _FIRST_PACKS = 4
 """Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
@@ -158,7 +160,7 @@ class Rounds:
         """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
         self._settings, self._mine = settings, tuple(mine)
-        self._num_soon = max(_SOON_BYTES // settings.block_bytes, 2)
+        self._num_soon = min(_SOON_BYTES // settings.block_bytes, _MOST_SOON)
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
         """Yield the rounds from a place on, to the end of the input; of the first one, the steps that are wanted.

@@ -58,7 +58,7 @@ class LoaderStats:
 
 
 _OF_BATCHES = tuple(field.name for field in fields(BatchCounts))
-_NOTED = 64
+_NOTED = 1024
 """Batches whose counts are added up at a time."""
 _Entry = tuple[BatchCounts, float, int, int, Ledger | None]
 
@@ -67,7 +67,7 @@ class Meter:
     """Adds up, cheaply: it runs in the trainer's process at every batch.
 
     After a step of the trainer nothing of this is in the processor's caches, where a dozen additions take as long as
-    a loop over many batches. So a batch is only noted, and notes are added up some dozens at a time.
+    a loop over many batches. So a batch is only noted, and notes are added up a thousand at a time.
     """
 
     def __init__(self) -> None:

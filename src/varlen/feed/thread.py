@@ -100,13 +100,13 @@ class ThreadWorker:
         )
         self._thread.start()
 
-    def take(self, deadline_s: float) -> Made | None:
-        """Return the next batch, or None at the end.
+    def take(self, deadline_s: float) -> tuple[Made | None, int]:
+        """Return the next batch, or None at the end, and how many were ready when it was asked for.
 
         Raises:
             StalledError: none came in time.
         """
-        begun = time.monotonic()
+        ready, begun = self.ready, time.monotonic()
         while self._thread is not None:
             try:
                 made, error = self._queue.get(timeout=min(_LOOK_S * 10, deadline_s))
@@ -118,8 +118,8 @@ class ThreadWorker:
                 continue
             if error is not None:
                 raise error
-            return made
-        return None
+            return made, ready
+        return None, 0
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""

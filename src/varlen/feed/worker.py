@@ -23,6 +23,8 @@ from varlen.feed.wire import Slot
 from varlen.offline.tasks import receive, send
 
 _LOOK_S = 2.0
+_SHORTEST_S, _LONGEST_S = 5e-4, 4e-3
+"""Pauses between looks for a free slot."""
 _SWITCH_S = 5e-4
 """Threads that read and tokenize need the interpreter for moments, between long calls without it. By the usual 5 ms
 each of them would wait as long whenever another thread packs."""
@@ -37,8 +39,6 @@ class _Desk:
 
     def __init__(self) -> None:
         self.head: SimpleQueue[bytes] = SimpleQueue()
-        self.free: SimpleQueue[int | None] = SimpleQueue()
-        """Numbers of slots; None where a run is to be begun."""
         self.runs: SimpleQueue[tuple[int, FeedState]] = SimpleQueue()
         self.answers: SimpleQueue[tuple[int, str, list[Any] | None, str] | None] = SimpleQueue()
         """What the other ranks said in a run; None where nobody is to wait for it any more."""
@@ -126,11 +126,15 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
     taken: list[tuple[int, Slot]] = []
 
     def buffers() -> Out:
-        while (number := desk.free.get()) is None or not desk.runs.empty():
+        number, pause_s = ring.mark(), _SHORTEST_S
+        while number is None and desk.runs.empty():
+            time.sleep(pause_s)  # the trainer has all slots, and is to do no more than take a mark away
+            number, pause_s = ring.mark(), min(2 * pause_s, _LONGEST_S)
+        if not desk.runs.empty():
             if number is not None:
-                desk.free.put(number)
-            if not desk.runs.empty():
-                raise _SupersededError
+                ring.free(number)
+            raise _SupersededError
+        assert number is not None
         slot = Slot(ring.slot(number))
         taken.append((number, slot))
         return slot.arrays
@@ -151,7 +155,7 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
         if close is not None:
             close()
         for number, _ in taken:
-            desk.free.put(number)
+            ring.free(number)
 
 
 def _pickled(run: int, error: BaseException) -> bytes:
@@ -175,12 +179,9 @@ def _listen(orders: IO[bytes], desk: _Desk) -> None:
             kind, content = message[:4], message[4:]
             if kind == b"head":
                 desk.head.put(content)
-            elif kind == b"free":
-                desk.free.put(int.from_bytes(content, "little"))
             elif kind == b"from":
                 run, step, micro_batch, at = json.loads(content)
                 desk.runs.put((run, FeedState(step=step, micro_batch=micro_batch, at=at)))
-                desk.free.put(None)
                 desk.answers.put(None)  # the other ranks begin anew too, and don't answer the run before
             elif kind == b"answ":
                 run, key, all_of_them, why = json.loads(content)
