@@ -116,8 +116,9 @@ def _run(sections: list[str], console: Console) -> tuple[list[Row], list[dict[st
                 try:
                     rows += step.run()
                 except (ImportError, RuntimeError, WrongResultError) as error:
+                    kind = "wrong" if isinstance(error, WrongResultError) else "absent"
                     absent.append(
-                        {"what": f"{section}: {step.title}", "why": f"{type(error).__name__}: {error}"}
+                        {"kind": kind, "what": what, "why": f"{type(error).__name__}: {reason(error)}"}
                     )
                 progress.advance(task)
             progress.console.print(*_tables_of(section, rows[before:]))

@@ -97,7 +97,9 @@ _FIRST = """
 import json, sys, time
 import varlen as vl
 data, tokenizer, mode = sys.argv[1:4]
-options = dict(capacity=8192, global_batch_size=8, mode=mode, append_eos=False)
+options = dict(capacity=8192, global_batch_size=8, mode=mode)
+if mode == "streaming":
+    options["append_eos"] = False
 state = None
 if len(sys.argv) > 4:
     with vl.PackedLoader(data, tokenizer or None, **options) as loader:

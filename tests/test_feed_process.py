@@ -89,6 +89,18 @@ def test_a_worker_killed_at_random_moments_is_replaced_at_the_exact_batch(store,
         assert loader.state_dict() == whole[1][-1]
 
 
+def test_slots_that_a_killed_worker_was_filling_are_filled_by_the_next_one(store, whole):
+    with loader_of(store, micro_batch_size=1, epochs=8, worker="process", deadline_s=20) as loader:
+        found = [content(next(loader))]
+        ring, pid = loader._worker._line.ring, loader._worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        while ring.mark() is not None:  # as if it had been about to fill them
+            pass
+        os.kill(pid, signal.SIGKILL)
+        assert found + drained(loader)[0] == whole[0]
+        assert loader.stats().restarts == 1
+
+
 @pytest.mark.soak
 def test_a_worker_is_killed_a_hundred_times(store):
     with loader_of(store, micro_batch_size=1, epochs=150) as loader:

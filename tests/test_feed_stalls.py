@@ -68,7 +68,9 @@ def test_a_stall_shorter_than_what_is_read_ahead_does_not_reach_the_trainer(text
 
 
 def test_a_longer_one_is_told_but_for_what_was_ready(texts, monkeypatch):
-    monkeypatch.setattr(rounds, "_SOON_BYTES", 0)  # or all of these few bytes are read before they are claimed
+    monkeypatch.setattr(
+        rounds, "_SOON_BYTES", 0
+    )  # or all of these few bytes are read before they are claimed
     stats = waited(texts, read_ahead_s=0.01)
 
     assert 0.5 * STALL_S < stats.waited_s < 1.5 * STALL_S
