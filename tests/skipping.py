@@ -71,11 +71,14 @@ def numbered(store):
 
 
 def damaged(store, folder, name="tokens.bin", cut=None):
-    """A copy of a store of whose third shard a file is gone, or ends before."""
+    """A copy of a store of whose third shard a file is gone, ends before, or fails whenever it is read."""
     shutil.copytree(store, folder)
     path = folder / "2" / name
     if cut is None:
         path.unlink()
+    elif cut == "fails":
+        path.unlink()
+        path.mkdir()  # opens, and gives an error of the system
     else:
         os.truncate(path, cut)
     return folder
