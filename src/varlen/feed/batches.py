@@ -13,6 +13,7 @@ from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
+from varlen.feed.unreadable import Pieces
 from varlen.pack.api import DEFAULT_WORK
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import FloatArray, IntArray, Ledger, Packing
@@ -98,7 +99,7 @@ def plan_step(store: ReadableTokens, packs: StorePacks, number: int, settings: B
 
 
 def make_batch(
-    store: ReadableTokens,
+    store: Pieces,
     step: Step,
     rank: int,
     micro_batch: int,
@@ -147,7 +148,7 @@ def make_batch(
     )
 
 
-def numbers_of(store: ReadableTokens, shards: IntArray, documents: IntArray) -> IntArray:
+def numbers_of(store: Pieces, shards: IntArray, documents: IntArray) -> IntArray:
     """Return the numbers of documents within the whole store, from their shards and numbers there."""
     before = np.concatenate([[0], np.cumsum(store.documents)])
     numbers: IntArray = before[shards] + documents

@@ -63,7 +63,7 @@ class Made:
     ledger: Ledger | None = None
     """What became of the tokens of the window that begins with this batch, over all ranks; None where none does."""
     skipped: int = 0
-    """Records of that window that couldn't be read, over all ranks."""
+    """Records of that window that couldn't be read, over all ranks; or pieces of this batch that couldn't."""
     counts: BatchCounts | None = None
     """What the batch holds; workers enter it."""
 

@@ -14,6 +14,8 @@ from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
+from varlen.feed.unreadable import ReadPieces, Unreadable, place_of
+from varlen.source.source import OnError
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
@@ -22,9 +24,12 @@ _NOTHING = Ledger(tokens_in=0, packed=0)
 class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
-    def __init__(self, stream: Stream, settings: BatchSettings, rank: int) -> None:
-        """Take the packs of all epochs, and which rank this is."""
+    def __init__(
+        self, stream: Stream, settings: BatchSettings, rank: int, on_error: OnError = "raise"
+    ) -> None:
+        """Take the packs of all epochs, which rank this is, and what becomes of documents that can't be read."""
         self._stream, self._settings, self._rank = stream, settings, rank
+        self._unreadable = Unreadable(on_error, settings.pad_id)
 
     @property
     def stream(self) -> Stream:
@@ -55,7 +60,7 @@ class IndexedFeed:
         store = self._stream.tokens(self.position(state))
         before = np.concatenate([[0], np.cumsum(store.documents)])
         shard = int(np.searchsorted(before, document_id, side="right")) - 1
-        return f"document {document_id - int(before[shard]):,} of {store.where(shard)}"
+        return place_of(store, shard, document_id - int(before[shard]))
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
@@ -90,17 +95,19 @@ class IndexedFeed:
         Raises:
             StateError: the state is none of a token store.
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the store is damaged.
+            SourceError: the tokens of a document can't be read, and `on_error` is "raise"; or the lengths or counts
+                can't, by which steps are planned.
         """
         first = state.micro_batch
-        store = self._stream.tokens(self.position(state))
+        pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
         for step, before, after, entered in self.steps(state):
             ledger: Ledger | None = entered
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
-                batch = make_batch(store, step, self._rank, number, self._settings, buffers())
+                skipped = pieces.skipped
+                batch = make_batch(pieces, step, self._rank, number, self._settings, buffers())
                 now = after if is_last else replace(before, micro_batch=number + 1)
-                yield Made(batch=batch, state=now, ledger=ledger)
+                yield Made(batch=batch, state=now, ledger=ledger, skipped=pieces.skipped - skipped)
                 ledger = None
             first = 0
 

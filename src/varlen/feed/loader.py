@@ -84,7 +84,11 @@ class PackedLoader:
         append_eos: end every text with it.
         supervise: "assistant": of chats only what the model is to say; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
-        on_error: of documents: "raise" at the first bad record, or "skip" it, counted the same on all ranks.
+        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. Of tokens that can't
+            be read, or are none, "skip" masks the piece in its slot on the rank that reads it: `pad_id` without a
+            label, a document of its own still. Plan, steps and `step_num_targets` stay, and all other bytes; so it
+            may differ from that of a state. What the plan is made of (lengths, labels of cut documents) is an error
+            on every rank whatever is passed.
         retry: how often and how long reads of remote files are tried again; None for the usual.
         cache: folder for stores made on the fly; None for varlen's in the user's cache.
         model: a transformers model or configuration; its positions and vocabulary must suffice.

@@ -82,7 +82,7 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     tokens = (
         None
         if tokenizer is not None or settings.mode == "streaming"
-        else open_tokens(data, patience_s=settings.patience_s)
+        else open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
     )
     if tokens is not None:
         _refuse_reading(data, settings)
@@ -94,7 +94,7 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     if settings.mode != "indexed" and settings.scope != "all":
         return open_streaming(source, settings)
     folder = indexed_in_cache(source, settings.cache, settings.patience_s)
-    found = open_tokens(folder)  # whole by now
+    found = open_tokens(folder, check_tokens=settings.on_error == "raise")  # whole by now
     if found is None:
         raise SettingError(
             f"{folder} was removed while it was opened; leave the cache alone, or pass another"
@@ -126,7 +126,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
     places: list[Data] = []
     for name, data in mixture.sources.items():
-        tokens = open_tokens(data, patience_s=settings.patience_s)
+        tokens = open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
         if tokens is None:
             source = open_source(data, tokenizer, **settings.reading)
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
@@ -134,7 +134,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         elif isinstance(tokens, TokenStore):
             _check_store(tokens, settings)
         if settings.overlong == "error" and settings.method != "wrapped":
-            _check_lengths(opened(data, settings.patience_s), settings.capacity, name)
+            _check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
         places.append(data)
     spec = MixtureSpec(
         sources=tuple(places),
@@ -145,6 +145,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         batches=batch_settings(settings),
         rank=settings.ranks[0],
         patience_s=settings.patience_s,
+        on_error=settings.on_error,
     )
     belongs_to = {
         **settings.deciding(spec.windows.window),
@@ -237,6 +238,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         rank=rank,
         first_parts=first_parts,
         patience_s=settings.patience_s,
+        on_error=settings.on_error,
     )
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
 

@@ -14,6 +14,7 @@ from varlen.feed.ranks import as_batch_sizes, as_ranks
 from varlen.feed.state import MOST, Mode
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, check_multiple
+from varlen.source.source import OnError
 from varlen.types import Method, Overlong
 
 Scope = Literal["minibatch", "window", "all"]
@@ -67,6 +68,7 @@ class LoaderSettings:
             ("overlong", get_args(Overlong)),
             ("layout", get_args(Layout)),
             ("worker", get_args(WorkerKind)),
+            ("on_error", get_args(OnError)),
         ):
             as_choice(getattr(self, name), name, choices)
         for name, least in (
@@ -101,6 +103,15 @@ class LoaderSettings:
                 raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
         _ = self.batch_sizes  # and so the ranks
         _check_model(self)
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of what can't be read.
+
+        No state depends on it where lengths are known: what can be read stays where it is.
+        """
+        found: OnError = self.reading.get("on_error", "raise")
+        return found
 
     @property
     def ranks(self) -> tuple[int, int]:

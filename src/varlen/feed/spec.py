@@ -23,7 +23,7 @@ from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.open_tokens import open_tokens
 from varlen.source.order import hashed
 from varlen.source.partial import PATIENCE_S
-from varlen.source.source import Source
+from varlen.source.source import OnError, Source
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 
@@ -55,6 +55,8 @@ class IndexedSpec:
     """Parts of the store that the first epoch holds, the same on all ranks."""
     patience_s: float = PATIENCE_S
     """How long to wait for the next part of a store that is being written."""
+    on_error: OnError = "raise"
+    """What becomes of documents whose tokens can't be read."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed.
@@ -66,14 +68,14 @@ class IndexedSpec:
         Raises:
             SourceError: the store can't be read.
         """
-        tokens = opened(self.data, self.patience_s)
+        tokens = opened(self.data, self.patience_s, self.on_error)
         can_agree = exchanges is not None or self.batches.dp_world_size == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
         stream = PackStream(windows, self.epochs, parts)
-        return IndexedFeed(stream, self.batches, self.rank)
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +90,8 @@ class MixtureSpec:
     rank: int
     patience_s: float = PATIENCE_S
     """How long to wait for the next part of a store that is being written."""
+    on_error: OnError = "raise"
+    """What becomes of documents whose tokens can't be read."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
         """Make the feed.
@@ -95,7 +99,7 @@ class MixtureSpec:
         Raises:
             SourceError: a store can't be read, or holds no document.
         """
-        sets = [opened(data, self.patience_s) for data in self.sources]
+        sets = [opened(data, self.patience_s, self.on_error) for data in self.sources]
         streams: list[PackStream] = []
         for number, (tokens, data) in enumerate(zip(sets, self.sources)):
             tokens.wait_for(tokens.num_parts)
@@ -105,7 +109,8 @@ class MixtureSpec:
             epochs = self.mix.epochs if self.mix.until == "first" else None
             streams.append(PackStream(Windows(tokens, Groups(tokens), windows), epochs, grows=False))
         joined = JoinedTokens(sets)
-        return IndexedFeed(MixedStream(joined, streams, self.windows, self.mix), self.batches, self.rank)
+        stream = MixedStream(joined, streams, self.windows, self.mix)
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error)
 
 
 class _PartsNow:
@@ -130,17 +135,18 @@ class _PartsNow:
         return int(min(said.values()))
 
 
-def opened(data: Data, patience_s: float = PATIENCE_S) -> TokenDocuments:
+def opened(data: Data, patience_s: float = PATIENCE_S, on_error: OnError = "raise") -> TokenDocuments:
     """Open documents that were tokens when a loader was made.
 
     Args:
         data: as `open_tokens` takes it.
         patience_s: how long to wait for the next part of a store that is being written.
+        on_error: "raise" as soon as missing tokens can be told, or "skip" documents when they are to be read.
 
     Raises:
         SourceError: they aren't any more.
     """
-    tokens = open_tokens(data, patience_s=patience_s)
+    tokens = open_tokens(data, patience_s=patience_s, check_tokens=on_error == "raise")
     if tokens is None:
         raise SourceError(f"{data} held tokens when the loader was made, and doesn't any more")
     return tokens

@@ -37,7 +37,8 @@ class LoaderStats:
     restarts: int = 0
     """Workers that died and were replaced."""
     skipped: int = 0
-    """Records that couldn't be read, over all ranks."""
+    """Of documents in streaming: records that couldn't be read, over all ranks. Of tokens: pieces of documents that
+    this rank couldn't read, and has masked in its batches, where they count as tokens; ranks add up."""
     ledger: Ledger
     """What became of the tokens of all windows begun since the loader was made, over all ranks."""
 

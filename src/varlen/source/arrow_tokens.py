@@ -9,6 +9,7 @@ the whole in little more than twice the time that decoding takes.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
@@ -36,9 +37,9 @@ _Flat = tuple[npt.NDArray[Any], IntArray]
 class ArrowFile:
     """One mapped file of rows that are documents."""
 
-    def __init__(self, file: File, batches: list[Any], columns: Columns) -> None:
-        """Take the file, its record batches as they lie in memory, and where a row's tokens and marks stand."""
-        self._file, self.path, self.name = file, file.path, file.name
+    def __init__(self, file: File, mapped: Any, batches: list[Any], columns: Columns) -> None:
+        """Take the file, mapped, its record batches as they lie there, and where a row's tokens and marks stand."""
+        self._file, self.path, self.name, self._mapped = file, file.path, file.name, mapped
         self._batches, self._names = batches, dict(columns.names)
         self._rows = np.cumsum([0] + [batch.num_rows for batch in batches])
         at = [batch.schema.get_field_index(columns.names["input_ids"]) for batch in batches[:1]]
@@ -77,6 +78,7 @@ class ArrowFile:
         Raises:
             SourceError: the file is damaged, or pads a row between its tokens.
         """
+        self._check_size()
         starts, lengths = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         number = int(np.searchsorted(self._rows, first, side="right")) - 1
         while first < stop:
@@ -120,8 +122,26 @@ class ArrowFile:
         begins[owners] = runs + offsets[0]
         return begins, sizes
 
+    def _check_size(self) -> None:
+        """Require that the file is all there still; touching mapped memory that isn't would kill the process.
+
+        Raises:
+            SourceError: it was cut short since it was mapped.
+        """
+        size = os.fstat(self._mapped.fileno()).st_size
+        if size < self._file.size:
+            raise SourceError(
+                f"{self.path} was cut short while it was in use: it had {self._file.size:,} bytes, and has {size:,}; "
+                "copy it again"
+            )
+
     def __enter__(self) -> ArrowFile:
-        """Do nothing: the file is mapped."""
+        """Look whether the file is there; it is mapped.
+
+        Raises:
+            SourceError: it was cut short since.
+        """
+        self._check_size()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,8 +156,13 @@ class ArrowFile:
         first = self._tokens[number]
         return self._batch(number)[role][0][start - first : stop - first]
 
-    def read_mask(self, start: int, stop: int) -> Mask:
+    def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
         """Return which of the tokens [start, stop) of one document are supervised.
+
+        Args:
+            start: in tokens of the file.
+            stop: in tokens of the file.
+            check: refuse what is no such mark; else it counts as one by the same rule on every rank.
 
         Raises:
             SourceError: a label is neither -100 nor its token's id, or a mask neither 0 nor 1.
@@ -146,7 +171,7 @@ class ArrowFile:
         if "labels" in self._names:
             labels, ids = self._values("labels", start, stop), self._values("input_ids", start, stop)
             odd = np.flatnonzero((labels != -100) & (labels != ids))
-            if len(odd):
+            if check and len(odd):
                 raise SourceError(
                     f"{self.path} has the label {int(labels[odd[0]])} for the id {int(ids[odd[0]])} at token "
                     f"{start + int(odd[0]):,} (a label is its own token's id, not the next one's, or -100)"
@@ -154,7 +179,7 @@ class ArrowFile:
             mask &= labels != -100
         if "loss_mask" in self._names:
             marks = self._values("loss_mask", start, stop)
-            if ((marks != 0) & (marks != 1)).any():
+            if check and ((marks != 0) & (marks != 1)).any():
                 raise SourceError(f"{self.path} holds other than 0 and 1 in `loss_mask`")
             mask &= marks == 1
         return mask
@@ -197,7 +222,7 @@ def map_arrow(file: File) -> ArrowFile | None:
         held = next((batch.column(name) for batch in batches if _num_values(batch.column(name))), None)
         if held is not None and not _lies_in(held, whole):
             return None
-    return ArrowFile(file, batches, columns)
+    return ArrowFile(file, mapped, batches, columns)
 
 
 def _token_columns(schema: Any, path: str) -> Columns | None:

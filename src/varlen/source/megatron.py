@@ -35,12 +35,14 @@ class MegatronFile:
 
     has_mask = False
 
-    def __init__(self, prefix: Path, name: str) -> None:
+    def __init__(self, prefix: Path, name: str, *, check_tokens: bool = True) -> None:
         """Open a pair.
 
         Args:
             prefix: path of both files without their suffixes.
             name: relative to what the user named.
+            check_tokens: refuse places behind the tokens; else, where the index agrees with itself and so the `.bin`
+                was cut, that is found by who reads them.
 
         Raises:
             SourceError: a file is missing or damaged, or its numbers are no tokens.
@@ -64,6 +66,7 @@ class MegatronFile:
                 f"{documents - 1:,} documents take {needed:,}; copy it again"
             )
         self.num_documents = documents - 1
+        self._idx_bytes, self._check_tokens = idx_bytes, check_tokens
         self._lengths = self._mapped(np.int32, _HEAD_BYTES, sequences)
         self._begins = self._mapped(np.int64, _HEAD_BYTES + 4 * sequences, sequences)
         self._sequences = self._mapped(np.int64, _HEAD_BYTES + 12 * sequences, documents)
@@ -106,6 +109,9 @@ class MegatronFile:
         Raises:
             SourceError: the index is damaged.
         """
+        mapped: Any = self._sequences.base
+        if mapped.size() < self._idx_bytes:  # touching what isn't there any more would kill the process
+            raise SourceError(f"{self._idx} was cut short while it was in use; copy it again, and go on")
         bounds = self._sequences[first : stop + 1].astype(np.int64)
         if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > len(self._lengths):
             raise self._damaged("its documents' sequences don't rise", first, stop)
@@ -115,7 +121,8 @@ class MegatronFile:
         if (sizes < 0).any() or (begins < 0).any() or (begins % width).any():
             raise self._damaged("lengths or places of sequences are out of range", first, stop)
         ends = begins + sizes * width
-        if (begins > self._size).any() or (ends > self._size).any():  # a sum of any numbers may turn over
+        is_behind = (begins > self._size) | (ends > self._size)  # a sum of any numbers may turn over
+        if is_behind.any() and (self._check_tokens or not self._is_cut(begins, ends, sizes)):
             raise self._damaged(
                 f"sequences end behind the {self._size:,} bytes of {self._bin.name}", first, stop
             )
@@ -130,6 +137,14 @@ class MegatronFile:
         is_held = bounds[1:] > bounds[:-1]
         starts[is_held] = begins[bounds[:-1][is_held]] // width
         return starts, lengths
+
+    def _is_cut(self, begins: IntArray, ends: IntArray, sizes: IntArray) -> bool:
+        """Return whether tokens are missing, and the index agrees with itself.
+
+        It does where sequences stand in a row, none of them longer than what is there.
+        """
+        in_a_row = bool((ends[:-1] == begins[1:]).all() and (ends >= begins).all())
+        return in_a_row and bool((sizes * self._dtype.itemsize <= self._size).all())
 
     def _damaged(self, why: str, first: int, stop: int) -> SourceError:
         return SourceError(
@@ -166,7 +181,7 @@ class MegatronFile:
             )
         return np.frombuffer(content, dtype=self._dtype)
 
-    def read_mask(self, start: int, stop: int) -> Mask:
+    def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:  # noqa: ARG002 - any is one
         """Return that all tokens are supervised."""
         return np.ones(stop - start, dtype=np.uint8)
 

@@ -18,7 +18,9 @@ from varlen.source.written import read_manifest
 _SUFFIXES = (".bin", ".idx")
 
 
-def open_tokens(data: Data, *, patience_s: float = PATIENCE_S) -> TokenDocuments | None:
+def open_tokens(
+    data: Data, *, patience_s: float = PATIENCE_S, check_tokens: bool = True
+) -> TokenDocuments | None:
     """Open documents that needn't be tokenized or copied to be read at any place.
 
     These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
@@ -28,6 +30,8 @@ def open_tokens(data: Data, *, patience_s: float = PATIENCE_S) -> TokenDocuments
     Args:
         data: a file, a folder or a glob, or several of them.
         patience_s: how long to wait for the next part of a store that is being written.
+        check_tokens: refuse missing tokens as soon as the lengths of documents, or their labels, are counted; False:
+            who reads them is told, as plans need the lengths alone.
 
     Returns:
         The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
@@ -41,22 +45,24 @@ def open_tokens(data: Data, *, patience_s: float = PATIENCE_S) -> TokenDocuments
         folder = Path(entries[0]).expanduser()
         manifest = read_manifest(folder)
         if manifest is not None and manifest.get("kind") == "tokens":
-            return open_store(folder)
+            return open_store(folder, check_tokens=check_tokens)
         if manifest is None and is_begun(folder):
-            return PartialStore(folder, patience_s=patience_s)
+            return PartialStore(folder, patience_s=patience_s, check_tokens=check_tokens)
     pairs = [_pairs(entry) for entry in entries]
     if all(pairs):
         named = {str(prefix.absolute()): (prefix, name) for found in pairs for prefix, name in found}
-        return FileTokens([MegatronFile(prefix, name) for prefix, name in named.values()])
+        return FileTokens(
+            [MegatronFile(prefix, name, check_tokens=check_tokens) for prefix, name in named.values()]
+        )
     if any(pairs):
         with_, without = (
             next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
         )
         raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
-    return _mapped(data)
+    return _mapped(data, check_tokens)
 
 
-def _mapped(data: Data) -> FileTokens | None:
+def _mapped(data: Data, check_tokens: bool) -> FileTokens | None:
     """Open Arrow files, if all are of the kind that can be read at any place."""
     files: list[ArrowFile] = []
     for file in find_files(data):
@@ -64,7 +70,7 @@ def _mapped(data: Data) -> FileTokens | None:
         if mapped is None:
             return None
         files.append(mapped)
-    return FileTokens(files)
+    return FileTokens(files, check_tokens=check_tokens)
 
 
 def _pairs(entry: str | Path) -> list[tuple[Path, str]]:

@@ -41,7 +41,12 @@ class PartialStore:
     """A token store in the making, of which the first parts are there."""
 
     def __init__(
-        self, folder: Path, *, patience_s: float = PATIENCE_S, stopped_s: float = _STOPPED_S
+        self,
+        folder: Path,
+        *,
+        patience_s: float = PATIENCE_S,
+        stopped_s: float = _STOPPED_S,
+        check_tokens: bool = True,
     ) -> None:
         """Open it.
 
@@ -49,6 +54,7 @@ class PartialStore:
             folder: that the finished store will have.
             patience_s: how long to wait for the next part while a run writes.
             stopped_s: how long to wait for a run to begin again where none does; never longer than `patience_s`.
+            check_tokens: as `open_store` takes it.
 
         Raises:
             SourceError: nobody has begun to write it.
@@ -63,7 +69,8 @@ class PartialStore:
         self._listed: list[dict[str, Any]] = []
         self._finished_parts = 0
         self._is_whole = False
-        self._store = TokenStore(self._partial, self._manifest())
+        self._check_tokens = check_tokens
+        self._store = TokenStore(self._partial, self._manifest(), check_tokens=check_tokens)
         self._look()
 
     def _manifest(self) -> dict[str, Any]:
@@ -163,7 +170,7 @@ class PartialStore:
         """Go on with the finished store, if there is one; returns whether."""
         if read_manifest(self.folder) is None:
             return False
-        store = open_store(self.folder)
+        store = open_store(self.folder, check_tokens=self._check_tokens)
         if store.fingerprint_at(self.num_parts) != self.fingerprint:
             return False
         self._store, self._is_whole, self._finished_parts = store, True, self.num_parts

@@ -43,6 +43,8 @@ class Reader:
             SourceError: a shard is damaged.
         """
         pieces = [np.ascontiguousarray(part, dtype=np.int64) for part in (shards, documents, starts, lengths)]
+        for index in np.unique(shards).tolist():  # the kernel looks into their offsets
+            self._shard(index).check_offsets()
         most = int(shards.max(initial=-1)) + 1
         if most > self._table.shape[1]:
             more = np.full((6, 2 * most - self._table.shape[1]), _CLOSED, dtype=np.int64)

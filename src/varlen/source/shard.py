@@ -156,7 +156,17 @@ class Shard:
     Tokens are read and not mapped, so that what a process holds stays bounded however large the store is.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, check_tokens: bool = True) -> None:
+        """Open it.
+
+        Args:
+            folder: of the shard.
+            check_tokens: refuse one whose tokens are missing; else that is found by who reads them, as packs are
+                planned by the offsets alone.
+
+        Raises:
+            SourceError: it is none, or damaged.
+        """
         counts = shard_counts(folder)
         if counts is None:
             raise SourceError(f"{folder} is not a finished shard of tokens; index the data again")
@@ -166,31 +176,50 @@ class Shard:
             self._dtype = _DTYPES[counts.dtype]
             self.offsets: IntArray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
             _check_offsets(self.offsets, counts)
-            sizes = {name: (folder / name).stat().st_size for name in self._sizes()}
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
-        if sizes != self._sizes():
+        self._mapped: Any = self.offsets.base
+        self._mapped_bytes: int = self._mapped.size()
+        self._tokens = self._mask = -1
+        if check_tokens:
+            self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        """Require that the tokens are there, and the mask, as many as were written."""
+        counts = self.counts
+        with self:
+            sizes = [os.fstat(file).st_size for file in (self._tokens, self._mask) if file >= 0]
+        if sizes != [counts.num_tokens * self._dtype.itemsize, counts.num_tokens][: len(sizes)]:
             raise SourceError(
-                f"{folder} is damaged: it doesn't hold the {counts.num_tokens:,} tokens of "
+                f"{self._path} is damaged: it doesn't hold the {counts.num_tokens:,} tokens of "
                 f"{counts.num_documents:,} documents that were written; index the data again"
             )
-        self._tokens = self._mask = -1
 
-    def _sizes(self) -> dict[str, int]:
-        """Return how large the files must be."""
-        sizes = {"tokens.bin": self.counts.num_tokens * self._dtype.itemsize}
-        return sizes | ({"loss_mask.bin": self.counts.num_tokens} if self.counts.has_mask else {})
+    def check_offsets(self) -> None:
+        """Require that the offsets are all there still; touching mapped memory that isn't would kill the process.
+
+        Raises:
+            SourceError: their file was cut short since it was mapped.
+        """
+        if self._mapped.size() < self._mapped_bytes:
+            raise SourceError(f"{self._path} is damaged: offsets.npy was cut short while it was in use")
 
     def __enter__(self) -> Shard:
         """Open the files."""
         try:
-            self._tokens = os.open(self._path / "tokens.bin", os.O_RDONLY)
+            self._tokens = self._opened("tokens.bin")
             if self.counts.has_mask:
-                self._mask = os.open(self._path / "loss_mask.bin", os.O_RDONLY)
-        except OSError as error:
+                self._mask = self._opened("loss_mask.bin")
+        except SourceError:
             self.__exit__()
-            raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
+            raise
         return self
+
+    def _opened(self, name: str) -> int:
+        try:
+            return os.open(self._path / name, os.O_RDONLY)
+        except OSError as error:
+            raise SourceError(f"{self._path / name} can't be read: {error.strerror or error}") from error
 
     def __exit__(self, *_: object) -> None:
         """Close them."""
@@ -219,9 +248,32 @@ class Shard:
                         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def targets(self) -> IntArray:
-        """Return int64 `[documents]`: the labels that each document gives."""
-        targets: IntArray = np.load(self._path / "targets.npy", allow_pickle=False).astype(np.int64)
+        """Return int64 `[documents]`: the labels that each document gives.
+
+        Raises:
+            SourceError: their file is damaged.
+        """
+        path, count = self._path / "targets.npy", self.counts.num_documents
+        try:
+            targets: IntArray = np.load(path, allow_pickle=False).astype(np.int64)
+        except (OSError, ValueError, EOFError, TypeError) as error:
+            raise SourceError(f"{path} can't be read: {error}; index the data again") from error
+        if targets.shape != (count,):
+            raise SourceError(f"{path} doesn't hold counts of {count:,} documents; index the data again")
         return targets
+
+    def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
+        """Count the supervised tokens of stretches [start, stop), by the mask alone, which there is.
+
+        Raises:
+            SourceError: it can't be read.
+        """
+        self._mask = self._opened("loss_mask.bin")
+        try:
+            read = (self._read(self._mask, *stretch) for stretch in zip(starts.tolist(), stops.tolist()))
+            return [len(marks) - marks.count(0) for marks in read]
+        finally:
+            self.__exit__()
 
     def files(self) -> ShardFiles:
         """Open the files for reading here and there.
@@ -249,5 +301,9 @@ class Shard:
         except OSError as error:
             raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
         if len(content) != stop - start:
-            raise SourceError(f"{self._path} is damaged: {stop:,} bytes were written, but it ends before")
+            name = "tokens.bin" if file == self._tokens else "loss_mask.bin"
+            raise SourceError(
+                f"{self._path / name} is damaged: {stop:,} bytes were written, but it ends before; index the data "
+                "again"
+            )
         return content

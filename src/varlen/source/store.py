@@ -40,12 +40,15 @@ _KEPT_TARGETS = 64
 class TokenStore:
     """A finished token store; what was added to it since it was opened is there after `reread`."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], *, check_tokens: bool = True) -> None:
+        """Open it; arguments as `open_store` has them."""
         self.folder = folder
         self.shards: list[str] = []
         self.take(manifest)
         names = self.shards  # and not self, which would keep mappings until a collection of garbage
-        opened = lru_cache(maxsize=_OPEN_SHARDS)(lambda index: Shard(folder / names[index]))
+        opened = lru_cache(maxsize=_OPEN_SHARDS)(
+            lambda index: Shard(folder / names[index], check_tokens=check_tokens)
+        )
         self._open = opened
         self._reader = Reader(opened)
         self._targets = lru_cache(maxsize=_KEPT_TARGETS)(lambda index: opened(index).targets())
@@ -108,11 +111,16 @@ class TokenStore:
         return self._open(index)
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
-        """Return the lengths of documents, each given by its shard and its number there."""
+        """Return the lengths of documents, each given by its shard and its number there.
+
+        Raises:
+            SourceError: a shard's offsets are damaged.
+        """
         lengths = np.empty(len(shards), dtype=np.int64)
         for index in np.unique(shards).tolist():
-            at = shards == index
-            offsets = self.shard(index).offsets
+            at, shard = shards == index, self.shard(index)
+            shard.check_offsets()
+            offsets = shard.offsets
             lengths[at] = offsets[documents[at] + 1] - offsets[documents[at]]
         return lengths
 
@@ -150,16 +158,15 @@ class TokenStore:
             shard = self.shard(index)
             if not shard.counts.has_mask:
                 continue
+            shard.check_offsets()
             pieces = np.flatnonzero(shards == index)
             held = documents[pieces]
             lengths = shard.offsets[held + 1] - shard.offsets[held]
             is_whole = stops[pieces] - starts[pieces] == lengths
             counts[pieces[is_whole]] = self._targets(index)[held[is_whole]]
-            with shard:
-                for piece in pieces[~is_whole].tolist():
-                    first = int(shard.offsets[documents[piece]])
-                    marks = shard.read_mask(first + int(starts[piece]) + 1, first + int(stops[piece]))
-                    counts[piece] = 0 if marks is None else int(np.count_nonzero(marks))
+            if len(cut := pieces[~is_whole]):
+                first = shard.offsets[documents[cut]]
+                counts[cut] = shard.count_marked(first + starts[cut] + 1, first + stops[cut])
         return counts
 
     def gather(
@@ -183,8 +190,13 @@ class TokenStore:
         return self._reader.read(shards, documents, np.asarray(starts), lengths)
 
 
-def open_store(folder: str | Path) -> TokenStore:
+def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
     """Open a finished token store.
+
+    Args:
+        folder: of the store.
+        check_tokens: refuse a shard whose tokens are missing as soon as its lengths are needed; else who reads them
+            is told.
 
     Raises:
         SourceError: there is none, or another version of varlen wrote it.
@@ -195,7 +207,7 @@ def open_store(folder: str | Path) -> TokenStore:
     if manifest.get("format") != STORE_FORMAT:
         raise SourceError(f"{folder} was written in format {manifest.get('format')}; index the data again")
     try:
-        return TokenStore(Path(folder), manifest)
+        return TokenStore(Path(folder), manifest, check_tokens=check_tokens)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise SourceError(
             f"{folder} has a damaged manifest: it lists no shards; index the data again"

@@ -59,8 +59,13 @@ class TokenFile(Protocol):
             SourceError: the file is damaged.
         """
 
-    def read_mask(self, start: int, stop: int) -> Mask:
+    def read_mask(self, start: int, stop: int, *, check: bool = True) -> Mask:
         """Return which of the tokens [start, stop) of one document of the open file are supervised.
+
+        Args:
+            start: in tokens of the file.
+            stop: in tokens of the file.
+            check: refuse what says neither; else it counts by a rule.
 
         Raises:
             SourceError: the file is damaged.
@@ -78,13 +83,18 @@ class FileTokens:
 
     tables: Path | None = None  # nothing is written among data that isn't ours
 
-    def __init__(self, files: Sequence[TokenFile]) -> None:
+    def __init__(self, files: Sequence[TokenFile], *, check_tokens: bool = True) -> None:
         """Take the files.
+
+        Args:
+            files: one after the other.
+            check_tokens: refuse marks of tokens that are none as soon as labels are counted; else who reads them is
+                told.
 
         Raises:
             SourceError: they hold no document.
         """
-        self._files = list(files)
+        self._files, self._check_tokens = list(files), check_tokens
         counts = [file.num_documents for file in files]
         if not sum(counts):
             more = f" and {len(counts) - 1:,} more" if len(counts) > 1 else ""
@@ -170,7 +180,8 @@ class FileTokens:
             )
             with file:
                 for piece, start, stop in spans:
-                    counts[piece] = np.count_nonzero(file.read_mask(start + 1, stop))
+                    mask = file.read_mask(start + 1, stop, check=self._check_tokens)
+                    counts[piece] = np.count_nonzero(mask)
         return counts
 
     def gather(

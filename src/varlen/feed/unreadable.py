@@ -1,0 +1,117 @@
+"""Documents that can't be read when a batch is made: an error that names them, or masked in their slots and counted.
+
+Plans are made of lengths alone, the same on every rank. So a document whose tokens one rank can't read keeps its slot
+there: other documents, steps, their number and their denominators stay what they are, and no other rank has to know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.source.documents import Mask
+from varlen.source.source import OnError
+from varlen.source.token_documents import ReadableTokens
+from varlen.types import Int32Array, IntArray
+
+_log = logging.getLogger(__name__)
+_MOST_NAMED = 1000
+"""Documents that are named in the log; more are counted alone, as a file that is gone may have held millions."""
+
+
+class Pieces(Protocol):
+    """What a batch is read out of; as `ReadableTokens` has them."""
+
+    @property
+    def documents(self) -> IntArray:
+        """int64 `[shards]`: documents of each shard."""
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end."""
+
+
+class Unreadable:
+    """What becomes of documents that can't be read, and which were named already."""
+
+    def __init__(self, on_error: OnError, pad_id: int) -> None:
+        """Take whether they are an error or skipped, and what stands in their place then."""
+        self.on_error, self.pad_id = on_error, pad_id
+        self._named: set[str] = set()
+
+    def name(self, where: str, why: SourceError) -> None:
+        """Say once which document was skipped, and why."""
+        if where in self._named or len(self._named) > _MOST_NAMED:
+            return
+        self._named.add(where)
+        if len(self._named) > _MOST_NAMED:
+            _log.warning(
+                "skipped: more than %s documents; further ones are counted, and not named", f"{_MOST_NAMED:,}"
+            )
+        else:
+            _log.warning("skipped: %s is masked: %s", where, why)
+
+
+class ReadPieces:
+    """A store as batches read it, which counts the pieces that are masked since they can't be read."""
+
+    def __init__(self, store: ReadableTokens, unreadable: Unreadable) -> None:
+        """Take the documents, and what becomes of those that can't be read."""
+        self._store, self._unreadable = store, unreadable
+        self.skipped = 0
+        """Pieces that were masked so far."""
+
+    @property
+    def documents(self) -> IntArray:
+        """int64 `[shards]`: documents of each shard."""
+        return self._store.documents
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end; arguments as `ReadableTokens` has them.
+
+        Returns:
+            Tokens, and the mask; in the place of a piece that can't be read padding, none of which is supervised.
+
+        Raises:
+            SourceError: a document can't be read, and `on_error` is "raise"; names it.
+        """
+        try:
+            return self._store.gather(shards, documents, starts, lengths)
+        except SourceError:
+            return self._one_by_one(shards, documents, np.asarray(starts), lengths)
+
+    def _one_by_one(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask]:
+        """Read each piece by itself, to find those that can't be."""
+        begins = (np.cumsum(lengths) - lengths).tolist()
+        tokens = np.full(int(lengths.sum()), self._unreadable.pad_id, dtype=np.int32)
+        mask: Mask = np.ones(len(tokens), dtype=np.uint8)
+        for number, (begin, length) in enumerate(zip(begins, lengths.tolist())):
+            one, here = slice(number, number + 1), slice(begin, begin + length)
+            try:
+                found, marks = self._store.gather(shards[one], documents[one], starts[one], lengths[one])
+            except SourceError as error:
+                where = place_of(self._store, int(shards[number]), int(documents[number]))
+                if self._unreadable.on_error == "raise":
+                    raise SourceError(f'{where} can\'t be read: {error}; on_error="skip" masks it') from error
+                self._unreadable.name(where, error)
+                self.skipped += 1
+                mask[here] = 0
+                continue
+            tokens[here] = found
+            if marks is not None:
+                mask[here] = marks
+        return tokens, mask
+
+
+def place_of(store: ReadableTokens, shard: int, document: int) -> str:
+    """Say where a document lies, by its shard and its number there."""
+    return f"document {document:,} of {store.where(shard)}"
