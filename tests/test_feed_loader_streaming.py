@@ -102,8 +102,8 @@ def test_ranks_of_a_job_read_their_own_lanes_and_agree(texts, tmp_path):
         s: sorted(rows) for s, rows in alone.items()
     }
     assert said[0]["targets"] == said[1]["targets"]  # of whole steps, without a collective
-    # Two epochs of 360 texts, each encoded by one rank, and once more what the killed worker had done: 360 at most, and
-    # what waited. If each rank encoded all of them, it would be twice as much.
+    # Two epochs of 360 texts, each encoded by one rank, and once more what the killed worker had done: 360 at most,
+    # and what waited. If each rank encoded all of them, it would be twice as much.
     assert 720 <= said[0]["encoded"] + said[1]["encoded"] < 1200
     assert said[0]["encoded"] < 500
     assert all(one["again"] == one["rows"][one["saved"] :] for one in said)  # both from rank 0's state

@@ -61,6 +61,7 @@ class StreamingFeed:
 
         n · ((w + 32) · c + claim)        what waits in the lanes, twice while it is packed
         ahead.most_bytes + n · w · c      rounds that are ready, and the one that is being taken
+        2 MB                              blocks that come next, read while lanes are packed
 
     where claim is what a chunk brings (a block of at most 1 MB, or the longest document), and 32 packs are there to
     choose from where few documents are shorter than a pack, else 8. Chunks hold their text too while they are read.
