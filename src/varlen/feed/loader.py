@@ -19,7 +19,7 @@ from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.state import MOST, FeedState, from_json, to_json
-from varlen.feed.stats import LoaderStats, Meter
+from varlen.feed.stats import MOST_NOTED, LoaderStats, Meter
 from varlen.feed.thread import ThreadWorker
 from varlen.feed.wire import slot_bytes
 from varlen.pack.lengths import as_count
@@ -190,6 +190,7 @@ class PackedLoader:
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
         self._meter = Meter()
+        self._noted = self._meter.noted
         self._lookup = self._opened.lookup()
         self._remembers = self._opened.mode == "streaming"
         multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
@@ -261,7 +262,9 @@ class PackedLoader:
         if made is None:
             self._is_over, self._is_running = True, False
             raise StopIteration
-        self._meter.took(made, time.perf_counter() - begun, ready)
+        self._noted.append((made.counts, time.perf_counter() - begun, ready, made.skipped, made.ledger))
+        if len(self._noted) >= MOST_NOTED:
+            self._meter.add_up()
         self._state = made.state
         if self._remembers:
             self._lookup.remember(made.state)

@@ -90,7 +90,7 @@ class ProcessWorker:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise SettingError(NOT_FOUND.format(error=error)) from error
         self._line = _Line(head=head, ring=Ring(slots, slot_bytes), exchanges=exchanges)
-        self._copies = 0
+        self._copies, self._most_lent = 0, slots - 1
         self._keeper, self._reader = _at_work(_keep, self._line), _at_work(_read, self._line)
         self._asker = None if exchanges is None else _at_work(_ask, self._line)
 
@@ -141,23 +141,25 @@ class ProcessWorker:
             WorkerDiedError: the worker dies again and again.
         """
         line = self._line
-        ready = line.batches.qsize() - line.is_over
+        batches = line.batches
+        ready = batches.qsize() - line.is_over
         # A trainer's step has emptied the processor's caches, and every call takes microseconds then: there are few.
         try:
-            made, slot, message = line.batches.get_nowait()
+            made, slot, message = batches.get_nowait()
         except Empty:
             try:
-                made, slot, message = line.batches.get(timeout=deadline_s)
+                made, slot, message = batches.get(timeout=deadline_s)
             except Empty:
                 raise StalledError(_stalled(line, deadline_s)) from None
-        if isinstance(made, Made):
-            if len(line.lent) + 1 < line.ring.slots:
-                line.lent.add(slot)
-                return made, ready
-            return self._copied(message, slot, made.state), ready
-        if made is not None:
-            raise made
-        return None, ready
+        if not isinstance(made, Made):
+            if made is not None:
+                raise made
+            return None, ready
+        lent = line.lent
+        if len(lent) < self._most_lent:
+            lent.add(slot)
+            return made, ready
+        return self._copied(message, slot, made.state), ready
 
     def _copied(self, message: bytes, slot: int, state: FeedState) -> Made:
         """Return a batch with memory of its own: with the last slot here too, the worker could never go on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from varlen.feed.feed import BatchCounts, Made, counts_of
+from varlen.feed.feed import BatchCounts
 from varlen.types import Ledger
 
 
@@ -59,16 +59,18 @@ class LoaderStats:
 
 
 _OF_BATCHES = tuple(field.name for field in fields(BatchCounts))
-_NOTED = 1024
-"""Batches whose counts are added up at a time."""
-_Entry = tuple[BatchCounts, float, int, int, Ledger | None]
+MOST_NOTED = 64
+"""Batches whose counts are added up at a time, by whoever notes them."""
+Note = tuple[BatchCounts | None, float, int, int, Ledger | None]
+"""Of a batch: what it holds, the seconds that it was waited for, the batches that were ready when it was asked for,
+the records skipped and what became of tokens, as `Made` has them."""
 
 
 class Meter:
     """Adds up, cheaply: it runs in the trainer's process at every batch.
 
     After a step of the trainer nothing of this is in the processor's caches, where a dozen additions take as long as
-    a loop over many batches. So a batch is only noted, and notes are added up a thousand at a time.
+    a loop over many batches. So a batch is only noted, and notes are added up some dozens at a time.
     """
 
     def __init__(self) -> None:
@@ -76,24 +78,13 @@ class Meter:
         names = [field.name for field in fields(LoaderStats) if field.name != "ledger"]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
         self._ledger = Ledger(tokens_in=0, packed=0)
-        self._noted: list[_Entry] = []
+        self.noted: list[Note] = []
+        """For whoever takes batches to append to; a call of its own would take longer."""
 
-    def took(self, made: Made, waited_s: float, ready: int) -> None:
-        """Enter a batch.
-
-        Args:
-            made: the batch.
-            waited_s: for it.
-            ready: batches that were there when it was asked for.
-        """
-        noted = self._noted
-        noted.append((made.counts or counts_of(made.batch), waited_s, ready, made.skipped, made.ledger))
-        if len(noted) >= _NOTED:
-            self._add_up()
-
-    def _add_up(self) -> None:
+    def add_up(self) -> None:
+        """Add up what was noted."""
         counts = self._counts
-        for found, waited_s, ready, skipped, ledger in self._noted:
+        for found, waited_s, ready, skipped, ledger in self.noted:
             is_first = counts["batches"] == 0
             counts["batches"] += 1
             for name in _OF_BATCHES:
@@ -104,10 +95,10 @@ class Meter:
             counts["skipped"] += skipped
             if ledger is not None:
                 self._ledger = self._ledger.and_then(ledger)
-        self._noted.clear()
+        self.noted.clear()
 
     def stats(self, *, copies: int, restarts: int) -> LoaderStats:
         """Return what was entered so far, beside what the worker counts."""
-        self._add_up()
+        self.add_up()
         whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}
         return LoaderStats(**{**whole, "copies": copies, "restarts": restarts}, ledger=self._ledger)  # type: ignore[arg-type]
