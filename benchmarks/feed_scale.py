@@ -35,6 +35,7 @@ class SyntheticLengths:
         bounds = np.linspace(0, num_documents, num_parts + 1).astype(np.int64)
         self.num_parts = num_parts
         self.documents: IntArray = np.diff(bounds)
+        self.tokens: IntArray = self.documents * 600  # about
         self.parts: IntArray = np.arange(num_parts)
         self._before = bounds[:-1]
 
@@ -56,15 +57,15 @@ class SyntheticLengths:
 _PROGRAM = """
 import json, sys, time
 from benchmarks.feed_scale import SyntheticLengths
-from varlen.feed.groups import Groups
+from varlen.feed.spec import grouped
 from varlen.feed.stream import PackStream, Position
 from varlen.feed.table import WindowTable
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.windows import WindowSettings
 
 capacity, count = int(sys.argv[1]), int(sys.argv[2])
 
 def stream_of(store):
-    return PackStream(Windows(store, Groups(store), WindowSettings(capacity=capacity)), 1)
+    return PackStream(grouped(store, WindowSettings(capacity=capacity)), 1)
 
 store = SyntheticLengths()
 for window in range(3):  # kernels are loaded

@@ -14,7 +14,7 @@ from test_feed_indexed import content, new_arrays
 
 from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
-from varlen.feed.groups import Groups
+from varlen.feed.groups import Enough, Groups
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import FeedState
@@ -39,7 +39,7 @@ def data(tmp_path, monkeypatch):
 
 
 def feed_of(store, epochs=2):
-    windows = Windows(store, Groups(store, 2), WindowSettings(capacity=256, window=20, seed=3))
+    windows = Windows(store, Groups(store, Enough(parts=2)), WindowSettings(capacity=256, window=20, seed=3))
     settings = BatchSettings(capacity=256, global_batch_size=4, micro_batch_size=2, dp_world_size=1)
     return IndexedFeed(PackStream(windows, epochs), settings, 0)
 

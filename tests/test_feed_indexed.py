@@ -9,7 +9,7 @@ from test_source_store import write_store
 from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.feed import new_arrays
-from varlen.feed.groups import Groups
+from varlen.feed.groups import Enough, Groups
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.state import FeedState, from_json, to_json
 from varlen.feed.stream import PackStream
@@ -32,7 +32,9 @@ def store(tmp_path_factory):
 
 def feed_of(store, ranks=1, rank=0, micro_batch_size=4, epochs=2):
     windows = Windows(
-        store, Groups(store, 2), WindowSettings(capacity=32, window=50, overlong="split", seed=3)
+        store,
+        Groups(store, Enough(parts=2)),
+        WindowSettings(capacity=32, window=50, overlong="split", seed=3),
     )
     settings = BatchSettings(
         capacity=32, global_batch_size=24, micro_batch_size=micro_batch_size, dp_world_size=ranks

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import OverlongDocumentError
-from varlen.feed.groups import Groups
+from varlen.feed.groups import Enough, Groups
 from varlen.feed.windows import Windows, WindowSettings
 
 
@@ -18,6 +18,7 @@ class Store:
     def __init__(self, shards, parts=None):
         self.shards = shards
         self.documents = np.array([len(lengths) for lengths in shards], dtype=np.int64)
+        self.tokens = np.array([sum(lengths) for lengths in shards], dtype=np.int64)
         self.parts = np.arange(len(shards)) if parts is None else np.array(parts, dtype=np.int64)
         self.num_parts = int(self.parts[-1]) + 1 if len(self.parts) else 0
         self.fingerprint = repr(shards)
@@ -37,7 +38,7 @@ class Store:
 def grouped(shards, ends, settings):
     """Windows of shards, in groups that end where they are told to."""
     parts = np.searchsorted(ends, np.arange(len(shards)), side="right")
-    return Windows(Store(shards, parts), Groups(Store(shards, parts), 1), settings)
+    return Windows(Store(shards, parts), Groups(Store(shards, parts), Enough(parts=1)), settings)
 
 
 def places_of(windows):

@@ -40,7 +40,8 @@ def write_store(folder: Path, shards: list[list[Batch]]) -> TokenStore:
         for batch in batches:
             writer.append(documents_of(batch))
         counts = writer.close()
-        listed.append({"name": f"{number}", "num_documents": counts.num_documents})
+        sizes = {"num_documents": counts.num_documents, "num_tokens": counts.num_tokens}
+        listed.append({"name": f"{number}", **sizes})
     manifest = {"varlen": "1", "kind": "tokens", "format": 1, "fingerprint": "f", "shards": listed}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return open_store(folder)

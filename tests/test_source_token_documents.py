@@ -180,5 +180,5 @@ def test_all_kinds_are_what_the_feed_asks_for(tmp_path):
     names = [name for name in both if not name.startswith("_")]
     assert len(names) > 9
     for kind in (TokenStore, FileTokens, PartialStore):
-        made = {*vars(kind), *["documents", "parts", "num_parts", "fingerprint", "tables"]}
+        made = {*vars(kind), *["documents", "tokens", "parts", "num_parts", "fingerprint", "tables"]}
         assert set(names) <= made

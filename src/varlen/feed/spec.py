@@ -12,7 +12,7 @@ from varlen.errors import SourceError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
 from varlen.feed.feed import Feed
-from varlen.feed.groups import Groups
+from varlen.feed.groups import PARTS_A_GROUP, Groups, enough_for
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream
@@ -46,7 +46,7 @@ class IndexedSpec:
     data: Data
     """As `open_tokens` takes it."""
     parts_a_group: int
-    """Parts of the store whose documents are shuffled together."""
+    """Parts of the store whose documents are shuffled together, at least."""
     windows: WindowSettings
     batches: BatchSettings
     epochs: int | None
@@ -73,7 +73,7 @@ class IndexedSpec:
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
-        windows = Windows(tokens, Groups(tokens, self.parts_a_group), self.windows)
+        windows = grouped(tokens, self.windows, self.parts_a_group)
         stream = PackStream(windows, self.epochs, parts)
         return IndexedFeed(stream, self.batches, self.rank, self.on_error)
 
@@ -107,10 +107,16 @@ class MixtureSpec:
                 raise SourceError(f"{data} holds no document, and can't have a share of a mixture")
             windows = replace(self.windows, seed=_seed_of(self.windows.seed, number))
             epochs = self.mix.epochs if self.mix.until == "first" else None
-            streams.append(PackStream(Windows(tokens, Groups(tokens), windows), epochs, grows=False))
+            streams.append(PackStream(grouped(tokens, windows), epochs, grows=False))
         joined = JoinedTokens(sets)
         stream = MixedStream(joined, streams, self.windows, self.mix)
         return IndexedFeed(stream, self.batches, self.rank, self.on_error)
+
+
+def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:
+    """Return the windows of documents, in groups of at least so many parts, which hold enough for such windows."""
+    enough = enough_for(settings.window, settings.capacity, settings.overlong, parts)
+    return Windows(tokens, Groups(tokens, enough), settings)
 
 
 class _PartsNow:

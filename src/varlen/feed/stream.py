@@ -149,7 +149,7 @@ class PackStream:
         Cost: that of its window, unless it is a huge one.
         """
         windows, parts = self.windows, position.num_parts
-        if position.group < windows.num_groups(parts) and not windows.is_there(position.group, parts):
+        if not windows.is_there(position.group, parts):
             return
         self._refuse_none(position)
         if position.pack and windows.settings.window <= _AT_ONCE:
@@ -162,10 +162,9 @@ class PackStream:
         Raises:
             StateError: there is no such window, or no pack in it.
         """
-        num_groups = self.windows.num_groups(position.num_parts)
-        refuse("group", position.group, num_groups)
-        is_last = position.group == num_groups
-        count = 0 if is_last else self.windows.num_windows(position.group, position.num_parts)
+        count = self.windows.num_windows(position.group, position.num_parts)
+        if count == 0:  # behind the last one, so that all of them are there
+            refuse("group", position.group, self.windows.num_groups(position.num_parts))
         refuse("window", position.window, count)
         if position.window == count:
             refuse("pack", position.pack, 0)
@@ -206,8 +205,9 @@ class PackStream:
             self._refuse_none(position)
         while self.epochs is None or position.epoch < self.epochs:
             is_whole = position.group == position.window == 0
-            while position.group < self.windows.num_groups(position.num_parts):
-                if position.window < self.windows.num_windows(position.group, position.num_parts):
+            # How many groups there are isn't known before all are there; only behind the last one there is no window.
+            while count := self.windows.num_windows(position.group, position.num_parts):
+                if position.window < count:
                     return position
                 position = replace(position, group=position.group + 1, window=0, pack=0)
             if is_whole or position.epoch + 1 == self.epochs:

@@ -24,6 +24,7 @@ import numpy as np
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.feed.groups import PACKS_A_GROUP, WINDOWS_A_GROUP
 from varlen.feed.stream import Grown, PackStream, Position
 from varlen.feed.windows import whole_window
 from varlen.offline.places import unfinished
@@ -215,7 +216,14 @@ class WindowTable:
             return None
         return digest(
             json.dumps(
-                [__version__, mark, num_parts, windows.parts_a_group, epoch, asdict(windows.settings)],
+                [
+                    __version__,
+                    mark,
+                    num_parts,
+                    [windows.parts_a_group, WINDOWS_A_GROUP, PACKS_A_GROUP],
+                    epoch,
+                    asdict(windows.settings),
+                ],
                 sort_keys=True,
             )
         )

@@ -45,7 +45,7 @@ class ArrowFile:
         at = [batch.schema.get_field_index(columns.names["input_ids"]) for batch in batches[:1]]
         sizes = [_num_values(batch.column(at[0])) for batch in batches]
         self._tokens: list[int] = [0, *accumulate(sizes)]
-        self.num_documents = int(self._rows[-1])
+        self.num_documents, self.num_tokens = int(self._rows[-1]), self._tokens[-1]
         self.has_mask = "labels" in columns.names or "loss_mask" in columns.names
         self._batch = lru_cache(_KEPT_BATCHES)(self._flat)
 

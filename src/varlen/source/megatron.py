@@ -26,6 +26,7 @@ from varlen.types import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEAD_BYTES = 34
+_MOST_TOKENS = 1 << 48
 _KINDS: dict[int, type[Any]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _FRACTIONS = {6: "float64", 7: "float32"}
 
@@ -75,6 +76,9 @@ class MegatronFile:
                 f"{self._idx} is damaged: its documents must rise from sequence 0 to {sequences:,}, but go from "
                 f"{int(self._sequences[0]):,} to {int(self._sequences[-1]):,}"
             )
+        # Of the index alone, so that ranks plan the same where one's tokens were cut.
+        ends = self._begins[-1:].astype(np.int64) // self._dtype.itemsize + self._lengths[-1:]
+        self.num_tokens = int(np.clip(ends, 0, _MOST_TOKENS).max(initial=0))
         self._file = -1
 
     def _read_head(self, head: bytes) -> tuple[np.dtype[Any], int, int]:

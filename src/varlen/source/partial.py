@@ -87,6 +87,11 @@ class PartialStore:
         return self._store.parts
 
     @property
+    def tokens(self) -> IntArray:
+        """int64 `[shards]`: tokens of each of them."""
+        return self._store.tokens
+
+    @property
     def tables(self) -> Path | None:
         """Folder for what is computed from the lengths once and kept, once the store is finished."""
         return self._store.tables if self._is_whole else None

@@ -62,12 +62,14 @@ class TokenStore:
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
         documents = np.array([shard["num_documents"] for shard in listed], dtype=np.int64)
+        tokens = np.array([shard["num_tokens"] for shard in listed], dtype=np.int64)
         parts = np.array([int(name.split("-")[0]) for name in names], dtype=np.int64)
         before = int(parts[-1]) + 1 if len(parts) else 0
         num_parts = int(manifest.get("num_parts", before))
         if (np.diff(parts) < 0).any() or num_parts < before:
             raise SourceError(f"{self.folder} has a damaged manifest: its parts are out of order")
-        self.manifest, self.documents, self.parts, self.num_parts = manifest, documents, parts, num_parts
+        self.manifest, self.documents, self.tokens = manifest, documents, tokens
+        self.parts, self.num_parts = parts, num_parts
         self.shards[:] = names
         self._may_have_masks = any(shard.get("has_mask", True) for shard in listed)
 

@@ -79,6 +79,10 @@ class TokenDocuments(ReadableTokens, Protocol):
         """int64 `[shards]`: the part that each shard belongs to, ascending."""
 
     @property
+    def tokens(self) -> IntArray:
+        """int64 `[shards]`: tokens of each shard, or about so many; a function of the content."""
+
+    @property
     def num_parts(self) -> int:
         """Parts of the whole, though not all may be there yet."""
 

@@ -37,6 +37,8 @@ class TokenFile(Protocol):
     """Relative to what the user named."""
     path: str
     num_documents: int
+    num_tokens: int
+    """All that it has room for, padding too."""
     has_mask: bool
 
     def __enter__(self) -> TokenFile:
@@ -110,6 +112,12 @@ class FileTokens:
         self.documents: IntArray = np.array(
             [min(_SHARD_DOCUMENTS, counts[number] - first) for number, first in cuts], dtype=np.int64
         )
+        # About so many, as where each document ends isn't read before it is asked for.
+        shares = [
+            files[number].num_tokens * held // counts[number]
+            for (number, _), held in zip(cuts, self.documents.tolist())
+        ]
+        self.tokens: IntArray = np.array(shares, dtype=np.int64)
         self.parts: IntArray = np.arange(len(cuts))
         self.num_parts = len(cuts)
         self._placed = lru_cache(_KEPT)(self._places)
