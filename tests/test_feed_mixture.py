@@ -127,7 +127,7 @@ def test_texts_become_a_store_and_other_shares_or_sources_are_refused(stores, tm
         other.load_state_dict(state)
     for changes, said in (
         ({"mode": "streaming"}, "known lengths"),
-        ({"scope": "all"}, "known lengths"),
+        ({"scope": "all", "window": None}, "known lengths"),
         ({"epochs": None}, "endless"),
     ):
         with pytest.raises(InputError, match=said):

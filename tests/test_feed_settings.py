@@ -1,11 +1,13 @@
 """What a loader can't be asked for is refused when it is made, by a sentence that names the way out."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from loaders import loader_of, random_store
+from test_source_megatron import write_pair
 
 import varlen as vl
 from varlen.errors import InputError, StateError
@@ -30,6 +32,13 @@ BAD = [
     ({"append_eos": False}, "which append_eos can't change"),
     ({"columns": {"text": "body"}}, "which columns can't change"),
     ({"scope": "minibatch"}, 'layout="flat"'),
+    ({"scope": "all"}, "whole data set at once, which window=50 can't change; leave window out"),
+    (
+        {"scope": "minibatch", "layout": "flat", "max_documents": 5},
+        "each document a pack of its own, which max_documents=5 can't change; leave max_documents out",
+    ),
+    ({"mode": "indexed", "lanes": 4}, 'lanes=4 are of streaming, and mode="indexed" has none'),
+    ({"scope": "all", "window": None, "lanes": 4}, 'lanes=4 are of streaming, and scope="all" has none'),
     ({"layout": "column"}, "layout must be one of"),
     ({"worker": "fork"}, "worker must be one of"),
     ({"ring_slots": 1}, "ring_slots"),
@@ -58,6 +67,52 @@ BAD = [
 def test_what_cannot_be_is_refused_when_the_loader_is_made(store, changes, said):
     with pytest.raises(InputError, match=said):
         loader_of(store, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "out"), [({"tokenizer": "bytes"}, "tokenizer"), ({"mode": "streaming"}, "mode")]
+)
+def test_tokens_of_megatron_and_of_a_store_in_the_making_are_not_taken_for_documents(tmp_path, changes, out):
+    write_pair(tmp_path / "corpus", [[[1, 2, 3]]] * 9)
+    (tmp_path / "folder").mkdir()
+    write_pair(tmp_path / "folder" / "a", [[[1, 2, 3]]] * 9)
+    (tmp_path / "store.partial" / ".work").mkdir(parents=True)
+    plan = {"fingerprint": "f", "num_parts": 2}
+    (tmp_path / "store.partial" / ".work" / "plan.json").write_text(json.dumps(plan))
+    for name in ("corpus", "corpus.bin", "corpus.idx", "store", "corpus.*", "folder"):
+        said = rf"{re.escape(name)} holds tokens already, which .* can't change; leave {out}.* out"
+        with pytest.raises(InputError, match=said):
+            loader_of(tmp_path / name, **changes)
+    with pytest.raises(InputError, match=r"corpus holds tokens already"):
+        loader_of([tmp_path / "corpus", tmp_path / "corpus.bin"], **changes)
+    with pytest.raises(InputError, match=r"nothing does not exist"):
+        loader_of(tmp_path / "nothing", **changes)
+    (tmp_path / "both").mkdir()
+    write_pair(tmp_path / "both" / "a", [[[1, 2, 3]]] * 9)
+    (tmp_path / "both" / "a.txt").write_text("one two")
+    with pytest.raises(InputError, match=r"holds Megatron|holds tokens already"):
+        loader_of([tmp_path / "corpus", tmp_path / "both"], **changes)
+    with loader_of(tmp_path / "both", mode="streaming") as loader:
+        assert sum(batch.num_tokens for batch in loader) == 2 * 8
+
+
+def letters(texts):
+    """A tokenizer that names no token which ends a document."""
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+@pytest.mark.parametrize("mode", ["streaming", "indexed"])
+def test_a_tokenizer_that_names_no_end_is_refused_when_the_loader_is_made(tmp_path, mode):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    settings = {"mode": mode, "tokenizer": letters, "cache": tmp_path / "cache", "epochs": 1}
+    with pytest.raises(InputError, match=r"letters names no token that ends .*eos=.*append_eos=False"):
+        loader_of(tmp_path / "a.jsonl", **settings)
+    for way_out in ({"eos": 0}, {"append_eos": False}):
+        with loader_of(tmp_path / "a.jsonl", **settings, **way_out) as loader:
+            assert next(loader).num_tokens == 4 - ("append_eos" in way_out)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3, 4, 5]}) + "\n")
+    with loader_of(tmp_path / "b.jsonl", **settings) as loader:  # nothing is to be ended
+        assert next(loader).num_tokens == 5
 
 
 def test_forgotten_ranks_under_torchrun_are_refused(store, monkeypatch):
@@ -93,7 +148,7 @@ def test_documents_are_indexed_once_into_the_cache_and_found_there(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "window"), [({"window": None}, 65_536), ({}, 50), ({"scope": "all"}, None)]
+    ("changes", "window"), [({"window": None}, 65_536), ({}, 50), ({"scope": "all", "window": None}, None)]
 )
 def test_a_state_names_the_window_that_is_in_effect_also_where_none_was_asked_for(store, changes, window):
     with loader_of(store, **changes) as loader:

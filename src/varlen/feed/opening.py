@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from varlen.counts import many
-from varlen.errors import OverlongDocumentError, SettingError
+from varlen.errors import OverlongDocumentError, SettingError, SourceError
 from varlen.feed.agree import Agreement, job_store, name_of
 from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
@@ -30,12 +30,11 @@ from varlen.feed.windows import WindowSettings
 from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
 from varlen.source.mixture import Mixture
-from varlen.source.open_tokens import open_tokens
+from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
 from varlen.source.source import Source, open_source
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.tokenizer import digest
-from varlen.source.written import read_manifest
 
 _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32
@@ -87,11 +86,11 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     if tokens is not None:
         _refuse_reading(data, settings)
         return open_indexed(tokens, data, settings)
-    _refuse_store(data, tokenizer)
-    source = open_source(data, tokenizer, **settings.reading)
+    source = _open_documents(data, tokenizer, settings)
     made = source.encoding.tokenizer
     check_vocabulary(made.vocab_size if tokenizer is not None else None, made.name, settings)
     if settings.mode != "indexed" and settings.scope != "all":
+        source.check_eos()
         return open_streaming(source, settings)
     folder = indexed_in_cache(source, settings.cache, settings.patience_s)
     found = open_tokens(folder, check_tokens=settings.on_error == "raise")  # whole by now
@@ -172,18 +171,33 @@ def _refuse_reading(data: Data, settings: LoaderSettings) -> None:
             raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 
 
-def _refuse_store(data: Data, tokenizer: Any) -> None:
-    """Refuse to take a token store for documents.
+def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
+    """Return documents that are to be tokenized.
 
     Raises:
-        SettingError: it is one.
+        SettingError: they are tokens already.
+        SourceError: there are none, or they can't be read.
     """
     entries = [data] if isinstance(data, str | Path) else data
-    for entry in entries:
-        manifest = None if "://" in str(entry) else read_manifest(Path(entry).expanduser())
-        if manifest is not None and manifest.get("kind") == "tokens":
-            given = "a tokenizer" if tokenizer is not None else 'mode="streaming"'
-            raise SettingError(f"{entry} holds tokens already, which {given} can't change; leave it out")
+    # Where a folder holds both, such as texts beside what Megatron made of them, the texts are meant.
+    stores = [e for e in entries if is_token_store(e) or (is_megatron(e) and not _is_folder(e))]
+    failed: SourceError | None = None
+    if not stores:
+        try:
+            return open_source(data, tokenizer, **settings.reading)
+        except SourceError as error:
+            failed, stores = error, list(filter(is_megatron, entries))
+    if failed is not None and not stores:
+        raise failed
+    given = 'mode="streaming"' if tokenizer is None else "a tokenizer"
+    out = 'mode="streaming"' if tokenizer is None else "tokenizer"
+    raise SettingError(
+        f"{stores[0]} holds tokens already, which {given} can't change; leave {out} out"
+    ) from failed
+
+
+def _is_folder(entry: str | Path) -> bool:
+    return not is_url(entry) and Path(entry).expanduser().is_dir()
 
 
 def batch_settings(settings: LoaderSettings) -> BatchSettings:

@@ -136,7 +136,7 @@ def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
     specials = encoding.tokenizer.specials
     is_full = np.diff(offsets) > 0
     tokens, offsets, _ = _enclose(
-        tokens, offsets, None, is_full, specials.prefix_ids, is_full, _eos(encoding)
+        tokens, offsets, None, is_full, specials.prefix_ids, is_full, eos_of(encoding)
     )
     return Documents(
         tokens=tokens, offsets=offsets, faults=rows.blame(wrong), rows=_rows_but(wrong, len(values))
@@ -165,7 +165,7 @@ def _chats(
     needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
     if needs_eos.any():
         starts, prefix = np.array(begins, dtype=bool), encoding.tokenizer.specials.prefix_ids
-        tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, _eos(encoding))
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, eos_of(encoding))
     whole = encoding.supervise == "all" or mask is None or bool(mask.all())
     return Documents(
         tokens=tokens,
@@ -261,7 +261,7 @@ def _enclose(
     return result, longer, mask
 
 
-def _eos(encoding: Encoding) -> int | None:
+def eos_of(encoding: Encoding) -> int | None:
     """Return what ends a document, if anything is to.
 
     Raises:
@@ -272,7 +272,8 @@ def _eos(encoding: Encoding) -> int | None:
     if encoding.tokenizer.specials.eos_id is None:
         raise SettingError(
             f"the tokenizer {encoding.tokenizer.name} names no token that ends a document, so a model would never "
-            "learn to stop; name one (--eos TEXT or ID), or leave documents without (--no-eos)"
+            "learn to stop; name one (eos=, or --eos TEXT or ID), or leave documents without (append_eos=False, or "
+            "--no-eos)"
         )
     return encoding.tokenizer.specials.eos_id
 

@@ -62,6 +62,23 @@ def open_tokens(
     return _mapped(data, check_tokens)
 
 
+def is_token_store(entry: str | Path) -> bool:
+    """Return whether an entry of data is a token store, also one that is being written."""
+    if is_url(entry):
+        return False
+    folder = Path(entry).expanduser()
+    manifest = read_manifest(folder)
+    return is_begun(folder) if manifest is None else manifest.get("kind") == "tokens"
+
+
+def is_megatron(entry: str | Path) -> bool:
+    """Return whether an entry of data names Megatron's pairs of `.bin` and `.idx`, both halves of which are there."""
+    try:
+        return bool(_pairs(entry))
+    except SourceError:
+        return False
+
+
 def _mapped(data: Data, check_tokens: bool) -> FileTokens | None:
     """Open Arrow files, if all are of the kind that can be read at any place."""
     files: list[ArrowFile] = []

@@ -12,8 +12,8 @@ import numpy as np
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.template import chat_template as make_template
-from varlen.source.columns import check_named
-from varlen.source.documents import Documents, Encoding, Supervise, encode_rows
+from varlen.source.columns import Columns, check_named
+from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of
 from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import cut_points, rows_of
@@ -109,15 +109,30 @@ class Source:
         """
         if not isinstance(self.encoding.tokenizer, ByteTokenizer):
             return False
+        return any(columns.kind != "tokens" for columns in self._first_columns())
+
+    def check_eos(self) -> None:
+        """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+
+        Raises:
+            SettingError: texts are to be ended so.
+        """
+        if not self.encoding.append_eos or self.encoding.tokenizer.specials.eos_id is not None:
+            return
+        if any(columns.kind == "text" for columns in self._first_columns()):
+            eos_of(self.encoding)
+
+    def _first_columns(self) -> Iterator[Columns]:
+        """Yield what the rows of the first files hold, of those that can be read."""
         for file in self.files[:_LOOKED_AT]:
             try:
                 for _, columns in rows_of(file, self.encoding.columns, self.text_cut):
-                    if columns.kind != "tokens":
-                        return True
+                    yield columns
                     break
             except SourceError:
                 continue
-        return False
 
     def read(self, part: Part) -> Iterator[Documents]:
         """Yield the documents of a part, in the order of the files, a few megabytes at a time.
