@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.feed.unreadable import Pieces
+from varlen.feed.vocabulary import check_ids, where_of
 from varlen.pack.api import DEFAULT_WORK
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import FloatArray, IntArray, Ledger, Packing
@@ -35,6 +38,8 @@ class BatchSettings:
     document_multiple_of: int = 1
     work: tuple[float, float] = DEFAULT_WORK
     """What a pack costs: so much a token, and so much a squared token of each piece."""
+    vocab_size: int | None = None
+    """Ids that the model knows are below; None where nobody said."""
     in_order: bool = False
     """Packs of a step go into its batches in their order, and not those with about equal work together."""
 
@@ -122,6 +127,7 @@ def make_batch(
 
     Raises:
         SourceError: the store is damaged.
+        ModelError: it holds an id that the model doesn't know.
     """
     size = settings.micro_batch_size
     numbers = step.hands[rank, micro_batch * size : (micro_batch + 1) * size]
@@ -145,6 +151,7 @@ def make_batch(
         step.num_targets,
         settings,
         out,
+        partial(where_of, store),
     )
 
 
@@ -174,6 +181,7 @@ def fill_batch(
     num_targets: int,
     settings: BatchSettings,
     out: Out | None = None,
+    where: Callable[[int], str] = "document {:,}".format,
 ) -> PackedBatch:
     """Build a batch out of its pieces.
 
@@ -182,7 +190,16 @@ def fill_batch(
         num_targets: labels of the whole step, of all ranks.
         settings: how.
         out: arrays to fill, as `vl.collate` takes them.
+        where: says where a document lies, by its number.
+
+    Raises:
+        ModelError: it holds an id that the model doesn't know.
     """
+    if settings.vocab_size is not None:
+        ids = contents.document_ids
+        check_ids(
+            contents.tokens, contents.lengths, settings.vocab_size, lambda piece: where(int(ids[piece]))
+        )
     if settings.layout == "flat" and len(contents.lengths) == 0:
         return _of_padding(contents, num_targets, settings, out)
     ends = np.concatenate([[0], np.cumsum(contents.lengths)])

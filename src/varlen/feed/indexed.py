@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from varlen.errors import StateError
 from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
-from varlen.feed.unreadable import ReadPieces, Unreadable, place_of
+from varlen.feed.unreadable import ReadPieces, Unreadable
+from varlen.feed.vocabulary import where_of
 from varlen.source.source import OnError
 from varlen.types import IntArray, Ledger
 
@@ -57,10 +56,7 @@ class IndexedFeed:
 
     def where(self, document_id: int, state: FeedState) -> str:
         """Say where a document lies, as batches that follow a state name it."""
-        store = self._stream.tokens(self.position(state))
-        before = np.concatenate([[0], np.cumsum(store.documents)])
-        shard = int(np.searchsorted(before, document_id, side="right")) - 1
-        return place_of(store, shard, document_id - int(before[shard]))
+        return where_of(self._stream.tokens(self.position(state)), document_id)
 
     def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.

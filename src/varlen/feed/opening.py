@@ -26,6 +26,7 @@ from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
+from varlen.feed.vocabulary import check_first_ids
 from varlen.feed.windows import WindowSettings
 from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
@@ -130,8 +131,8 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             source = open_source(data, tokenizer, **settings.reading)
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
-        elif isinstance(tokens, TokenStore):
-            _check_store(tokens, settings)
+        else:
+            _check_tokens(tokens, settings)
         if settings.overlong == "error" and settings.method != "wrapped":
             _check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
         places.append(data)
@@ -212,6 +213,7 @@ def batch_settings(settings: LoaderSettings) -> BatchSettings:
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         document_multiple_of=settings.document_multiple_of,
+        vocab_size=settings.vocab_size,
         in_order=not settings.shuffle,
     )
 
@@ -228,8 +230,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         SettingError: settings that don't go with the store.
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
-    if isinstance(tokens, TokenStore):
-        _check_store(tokens, settings)
+    _check_tokens(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
         _check_lengths(tokens, settings.capacity, str(data))
     is_all = settings.scope == "all"
@@ -270,14 +271,26 @@ def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
     )
 
 
-def _check_store(tokens: TokenStore, settings: LoaderSettings) -> None:
-    """Refuse a store of tokens that the model doesn't know.
+def _check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
+    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at.
 
     Raises:
-        SettingError: its vocabulary is larger.
+        SettingError: the vocabulary of a store is larger.
+        ModelError: some of the first are beyond the model's; batches tell of others.
+        SourceError: a file is damaged.
     """
-    made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
-    check_vocabulary(made_by.get("vocab_size"), made_by.get("name", "of the store"), settings)
+    if isinstance(tokens, TokenStore):
+        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
+        if made_by.get("vocab_size") is not None:
+            check_vocabulary(made_by["vocab_size"], made_by.get("name", "of the store"), settings)
+            return
+    if settings.vocab_size is None:
+        return
+    try:
+        check_first_ids(tokens, settings.vocab_size)
+    except SourceError:
+        if settings.on_error == "raise":  # else what can't be read is masked
+            raise
 
 
 def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:

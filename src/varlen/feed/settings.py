@@ -145,6 +145,11 @@ class LoaderSettings:
         return as_batch_sizes(self.global_batch_size, self.micro_batch_size, self.ranks[1])
 
     @property
+    def vocab_size(self) -> int | None:
+        """How many ids the model knows, if one was given that says so."""
+        return _of_model(self.model, "vocab_size")
+
+    @property
     def patience_s(self) -> float:
         """How long to wait for others: less than the trainer does for its batch, so that it hears who is missing."""
         return 0.9 * self.deadline_s
@@ -194,7 +199,7 @@ def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings
     Raises:
         SettingError: the vocabulary is larger than the model's.
     """
-    known = _of_model(settings.model, "vocab_size")
+    known = settings.vocab_size
     if known is not None and vocab_size is not None and vocab_size > known:
         raise SettingError(
             f"the tokenizer {name} has {vocab_size:,} tokens, but the model knows {known:,}; take the model's own "

@@ -193,7 +193,7 @@ class StreamingFeed:
                 size = self._batch.micro_batch_size
                 numbers = hands[micro_batch * size : (micro_batch + 1) * size]
                 contents = self._contents(one, number, numbers)
-                batch = fill_batch(contents, num_targets, self._batch, buffers())
+                batch = fill_batch(contents, num_targets, self._batch, buffers(), self.where)
                 now = after if is_last else replace(here, micro_batch=micro_batch + 1)
                 ledger, skipped = news or (None, 0)
                 yield Made(batch=batch, state=now, ledger=ledger, skipped=skipped)

@@ -35,6 +35,9 @@ class Pieces(Protocol):
     ) -> tuple[Int32Array, Mask | None]:
         """Read pieces of documents end to end."""
 
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+
 
 class Unreadable:
     """What becomes of documents that can't be read, and which were named already."""
@@ -70,6 +73,10 @@ class ReadPieces:
     def documents(self) -> IntArray:
         """int64 `[shards]`: documents of each shard."""
         return self._store.documents
+
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+        return self._store.where(shard)
 
     def gather(
         self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
@@ -112,6 +119,6 @@ class ReadPieces:
         return tokens, mask
 
 
-def place_of(store: ReadableTokens, shard: int, document: int) -> str:
+def place_of(store: Pieces, shard: int, document: int) -> str:
     """Say where a document lies, by its shard and its number there."""
     return f"document {document:,} of {store.where(shard)}"
