@@ -159,3 +159,19 @@ def test_a_bad_record_is_named_or_skipped_and_counted(texts, tmp_path):
         with loader_of(tmp_path, worker=worker, on_error="skip") as loader:
             drained(loader)
             assert loader.stats().skipped == 2  # in two epochs
+
+
+def test_a_skipped_record_is_logged_once_however_often_it_is_read(texts, tmp_path, caplog):
+    lines = (texts / "0.jsonl").read_text().splitlines()
+    for number in (5, 70, 71):
+        lines[number] = '{"text": 7}'
+    (tmp_path / "0.jsonl").write_text("\n".join(lines))
+    with loader_of(tmp_path, worker="thread", on_error="skip", epochs=4) as loader:
+        whole, states = drained(loader)
+        loader.load_state_dict(states[1])
+        drained(loader)
+        loader.load_state_dict(states[len(whole) // 2])
+        next(loader)
+        loader.documents(loader.step - 1)
+    said = [line.getMessage() for line in caplog.records if "skipped: " in line.getMessage()]
+    assert sorted(line.split(" line ")[1].split()[0] for line in said) == ["6", "71", "72"]

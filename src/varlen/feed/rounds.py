@@ -23,7 +23,7 @@ from varlen import errors
 from varlen.errors import SourceError, StateError
 from varlen.feed.claims import ChunkSequence, Claim, Claimed, as_claimed, deal_claims
 from varlen.feed.exchange import Exchange
-from varlen.feed.intake import Intake, by_lane
+from varlen.feed.intake import Brought, Intake, by_lane
 from varlen.feed.lane import (
     Arrival,
     Counts,
@@ -156,10 +156,21 @@ class Rounds:
         exchange: Exchange,
         settings: RoundSettings,
         mine: Sequence[int],
+        told: set[Chunk] | None = None,
     ) -> None:
-        """Take the input, who reads it, how to tell other ranks, and the lanes of this process."""
+        """Take the input, who reads it, how to tell other ranks, and the lanes of this process.
+
+        Args:
+            sequence: of the chunks.
+            intake: reads them.
+            exchange: with other ranks.
+            settings: what rounds depend on.
+            mine: lanes.
+            told: chunks whose skipped records have been logged, as epochs and states come back to them; None: those
+                of no chunk are logged here.
+        """
         self._sequence, self._intake, self._exchange = sequence, intake, exchange
-        self._settings, self._mine = settings, tuple(mine)
+        self._settings, self._mine, self._told = settings, tuple(mine), told
         self._num_soon = min(_SOON_BYTES // settings.block_bytes, _MOST_SOON)
 
     def run(self, at: Mapping[str, Any], step: int) -> Iterator[Round]:
@@ -301,14 +312,21 @@ class Rounds:
                 for one in brought.get(number, []):
                     if isinstance(one, Exception):
                         raise one
-                    for fault in one.faults:
-                        _log.warning("skipped: %s", fault)
+                    self._tell(one)
                     lane.add(one.arrival, one.claim.epoch, one.path, len(one.faults))
                 told[number] = asdict(lane.held)
             except Exception as error:
                 told[number] = error
         heard = self._agree(key, told)
         return [Held(**heard[lane]) for lane in range(self._settings.lanes)]
+
+    def _tell(self, one: Brought) -> None:
+        """Log the records of a chunk that were skipped, once."""
+        if not one.faults or self._told is None or one.claim.chunk in self._told:
+            return
+        self._told.add(one.claim.chunk)
+        for fault in one.faults:
+            _log.warning("skipped: %s", fault)
 
     def _agree(self, key: str, told: Mapping[int, Any]) -> Mapping[int, Any]:
         """Exchange values of lanes; an error of one is raised by all.

@@ -24,7 +24,7 @@ from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
-from varlen.source.block_reader import BlockReader
+from varlen.source.block_reader import BlockReader, Chunk
 from varlen.source.blocks import cut_blocks, read_by_all
 from varlen.source.source import Source
 from varlen.types import FloatArray, IntArray, Method, Overlong
@@ -74,6 +74,8 @@ class StreamingFeed:
         batch: BatchSettings,
         rank: int,
         exchanges: Exchanges | None = None,
+        *,
+        logs_skipped: bool = True,
     ) -> None:
         """Take documents, and how they are packed and dealt; looks into each table, and at no other file.
 
@@ -83,6 +85,7 @@ class StreamingFeed:
             batch: of the batches.
             rank: among the data-parallel ranks.
             exchanges: with it a rank reads the blocks of its own lanes only; without, each reads those of all lanes.
+            logs_skipped: whether records that can't be read are logged, each once.
 
         Raises:
             SettingError: sizes that don't divide each other.
@@ -96,6 +99,7 @@ class StreamingFeed:
         self._is_alone = exchanges is None or batch.dp_world_size == 1
         self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
         self._runs = 0
+        self._told: set[Chunk] | None = set() if logs_skipped else None
 
     @property
     def read_by_all(self) -> list[str]:
@@ -113,12 +117,12 @@ class StreamingFeed:
         return self._batch.global_batch_size
 
     def alone(self) -> StreamingFeed:
-        """Return the feed of a job of one rank, which makes one batch of a step."""
+        """Return the feed of a job of one rank, which makes one batch of a step, for looks at what was trained."""
         size = self._batch.global_batch_size
         whole = replace(
             self._batch, dp_world_size=1, micro_batch_size=size, layout="rows", pad_to_multiple_of=1
         )
-        return StreamingFeed(self._source, self._settings, whole, 0)
+        return StreamingFeed(self._source, self._settings, whole, 0, logs_skipped=False)
 
     def where(self, document_id: int) -> str:
         """Say where a document lies: its file, the stretch of it, and its record there."""
@@ -162,7 +166,7 @@ class StreamingFeed:
         intake = Intake(self._source, reader, self._settings.threads)
         sequence = ChunkSequence(self._blocks, reader, self._settings.seed, self._settings.epochs)
         lanes = range(self._settings.lanes) if self._is_alone else self._own
-        rounds = Rounds(sequence, intake, exchange, self._rounds, lanes)
+        rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         try:
             for one in ahead:
