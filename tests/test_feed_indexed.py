@@ -103,9 +103,9 @@ def test_a_state_that_belongs_elsewhere_is_refused_and_named():
         from_json(begun, "indexed", {**BELONGS, "store": "xyz"}, FREE)
     with pytest.raises(StateError, match="version 9"):
         from_json({**begun, "version": 9}, "indexed", BELONGS, FREE)
-    with pytest.raises(StateError, match="mode 'indexed'; this loader reads version 1 and mode 'streaming'"):
+    with pytest.raises(StateError, match="mode 'indexed'; this loader reads version 2 and mode 'streaming'"):
         from_json(begun, "streaming", BELONGS, FREE)
-    for broken in ({"version": 1, "mode": "indexed"}, {**begun, "step": -1}, {**begun, "at": 3}, [1]):
+    for broken in ({"version": 2, "mode": "indexed"}, {**begun, "step": -1}, {**begun, "at": 3}, [1]):
         with pytest.raises(StateError):
             from_json(broken, "indexed", BELONGS, FREE)
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from varlen.errors import StateError
 from varlen.feed.claims import Claim
-from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, Arrival, LaneRecord, arrival_of, joined
+from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, Arrival, arrival_of, joined
+from varlen.feed.record import LaneRecord
 from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.source.source import Source
 from varlen.types import IntArray

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import OverlongDocumentError, SourceError, StateError
-from varlen.feed.state import MOST
-from varlen.pack.lengths import as_count
+from varlen.errors import OverlongDocumentError, SourceError
 from varlen.pack.passes import Passes, arrived
 from varlen.pack.pieces import slots_of
 from varlen.pack.rounds import take, take_all
@@ -96,6 +94,11 @@ def joined(parts: Sequence[Arrival]) -> Arrival:
         tokens=np.concatenate([none32, *(part.tokens for part in parts)]),
         mask=mask,
     )
+
+
+def shuffle_keys(ids: IntArray, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """Return numbers by whose order documents that come in one round are shuffled."""
+    return hashed(ids, int(hashed(np.array([epoch]), seed + 1)[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,8 +317,7 @@ class Lane:
         if seed is None or len(self._arrived) == 1:
             return np.arange(sum(len(part.ids) for part in self._arrived))
         keys = [
-            hashed(part.ids, int(hashed(np.array([epoch]), seed + 1)[0]))
-            for part, epoch in zip(self._arrived[1:], self._epochs[1:])
+            shuffle_keys(part.ids, seed, epoch) for part, epoch in zip(self._arrived[1:], self._epochs[1:])
         ]
         fresh = np.argsort(np.concatenate(keys), kind="stable")
         return np.concatenate([np.arange(num_carried), num_carried + fresh])
@@ -332,58 +334,4 @@ def _left(here: Arrival, index: IntArray, rest: Waiting) -> Arrival:
         offsets=np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int64),
         tokens=tokens,
         mask=mask,
-    )
-
-
-def to_record(carried: Arrival, counts: Counts) -> dict[str, Any]:
-    """Return what a state says of a lane, as lists of numbers."""
-    return {
-        "documents": carried.ids.tolist(),
-        "starts": carried.firsts.tolist(),
-        "lengths": np.diff(carried.offsets).tolist(),
-        "ages": carried.ages.tolist(),
-        "masked": carried.mask is not None and not bool(carried.mask.all()),
-        "counts": asdict(counts),
-    }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaneRecord:
-    """What a state says of a lane."""
-
-    ids: IntArray
-    starts: IntArray
-    lengths: IntArray
-    ages: Int32Array
-    counts: Counts
-    is_masked: bool
-    """Whether any of their tokens isn't to be learnt, so that reading alone tells how many labels there are."""
-
-
-def from_record(record: Mapping[str, Any]) -> LaneRecord:
-    """Read what `to_record` wrote.
-
-    Raises:
-        StateError: it is nothing of the kind.
-    """
-    try:
-        names = ("documents", "starts", "lengths", "ages")
-        ids, starts, lengths, ages = (
-            np.array([as_count(n, name, 0, MOST) for n in record[name]], dtype=np.int64) for name in names
-        )
-        counts = Counts(
-            **{f.name: as_count(record["counts"][f.name], f.name, 0, MOST) for f in fields(Counts)}
-        )
-        is_masked = record["masked"] is not False
-        if not len(ids) == len(starts) == len(lengths) == len(ages):
-            raise StateError("the state's lists of waiting documents differ in length; it was cut or changed")
-    except (KeyError, TypeError, ValueError) as error:
-        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
-    return LaneRecord(
-        ids=ids,
-        starts=starts,
-        lengths=lengths,
-        ages=ages.astype(np.int32),
-        counts=counts,
-        is_masked=is_masked,
     )

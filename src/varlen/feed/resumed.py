@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.feed.intake import Intake
-from varlen.feed.lane import Arrival, Counts, LanePacks, LaneRecord
+from varlen.feed.lane import Arrival, Counts, LanePacks
+from varlen.feed.record import LaneRecord
 from varlen.types import Int32Array, IntArray
 
 

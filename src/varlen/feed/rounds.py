@@ -14,14 +14,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import numpy as np
-
 from varlen import errors
-from varlen.errors import SourceError, StateError
-from varlen.feed.claims import ChunkSequence, Claim, Claimed, as_claimed, deal_claims
+from varlen.errors import SourceError
+from varlen.feed.claims import ChunkSequence, Claim, Claimed, deal_claims
 from varlen.feed.exchange import Exchange
 from varlen.feed.intake import Brought, Intake, by_lane
 from varlen.feed.lane import (
@@ -31,14 +29,11 @@ from varlen.feed.lane import (
     Lane,
     LanePacks,
     LaneSettings,
-    from_record,
     held_by,
-    joined,
-    to_record,
 )
+from varlen.feed.place import Place, place_of
+from varlen.feed.record import from_record, to_record
 from varlen.feed.resumed import Unread, unread
-from varlen.feed.state import MOST
-from varlen.pack.lengths import as_count
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
 from varlen.source.block_reader import Chunk
 from varlen.types import Ledger
@@ -124,26 +119,7 @@ def _totals(at: Mapping[str, Any]) -> tuple[dict[str, int], int]:
     """Return what all lanes have counted, and the tokens that wait in them."""
     names = [field.name for field in fields(Counts)]
     counts = {name: sum(record["counts"][name] for record in at["lanes"]) for name in names}
-    return counts, sum(sum(record["lengths"]) for record in at["lanes"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Place:
-    """Where a round begins."""
-
-    number: int = 0
-    step: int = 0
-    claimed: Claimed = field(default_factory=Claimed)
-    records: Sequence[Mapping[str, Any]] = ()
-    """Of all lanes."""
-
-    def to_at(self) -> dict[str, Any]:
-        return {
-            "round": self.number,
-            "step": self.step,
-            "claimed": asdict(self.claimed),
-            "lanes": list(self.records),
-        }
+    return counts, sum(record["tokens"] for record in at["lanes"])
 
 
 class Rounds:
@@ -185,7 +161,7 @@ class Rounds:
             SourceError: a record can't be read, and `on_error` is "raise".
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
         """
-        place = self._place(at)
+        place = place_of(at, self._settings.lanes)
         carried, counts, missing = self._restored(place)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
@@ -198,27 +174,9 @@ class Rounds:
             place, carried = made[1], made[2]
             counts = {lane: one.counts for lane, one in lanes.items()}
 
-    def _place(self, at: Mapping[str, Any]) -> _Place:
-        """Return where a round begins.
-
-        Raises:
-            StateError: it is none of these lanes.
-        """
-        if not at:
-            nothing = to_record(joined([]), Counts())
-            return _Place(records=[nothing] * self._settings.lanes)
-        try:
-            number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
-            claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
-        if len(records) != self._settings.lanes:
-            raise StateError(f"the state has {len(records):,} lanes, this loader {self._settings.lanes:,}")
-        return _Place(number=number, step=step, claimed=claimed, records=records)
-
-    def _restored(self, place: _Place) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
+    def _restored(self, place: Place) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
         """Return what waits, read again or with what will read it."""
-        records = {lane: from_record(place.records[lane]) for lane in self._mine}
+        records = {lane: from_record(place.records[lane], self._settings.lane.seed) for lane in self._mine}
         counts = {lane: record.counts for lane, record in records.items()}
         waiting = {lane: record for lane, record in records.items() if len(record.ids)}
         carried = {lane: unread(record) for lane, record in records.items()}
@@ -246,12 +204,15 @@ class Rounds:
         if rest.num_steps:
             yield rest
 
-    def _fill(self, place: _Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
+    def _fill(self, place: Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
         """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
         settings, claimed = self._settings, place.claimed
         packs = settings.steps(place.number) * settings.step_packs
         held = [
-            held_by(np.asarray(record["lengths"], dtype=np.int64), settings.lane) for record in place.records
+            lanes[lane].held
+            if lane in lanes
+            else held_by(from_record(record, settings.lane.seed).lengths, settings.lane)
+            for lane, record in enumerate(place.records)
         ]
         claims, tokens = (sum(r["counts"][name] for r in place.records) for name in ("claims", "tokens"))
         fruitful = claimed.epoch
@@ -348,17 +309,19 @@ class Rounds:
         return heard
 
     def _pack(
-        self, place: _Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
-    ) -> tuple[Round, _Place, dict[int, Arrival]] | None:
+        self, place: Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
+    ) -> tuple[Round, Place, dict[int, Arrival]] | None:
         """Pack the lanes; None where nothing is left."""
         settings, steps = self._settings, self._settings.steps(place.number)
         made = {
             number: lane.pack(None if has_ended else steps * settings.step_packs)
             for number, lane in lanes.items()
         }
+        # In which what waits has come, unless one has just begun.
+        epochs = [claimed.epoch, max(claimed.epoch - 1, 0)]
         told = {
             number: {
-                "record": to_record(carried, lanes[number].counts),
+                "record": to_record(carried, lanes[number].counts, settings.lane.seed, epochs),
                 "targets": packs.targets.tolist(),
             }
             for number, (packs, carried) in made.items()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from varlen.errors import StateError
 from varlen.pack.lengths import as_count
 
-VERSION = 1
+VERSION = 2
 MOST = 2**63 - 1
 Mode = Literal["indexed", "streaming"]
 

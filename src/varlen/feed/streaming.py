@@ -21,6 +21,7 @@ from varlen.feed.exchange import Exchanges, Solo
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.intake import Intake
 from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
+from varlen.feed.place import check_place
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
@@ -142,6 +143,7 @@ class StreamingFeed:
             raise StateError(
                 f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
             )
+        check_place(state.at, self._settings.lanes, self._settings.seed)
         return state
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
