@@ -25,7 +25,6 @@ import numpy as np
 from varlen import __version__
 from varlen.errors import SettingError
 from varlen.feed.stream import Grown, PackStream, Position
-from varlen.feed.windows import whole_window
 from varlen.offline.places import unfinished
 from varlen.pack.count import count_packs
 from varlen.source.tokenizer import digest
@@ -200,7 +199,6 @@ class WindowTable:
         return count_packs(
             lengths,
             capacity=chosen.capacity,
-            window=whole_window(lengths, chosen),
             method=chosen.method,
             overlong=chosen.overlong,
             max_documents=chosen.max_documents,
