@@ -1,6 +1,7 @@
 """The kernel that fills packs to the brim, in Python: the specification, and the oracle of its tests.
 
-Shared by `reference.py`, which is asked for it, and by the kernel, which looks at as many items.
+`reference.py` hands it on, and the kernel takes its numbers from here. Whoever changes one touches `kernels_fill.py`
+as well: compiled kernels are kept as long as their own file is unchanged.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from varlen import jit
-from varlen.pack.api import DEFAULT_WORK, item_work
-from varlen.pack.assign import FILL_PIECE_S, assign, fill, spread
+from varlen.pack.assign import FILL_PIECE_S, assign, fill
 from varlen.pack.bound import lower_bound
 from varlen.pack.pieces import Items, slots_of
 from varlen.types import Int32Array, IntArray, Method
@@ -84,7 +83,7 @@ def _ways(
             yield (_filled,)
         yield first, _filled
         yield first, functools.partial(_filled, long_first=True)
-    yield first, _spread
+    yield (first,)
     yield ()
 
 
@@ -117,15 +116,6 @@ def _decreasing(slots: Int32Array, capacity: int, max_documents: int) -> _Placed
 def _fitted(slots: Int32Array, capacity: int, max_documents: int, *, method: Method) -> _Placed:
     """The full packs of a method that places pieces in their order."""
     found = assign(method, _items(slots), None, capacity, max_documents)
-    return _full(*found, slots, capacity, max_documents)
-
-
-def _spread(slots: Int32Array, capacity: int, max_documents: int) -> _Placed:
-    """The full packs where work is spread over as many packs as best-fit-decreasing needs."""
-    items = _items(slots)
-    fewest = _decreasing(slots, capacity, max_documents)[1]
-    work, ones = item_work(slots, items, DEFAULT_WORK), np.ones(slots.size, np.int32)
-    found = spread(fewest, slots, ones, work, capacity, max_documents)
     return _full(*found, slots, capacity, max_documents)
 
 
