@@ -53,7 +53,7 @@ class WindowPacker:
     it, and the packs are those of `vl.pack` over the whole stream. The packs of a window stand in the order of
     their first document. With the default method a window is packed best-fit in the order of arrival, what that
     leaves over balanced, and only the rest best-fit-decreasing, so that packs stay nearly random samples of the
-    documents; so is what waits when the packer is flushed.
+    documents. What waits when the packer is flushed goes out in full packs that are as random.
 
     The packs depend on the settings and the order of lengths, not on how they are divided among calls of
     `add`.
