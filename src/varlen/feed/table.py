@@ -26,7 +26,6 @@ from varlen import __version__
 from varlen.errors import SettingError
 from varlen.feed.groups import PACKS_A_GROUP, WINDOWS_A_GROUP
 from varlen.feed.stream import Grown, PackStream, Position
-from varlen.feed.windows import whole_window
 from varlen.offline.places import unfinished
 from varlen.pack.count import count_packs
 from varlen.source.tokenizer import digest
@@ -201,7 +200,6 @@ class WindowTable:
         return count_packs(
             lengths,
             capacity=chosen.capacity,
-            window=whole_window(lengths, chosen),
             method=chosen.method,
             overlong=chosen.overlong,
             max_documents=chosen.max_documents,

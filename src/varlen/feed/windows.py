@@ -20,10 +20,11 @@ import numpy as np
 
 from varlen.feed.groups import Groups
 from varlen.feed.packs import StorePacks
+from varlen.pack.lengths import LARGEST
 from varlen.pack.window import WindowPacker
 from varlen.source.order import DocumentOrder, hashed
 from varlen.source.token_documents import TokenDocuments
-from varlen.types import IntArray, Ledger, Method, Overlong, Packing
+from varlen.types import IntArray, Ledger, Method, Overlong
 
 _KEPT = 4
 """Windows, and orders of groups, kept for who asks again."""
@@ -145,14 +146,14 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
     """
     packer = WindowPacker(
         capacity=settings.capacity,
-        window=whole_window(lengths, settings),
+        window=LARGEST,  # all wait until they are flushed, and are packed at once
         method=settings.method,
         overlong=settings.overlong,
         max_documents=settings.max_documents,
         document_multiple_of=settings.document_multiple_of,
     )
-    packed, rest = packer.add(lengths), packer.flush()
-    packing = _in_order(packed, rest, packer.ledger)
+    packer.add(lengths)
+    packing = packer.flush()
     packs = StorePacks(
         shards=shards[packing.document_ids],
         documents=documents[packing.document_ids],
@@ -160,48 +161,4 @@ def packs_of(shards: IntArray, documents: IntArray, lengths: IntArray, settings:
         stops=packing.stops.astype(np.int64),
         offsets=packing.offsets,
     )
-    return Window(packs=packs, ledger=packing.ledger)
-
-
-def whole_window(lengths: IntArray, settings: WindowSettings) -> int:
-    """Return for how many pieces a packer is to wait so that a window's documents are packed at once.
-
-    Were it more, as for the last documents of a group, it would take them for the end of a stream, and sort all by
-    their length.
-
-    Args:
-        lengths: `[documents]` of the window.
-        settings: of the packs.
-    """
-    capacity = settings.capacity
-    if settings.overlong == "split" and settings.method != "wrapped":
-        return max(int((-(-lengths.astype(np.int64) // capacity)).sum()), 1)
-    is_kept = lengths > 0
-    if settings.overlong == "drop":
-        is_kept &= lengths <= capacity
-    return max(int(is_kept.sum()), 1)
-
-
-def _in_order(packed: Packing, rest: Packing, ledger: Ledger) -> Packing:
-    """Join two packings of one window, packs in the order of their first document."""
-    ids = np.concatenate([packed.document_ids, rest.document_ids])
-    starts, stops = (
-        np.concatenate([getattr(packed, name), getattr(rest, name)]) for name in ("starts", "stops")
-    )
-    offsets = np.concatenate([packed.offsets, rest.offsets[1:] + packed.num_pieces])
-    sizes = np.diff(offsets)
-    # A document that was cut comes first in several packs: in the order of its pieces then.
-    order = np.lexsort((starts[offsets[:-1]], ids[offsets[:-1]]))
-    moved = np.concatenate([[0], np.cumsum(sizes[order])])
-    pieces = np.repeat(offsets[order] - moved[:-1], sizes[order]) + np.arange(len(ids))
-    return Packing(
-        document_ids=ids[pieces],
-        starts=starts[pieces],
-        stops=stops[pieces],
-        offsets=moved,
-        capacity=packed.capacity,
-        ledger=ledger.check(),
-        method=packed.method,
-        overlong=packed.overlong,
-        document_multiple_of=packed.document_multiple_of,
-    )
+    return Window(packs=packs, ledger=packer.ledger.check())

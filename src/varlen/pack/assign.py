@@ -12,6 +12,9 @@ from varlen.types import FloatArray, Int32Array, Method
 
 _search = functools.partial(jit.kernel, "varlen.pack", "kernels")
 _tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
+_fill = functools.partial(jit.kernel, "varlen.pack", "kernels_fill")
+FILL_PIECE_S = 6e-5
+"""What the references take to fill packs with a piece, at most."""
 _TABLE = 2**24
 """Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each; references keep none."""
 
@@ -89,6 +92,32 @@ def spread(
         num_packs = used
     assert best is not None
     return best
+
+
+def fill(
+    order: Int32Array,
+    slots: Int32Array,
+    capacity: int,
+    min_fill: float,
+    max_documents: int,
+    *,
+    from_first: bool = False,
+) -> tuple[Int32Array, int]:
+    """Fill packs to the brim, each around a piece, with others in their order and never by length.
+
+    Args:
+        order: int32 `[any]`: the pieces around which a pack is tried, unless a pack holds them by then.
+        slots: int32 `[num_pieces]`.
+        capacity: tokens a pack can hold; no piece takes up more.
+        min_fill: packs less full aren't made, from 0 to 1.
+        max_documents: pieces a pack can hold.
+        from_first: take the others from the first on that no pack holds; else from the piece in turn on, and round.
+
+    Returns:
+        int32 `[num_pieces]`, the pack of each piece or -1, and the number of packs.
+    """
+    pack_of, least = np.empty(slots.size, np.int32), -int(-min_fill * capacity // 1)
+    return pack_of, _fill("fill")(order, slots, capacity, least, max_documents, from_first, pack_of)
 
 
 def _balance(

@@ -17,10 +17,14 @@ from varlen.pack.assign import assign, spread
 from varlen.pack.lengths import LARGEST
 from varlen.pack.pieces import Items, fit, slots_of
 from varlen.pack.waiting import Packs, Waiting, no_packs
+from varlen.pack.whole import whole
 from varlen.types import Int32Array, Method, Overlong
 
 _SPREAD_PIECE_S = 5e-6
 """What a reference takes to spread one piece, at most."""
+
+_ARRANGE_PIECE_S = 1e-6
+"""What references take to lay out one piece, at most."""
 
 _METHODS: dict[Method, tuple[Method, ...]] = {
     "best_fit": ("best_fit", "balanced", "best_fit_decreasing"),
@@ -95,6 +99,20 @@ class Passes:
             rest = last.pieces.by_arrival()
         return full, last
 
+    def all_of(self, pieces: Waiting) -> Packs:
+        """Pack pieces, all of them, in the order of their first pieces: where nothing is to wait.
+
+        Args:
+            pieces: in the order of arrival.
+        """
+        if self.method not in _METHODS:
+            return self.packed(pieces, self.method)
+        found = whole(
+            pieces.lengths, self.capacity, self.method, self.max_documents or LARGEST, self.multiple
+        )
+        with jit.sized(len(pieces) * _ARRANGE_PIECE_S):
+            return self.arranged(pieces, *found)
+
     def packed(self, pieces: Waiting, method: Method) -> Packs:
         """Pack pieces by one method.
 
@@ -130,8 +148,23 @@ class Passes:
         fewest = assign("best_fit_decreasing", items, None, self.capacity, most)[1]
         work, ones = item_work(lengths, items, DEFAULT_WORK), np.ones(len(pieces), np.int32)
         pack_of, num_packs = spread(fewest, items.slots, ones, work, self.capacity, most)
+        return self.arranged(pieces, pack_of, num_packs)
+
+    def arranged(self, pieces: Waiting, pack_of: Int32Array, num_packs: int) -> Packs:
+        """Lay out packs in the order of their first pieces, and audit them.
+
+        Args:
+            pieces: in the order of arrival.
+            pack_of: int32 `[num_pieces]`: packs as opened, -1 for pieces that aren't packed; overwritten.
+            num_packs: how many there are.
+
+        Raises:
+            LedgerError: other pieces were packed than given, or too many; a bug in varlen.
+        """
+        lengths, most = np.where(pack_of < 0, np.int32(0), pieces.lengths), self.max_documents or LARGEST
+        expected = checksum(lengths)
         placed, placed_lengths, offsets = arrange(lengths, pack_of, num_packs, None)
-        audit(placed, placed_lengths, offsets, self.capacity, most, self.multiple, checksum(lengths))
+        audit(placed, placed_lengths, offsets, self.capacity, most, self.multiple, expected)
         return Packs(pieces=pieces.take(placed), offsets=offsets)
 
     def is_full(self, packs: Packs) -> npt.NDArray[np.bool_]:

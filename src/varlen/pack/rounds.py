@@ -1,29 +1,22 @@
 """A round of packing: exactly so many packs out of what waits, full ones, and the rest waits for the next round.
 
 Few pieces wait, so methods that take each piece once leave packs half full. What best fit leaves is therefore packed
-one pack at a time, each around the longest piece and filled as far as any choice of the others fills it: the minimum
-bin slack of Gupta and Ho (1999), found by the sums that the pieces can make.
+one pack at a time, each around the longest piece, and filled with such others as leave the least space.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from varlen import jit
+from varlen.pack.assign import FILL_PIECE_S, fill
+from varlen.pack.lengths import LARGEST
 from varlen.pack.passes import Passes
 from varlen.pack.pieces import slots_of
-from varlen.pack.waiting import Packs, Waiting, no_packs
-from varlen.types import IntArray
+from varlen.pack.waiting import Packs, Waiting
 
-_MOST_TRIED = 256
-"""Pieces among which those that fill a pack are looked for."""
 _PATIENT = 4
 """Rounds after which a piece gets its pack before longer ones."""
-_FINEST = 1 << 14
-"""Sums that are told apart at most; of longer packs they are rounded up."""
-
-
 SPARE_PACKS = 8
 """Packs that should wait beside those of the round, so that there is a choice."""
 MOST_SPARE_PACKS = 32
@@ -72,10 +65,7 @@ def take_all(waiting: Waiting, passes: Passes) -> Packs:
         waiting: in the order of their arrival.
         passes: how.
     """
-    if passes.keeps_order:
-        return passes.packed(waiting, passes.method)
-    full, last = _packed(waiting, passes)
-    return full.and_then(last).in_order()
+    return passes.all_of(waiting)
 
 
 def _packed(waiting: Waiting, passes: Passes) -> tuple[Packs, Packs]:
@@ -95,47 +85,9 @@ def _filled(pieces: Waiting, passes: Passes) -> tuple[Packs, Waiting]:
 
     Returns the packs that get full, and what is left.
     """
-    unit = max(-(-passes.capacity // _FINEST), passes.multiple)
-    slots = -(-slots_of(pieces.lengths, passes.multiple) // unit)
-    room, least = passes.capacity // unit, passes.min_fill * passes.capacity / unit
-    free = np.ones(len(pieces), np.bool_)
-    members: list[IntArray] = []
-    patient = pieces.ages < _PATIENT
-    for piece in np.lexsort((np.arange(len(pieces)), -slots, patient)).tolist():
-        if not free[piece]:
-            continue
-        free[piece] = False
-        others = np.flatnonzero(free)[:_MOST_TRIED]
-        chosen = _closest(slots[others].tolist(), room - int(slots[piece]))
-        pack = np.sort(np.append(others[chosen], piece)).astype(np.int64)
-        if slots[pack].sum() >= least:
-            members.append(pack)
-            free[pack] = False
-        else:
-            free[piece] = True
-    if not members:
-        return no_packs(), pieces
-    placed = np.concatenate(members)
-    offsets = np.concatenate([[0], np.cumsum([len(pack) for pack in members])]).astype(np.int64)
-    left = np.ones(len(pieces), np.bool_)
-    left[placed] = False
-    return Packs(pieces=pieces.take(placed), offsets=offsets), pieces.take(left)
-
-
-def _closest(slots: Sequence[int], room: int) -> list[int]:
-    """Return which of some pieces fill a room best, the first ones where several do as well.
-
-    Bit s of a number says whether pieces can sum up to s, so that a shift adds a piece to all sums at once.
-    """
-    within = (1 << (room + 1)) - 1
-    sums = [1]
-    for slot in slots:
-        sums.append(sums[-1] | (sums[-1] << slot) & within)
-        if sums[-1] >> room:
-            break
-    at, chosen = sums[-1].bit_length() - 1, []
-    for index in range(len(sums) - 2, -1, -1):
-        if not sums[index] >> at & 1:
-            chosen.append(index)
-            at -= slots[index]
-    return chosen[::-1]
+    slots = slots_of(pieces.lengths, passes.multiple)
+    order = np.lexsort((np.arange(len(pieces)), -slots, pieces.ages < _PATIENT)).astype(np.int32)
+    with jit.sized(len(pieces) * FILL_PIECE_S):
+        pack_of, num_packs = fill(order, slots, passes.capacity, passes.min_fill, LARGEST, from_first=True)
+        rest = pieces.take(pack_of < 0)
+        return passes.arranged(pieces, pack_of, num_packs), rest

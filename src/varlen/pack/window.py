@@ -24,11 +24,10 @@ from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, as_lengths, check_multiple
 from varlen.pack.passes import Passes, arrived
 from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
+from varlen.pack.whole import MIN_FILL
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
-MIN_FILL = 0.995
-"""How full a pack goes out at once."""
 _MOST = 2**63 - 1
 """Most records, and most tokens, that a stream can have: they outgrow the 32 bits of one call to `vl.pack`."""
 
@@ -54,7 +53,7 @@ class WindowPacker:
     it, and the packs are those of `vl.pack` over the whole stream. The packs of a window stand in the order of
     their first document. With the default method a window is packed best-fit in the order of arrival, what that
     leaves over balanced, and only the rest best-fit-decreasing, so that packs stay nearly random samples of the
-    documents.
+    documents. What waits when the packer is flushed goes out in full packs that are as random.
 
     The packs depend on the settings and the order of lengths, not on how they are divided among calls of
     `add`.
@@ -163,9 +162,11 @@ class WindowPacker:
         return self._hand_out(parts, losses, checked)
 
     def flush(self) -> Packing:
-        """Pack all that is waiting and return it; the packer is empty then and may go on."""
-        method: Method = self._method if self._passes.keeps_order else "best_fit_decreasing"
-        parts = self._passes.packed(self._waiting, method)
+        """Pack all that is waiting and return it; the packer is empty then and may go on.
+
+        Packs stay nearly random samples here too, with the default method; with others they are those of `vl.pack`.
+        """
+        parts = self._passes.all_of(self._waiting)
         self._waiting, self._fresh = nothing(), 0
         return self._hand_out(parts, {}, np.empty(0, np.int32))
 
