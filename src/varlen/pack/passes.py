@@ -54,7 +54,8 @@ def arrived(
     if method == "wrapped" and overlong in ("error", "split"):
         kept, documents, starts, losses = lengths, None, None, {}
     else:
-        pieces = fit(lengths, capacity, overlong)
+        with jit.sized(lengths.size * _ARRANGE_PIECE_S):
+            pieces = fit(lengths, capacity, overlong)
         kept, documents, starts, losses = pieces.lengths, pieces.documents, pieces.starts, pieces.losses
     numbers = np.arange(kept.size) if documents is None else documents
     first = np.zeros(kept.size, np.int32) if starts is None else starts
