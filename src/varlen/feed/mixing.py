@@ -21,6 +21,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.errors import SettingError, StateError
+from varlen.feed.heads import Head, SourcePlace
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
 from varlen.feed.stream import Grown, PackStream, Position, refuse
@@ -33,18 +34,6 @@ from varlen.types import FloatArray, IntArray, Ledger
 _KEPT = 4
 _MOST_BARREN = 10_000
 """Windows without a pack one after the other, after which no more is expected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class SourcePlace:
-    """Where a source stands."""
-
-    position: Position
-    """Of a window of its documents."""
-    document: int = 0
-    """Documents of that window that were taken."""
-    taken: int = 0
-    """Of this source since training began, in the unit of the shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -230,94 +219,33 @@ class MixedStream:
         counts = np.array([place.taken for place in places], dtype=np.int64)
         shares: FloatArray = np.array(self._mix.shares)
         joined = self._held(tuple(place.position.num_parts for place in places))
+        last_epoch = self._mix.epochs if self._mix.until == "all" else None
         heads = [
-            _Head(self, number, joined.first_shard(number), place) for number, place in enumerate(places)
+            Head(stream, joined.first_shard(number), place, last_epoch)
+            for number, (stream, place) in enumerate(zip(self._sources, places))
         ]
         parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
         wanted, is_last = self._settings.window, False
         while wanted and not is_last:
-            ahead = [
-                head.lengths if self._mix.unit == "tokens" else np.ones_like(head.lengths) for head in heads
-            ]
-            offsets = np.cumsum([0, *map(len, ahead)])
-            choices = np.empty(wanted, dtype=np.int64)
+            ahead = np.concatenate([head.lengths for head in heads])
+            if self._mix.unit == "documents":
+                ahead = np.where(ahead < 0, ahead, 1)
+            bounds = np.cumsum([0, *(len(head.lengths) for head in heads)])
+            at, choices = bounds[:-1].copy(), np.empty(wanted, dtype=np.int64)
             found = jit.kernel("varlen.feed", "kernels", "interleave")(
-                np.concatenate(ahead), offsets, shares, counts, wanted, choices
+                ahead, at, bounds[1:], shares, counts, wanted, choices
             )
             chosen, some = choices[:found], np.empty((4, found), dtype=np.int64)
-            for number, head in enumerate(heads):
-                at = chosen == number
-                some[:, at] = head.take(int(at.sum()))
+            for number, (head, count) in enumerate(zip(heads, at - bounds[:-1])):
+                some[:, chosen == number] = head.take(int(count))
             parts.append(some)
             wanted -= found
             if wanted:
-                is_last = not heads[int(choices[found])].refill()
+                is_last = not heads[int(choices[found])].refill(wanted)
                 is_last = is_last or (self._mix.until == "all" and all(head.is_over for head in heads))
         table = np.concatenate(parts, axis=1)
         after = tuple(replace(head.place, taken=int(count)) for head, count in zip(heads, counts))
         return table[0], table[1], table[2], after, int(table[2][table[3] > 0].sum()), is_last
-
-    def documents_of(self, number: int, position: Position) -> tuple[IntArray, IntArray, IntArray]:
-        """Return shards, numbers within them and lengths of a window's documents of one source."""
-        windows = self._sources[number].windows
-        shards, documents = windows.documents(
-            position.epoch, position.group, position.window, position.num_parts
-        )
-        return shards, documents, windows.store.lengths(shards, documents)
-
-    def window_of(self, number: int, position: Position) -> Position | None:
-        """Return a position in a window that a source has; None behind the last one."""
-        return self._sources[number].at_window(position)
-
-    @property
-    def last_epoch(self) -> int:
-        """Epochs after which a source is over."""
-        return self._mix.epochs
-
-
-class _Head:
-    """What comes next in one source."""
-
-    def __init__(self, stream: MixedStream, number: int, first_shard: int, place: SourcePlace) -> None:
-        self._stream, self._number, self._first_shard, self.place = stream, number, first_shard, place
-        self._rows: IntArray = np.zeros((3, 0), dtype=np.int64)
-        self._open(place.position, place.document)
-
-    @property
-    def lengths(self) -> IntArray:
-        lengths: IntArray = self._rows[2]
-        return lengths
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the source has been read as often as it is to be."""
-        return self.place.position.epoch >= self._stream.last_epoch
-
-    def take(self, count: int) -> IntArray:
-        """Return shards, numbers, lengths and epochs of the next documents."""
-        taken, self._rows = self._rows[:, :count], self._rows[:, count:]
-        self.place = replace(self.place, document=self.place.document + count)
-        epochs = np.full((1, count), self.place.position.epoch, dtype=np.int64)
-        table: IntArray = np.concatenate([taken, epochs])
-        return table
-
-    def refill(self) -> bool:
-        """Go on with the next window; returns whether there is one."""
-        position = self.place.position
-        return self._open(replace(position, window=position.window + 1), 0)
-
-    def _open(self, position: Position, document: int) -> bool:
-        found = self._stream.window_of(self._number, position)
-        if found is None:
-            return False
-        is_same = found == position
-        rows = np.stack(self._stream.documents_of(self._number, found))
-        rows[0] += self._first_shard
-        first = document if is_same else 0
-        refuse("document", first, rows.shape[1])
-        self.place = replace(self.place, position=found, document=first)
-        self._rows = rows[:, first:]
-        return True
 
 
 class MixedTable:
