@@ -62,7 +62,7 @@ class PlainHead:
 
 def plainly_mixed(stream, places):
     """One window of a mixture, taken one document after the other."""
-    mix, sources, window = stream._mix, stream._sources, stream._settings.window
+    mix, sources, window = stream.mix, stream.sources, stream.settings.window
     firsts = np.cumsum([0, *(len(source.windows.store.documents) for source in sources)])
     plain = [PlainHead(*each) for each in zip(sources, firsts.tolist(), places)]
     counts, rows, is_last = np.array([head.taken for head in plain]), [], False

@@ -11,6 +11,7 @@ A source of few documents comes thousands of times in one window of a mixture, s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from varlen.types import IntArray
 
 _LEAST = 1 << 10
 """Documents fetched at least, unless fewer are wanted; then as many as were taken, so that few fetches do."""
+_KEPT = 2
+"""Windows of a source: the one that it is in, and the next."""
 _SHARD, _DOCUMENT, _LENGTH, _EPOCH, _GROUP, _WINDOW, _TAKEN = range(7)
 """Of a column. A window begins where the length is -1."""
 
@@ -36,16 +39,49 @@ class SourcePlace:
     """Of this source since training began, in the unit of the shares."""
 
 
+class Columns:
+    """The windows of one source; the last ones are kept, as windows of a mixture end in the midst of them."""
+
+    def __init__(self, stream: PackStream) -> None:
+        """Take the source."""
+        self.stream = stream
+        self._rows = lru_cache(_KEPT)(self._make)
+
+    def of(self, position: Position) -> IntArray:
+        """Return int64 `[7, 1 + documents]`: the column where a window begins, and those of its documents.
+
+        Args:
+            position: in the window; there is one.
+
+        Raises:
+            SourceError: the store is damaged.
+        """
+        rows = self._rows(position)
+        columns = np.empty((7, rows.shape[1] + 1), dtype=np.int64)
+        columns[:_EPOCH, 0] = -1
+        columns[:_EPOCH, 1:] = rows
+        columns[_EPOCH:_TAKEN] = [[position.epoch], [position.group], [position.window]]
+        columns[_TAKEN] = np.arange(columns.shape[1])
+        return columns
+
+    def _make(self, position: Position) -> IntArray:
+        windows = self.stream.windows
+        shards, documents = windows.documents(
+            position.epoch, position.group, position.window, position.num_parts
+        )
+        return np.stack([shards, documents, windows.store.lengths(shards, documents)])
+
+
 class Head:
     """What comes next in one source."""
 
     def __init__(
-        self, stream: PackStream, first_shard: int, place: SourcePlace, last_epoch: int | None
+        self, windows: Columns, first_shard: int, place: SourcePlace, last_epoch: int | None
     ) -> None:
         """Go to a place.
 
         Args:
-            stream: of the source.
+            windows: of the source.
             first_shard: of it among those of all sources.
             place: where it stands.
             last_epoch: epochs after which it is over though it goes on, which is to be seen as it happens; None: it
@@ -55,16 +91,17 @@ class Head:
             StateError: there is no such place.
             SourceError: the store is damaged.
         """
-        self._stream, self._first_shard, self._last_epoch = stream, first_shard, last_epoch
+        self._windows, self._stream, self._first_shard = windows, windows.stream, first_shard
+        self._last_epoch = last_epoch
         self.place = place
         self._taken = 0
         self._columns: IntArray = np.zeros((7, 0), dtype=np.int64)
-        found = stream.at_window(place.position)
+        found = self._stream.at_window(place.position)
         if found is not None:
-            self._columns = self._window(found)[:, 1:]
+            table = windows.of(found)
             document = place.document if found == place.position else 0
-            refuse("document", document, self._columns.shape[1])
-            self._columns = self._columns[:, document:]
+            refuse("document", document, table.shape[1] - 1)
+            self._columns = table[:, 1 + document :]
             self.place = replace(place, position=found, document=document)
         self._behind = self.place.position
 
@@ -89,6 +126,7 @@ class Head:
         if count:
             self._stand_at(taken[:, -1])
         documents: IntArray = taken[:_GROUP, taken[_LENGTH] >= 0]
+        documents[_SHARD] += self._first_shard
         self._taken += documents.shape[1]
         return documents
 
@@ -107,7 +145,7 @@ class Head:
                 break
             if parts and not was_over and self._last_epoch is not None and found.epoch >= self._last_epoch:
                 break  # who mixes looks whether all are over by then
-            parts.append(self._windows(found, wanted - count))
+            parts.append(self._fetch(found, wanted - count))
             count += parts[-1].shape[1]
         if not parts:
             return False
@@ -122,13 +160,13 @@ class Head:
         position = replace(self.place.position, epoch=epoch, group=group, window=window)
         self.place = replace(self.place, position=position, document=document)
 
-    def _windows(self, first: Position, wanted: int) -> IntArray:
+    def _fetch(self, first: Position, wanted: int) -> IntArray:
         """Return the columns of a window, and of more epochs where one has no other window."""
         after = self._stream.at_window(replace(first, window=first.window + 1))
         if after != replace(first, epoch=first.epoch + 1):
             self._behind = first
-            return self._window(first)
-        table = self._window(first)
+            return self._windows.of(first)
+        table = self._windows.of(first)
         epochs = -(-wanted // (table.shape[1] - 1))
         ends = [self._stream.epochs, None if self.is_over else self._last_epoch]
         epochs = max(min([epochs, *(end - first.epoch for end in ends if end is not None)]), 1)
@@ -143,21 +181,6 @@ class Head:
         columns[_EPOCH] = first.epoch + np.arange(epochs)[:, None]
         columns[_TAKEN] = np.arange(columns.shape[2])
         return columns.reshape(7, -1)
-
-    def _window(self, position: Position) -> IntArray:
-        """Return the columns of a window, and before them the one where it begins."""
-        windows = self._stream.windows
-        shards, documents = windows.documents(
-            position.epoch, position.group, position.window, position.num_parts
-        )
-        columns = np.empty((7, len(shards) + 1), dtype=np.int64)
-        columns[_SHARD, 1:] = shards + self._first_shard
-        columns[_DOCUMENT, 1:] = documents
-        columns[_LENGTH, 1:] = windows.store.lengths(shards, documents)
-        columns[:_EPOCH, 0] = -1
-        columns[_EPOCH:_TAKEN] = [[position.epoch], [position.group], [position.window]]
-        columns[_TAKEN] = np.arange(len(shards) + 1)
-        return columns
 
 
 def epoch_orders(seed: int | None, first: Position, epochs: int, documents: int) -> IntArray:

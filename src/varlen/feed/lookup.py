@@ -11,7 +11,8 @@ import numpy as np
 from varlen.errors import SettingError
 from varlen.feed.feed import new_arrays
 from varlen.feed.indexed import IndexedFeed
-from varlen.feed.mixing import MixedStream, MixedTable
+from varlen.feed.mixed_table import MixedTable
+from varlen.feed.mixing import MixedStream
 from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed
@@ -49,6 +50,7 @@ class IndexedLookup:
             self._table = MixedTable(stream)
         elif isinstance(stream, PackStream):
             self._table = WindowTable(stream)
+        self._last = FeedState()
 
     def num_steps(self, state: FeedState) -> int:
         """Return the steps of all epochs, those without targets counted too.
@@ -57,7 +59,14 @@ class IndexedLookup:
             SettingError: epochs without end.
             SourceError: the store is damaged.
         """
-        return -(-self._table.num_packs(self._feed.position(state).grown) // self._feed.step_packs)
+        return -(-self._table.num_packs(self._parts(state)) // self._feed.step_packs)
+
+    def _parts(self, state: FeedState) -> Any:
+        """Return the parts of the epochs, or sources, of a state; a mixture is looked at from where it stands."""
+        position = self._feed.position(state)
+        if isinstance(self._table, MixedTable):
+            self._table.stand_at(state.step * self._feed.step_packs, position)
+        return position.grown
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
         """Return the state in which a step is the next.
@@ -72,14 +81,22 @@ class IndexedLookup:
         """
         if step < 0:
             raise SettingError(f"step {step:,} is none: steps are counted from 0")
-        position, is_there = self._table.find(step * self._feed.step_packs, self._feed.position(state).grown)
+        position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
         # Only behind the end it matters how many there are: counting them takes the tables of all epochs.
         if not is_there and self._feed.stream.epochs is not None and step > (count := self.num_steps(state)):
             raise SettingError(f"step {step:,} is none of the {count:,} steps of this loader")
         return self._feed.state(step, position)
 
     def remember(self, state: FeedState) -> None:
-        """Do nothing: any step is found without."""
+        """Keep the windows of a mixture that are passed; a store's are found without.
+
+        Args:
+            state: after a batch. Behind the last one there is no pack: only what was gone on from says where one is.
+        """
+        last, self._last = self._last, state
+        was_gone_on_from = (last.step, last.micro_batch) < (state.step, state.micro_batch) and last.at
+        if was_gone_on_from and isinstance(self._table, MixedTable):
+            self._table.pass_by(last.step * self._feed.step_packs, last.at)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
         """Return what a step holds; arguments and errors as `state_at` has them.

@@ -12,23 +12,18 @@ table that is found is right, or is no table at all and made anew. A shuffle has
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from varlen import __version__
 from varlen.errors import SettingError
+from varlen.feed.kept import KeptTable
 from varlen.feed.stream import Grown, PackStream, Position
-from varlen.feed.windows import whole_window
-from varlen.offline.places import unfinished
+from varlen.feed.windows import WindowSettings, whole_window
 from varlen.pack.count import count_packs
-from varlen.source.tokenizer import digest
 from varlen.types import IntArray
 
 _KEPT = 4
@@ -171,14 +166,15 @@ class WindowTable:
         windows = self._stream.windows
         counts = [windows.num_windows(group, num_parts) for group in range(windows.num_groups(num_parts))]
         groups = np.cumsum([0, *counts])
-        name = self._name(epoch, num_parts)
-        folders = (
-            [] if name is None else [f for f in (windows.store.tables, _cache_folder()) if f is not None]
+        settings = windows.settings
+        kept = KeptTable([windows.store], [num_parts], [windows.parts_a_group, epoch, asdict(settings)])
+        found = kept.read(
+            lambda packs: (
+                packs.shape == (int(groups[-1]) + 1,) and packs[0] == 0 and bool((np.diff(packs) >= 0).all())
+            )
         )
-        for folder in folders:
-            found = _read(folder / f"{name}.npy", int(groups[-1]))
-            if found is not None:
-                return EpochTable(groups=groups, packs=found)
+        if found is not None:
+            return EpochTable(groups=groups, packs=found)
         packs = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
         at = 0
         for group, count in enumerate(counts):
@@ -190,35 +186,13 @@ class WindowTable:
                 if self._on_progress is not None:
                     self._on_progress(at, int(groups[-1]))
         np.cumsum(packs, out=packs)
-        any(_write(folder / f"{name}.npy", packs) for folder in folders)
+        kept.write(packs)
         return EpochTable(groups=groups, packs=packs)
 
     def _count(self, epoch: int, group: int, window: int, num_parts: int) -> int:
         windows = self._stream.windows
-        chosen = windows.settings
         lengths = windows.store.lengths(*windows.documents(epoch, group, window, num_parts))
-        return count_packs(
-            lengths,
-            capacity=chosen.capacity,
-            window=whole_window(lengths, chosen),
-            method=chosen.method,
-            overlong=chosen.overlong,
-            max_documents=chosen.max_documents,
-            document_multiple_of=chosen.document_multiple_of,
-        )
-
-    def _name(self, epoch: int, num_parts: int) -> str | None:
-        """Return a name that says all that a table depends on; None where the store can't be named."""
-        windows = self._stream.windows
-        mark = windows.store.fingerprint_at(num_parts)
-        if mark is None:
-            return None
-        return digest(
-            json.dumps(
-                [__version__, mark, num_parts, windows.parts_a_group, epoch, asdict(windows.settings)],
-                sort_keys=True,
-            )
-        )
+        return count_window(lengths, windows.settings)
 
     def begin(self, epoch: int, num_parts: int) -> None:
         """Make the table of an epoch in a thread of its own, so that it is there when it is asked for.
@@ -249,36 +223,19 @@ class WindowTable:
         self._stop.clear()
 
 
-def _cache_folder() -> Path | None:
-    """Return where tables go that can't lie beside their index."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    except RuntimeError:  # a user without a home
-        return None
-    return Path(home) / "varlen" / "tables"
+def count_window(lengths: IntArray, settings: WindowSettings) -> int:
+    """Return how many packs a window of documents gives.
 
-
-def _read(path: Path, num_windows: int) -> IntArray | None:
-    """Return a table that was kept; None where there is none, or it is damaged."""
-    try:
-        packs: IntArray = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    is_table = isinstance(packs, np.ndarray) and packs.dtype == np.int64 and packs.shape == (num_windows + 1,)
-    return packs if is_table and packs[0] == 0 and (np.diff(packs) >= 0).all() else None
-
-
-def _write(path: Path, packs: IntArray) -> bool:
-    """Keep a table whole or not at all; returns whether it is kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = unfinished(path)
-        try:
-            with part.open("wb") as file:
-                np.save(file, packs)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+    Args:
+        lengths: int64 `[documents]`.
+        settings: how they are packed.
+    """
+    return count_packs(
+        lengths,
+        capacity=settings.capacity,
+        window=whole_window(lengths, settings),
+        method=settings.method,
+        overlong=settings.overlong,
+        max_documents=settings.max_documents,
+        document_multiple_of=settings.document_multiple_of,
+    )
