@@ -125,8 +125,7 @@ class IndexedLookup:
         return self._feed.where(document_id, state)
 
     def close(self) -> None:
-        """Leave no thread behind."""
-        self._table.close()
+        """Do nothing: threads that count have ended when they have counted."""
 
 
 class StreamingLookup:

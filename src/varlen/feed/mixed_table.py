@@ -242,6 +242,3 @@ class MixedTable:
             position = Position(epoch=epoch, group=group, window=window, grown=grown)
             places.append(SourcePlace(position=position, document=document, taken=taken))
         return row[0], MixedPosition(sources=tuple(places), window=row[1])
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""
