@@ -81,6 +81,7 @@ class MixedTable:
         self._width = 2 + _PLACE * len(stream.sources)
         self._going = threading.Lock()  # who comes second finds what the first has counted
         self._noted: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=_MOST_NOTED)
+        self._last_window: Any = None
         self._here: tuple[int, MixedPosition] | None = None
         self._grown: tuple[Grown, ...] | None = None
 
@@ -91,7 +92,8 @@ class MixedTable:
             number: of the pack that stands there, and isn't behind the last one.
             at: its position, as the stream says it.
         """
-        if not self._noted or self._noted[-1][1].get("window") != at.get("window"):
+        if at.get("window") != self._last_window:
+            self._last_window = at.get("window")
             self._noted.append((number, at))
 
     def stand_at(self, number: int, position: MixedPosition) -> None:
@@ -210,14 +212,19 @@ class MixedTable:
                 packs, position = packs + count, after
         finally:
             if marks is self._counted:
-                end = [] if self._end is None else [self._end[0]] + [-1] * (self._width - 1)
+                # The end may have been found from a window that training went through, far behind these.
+                is_whole = self._end is not None and marks.has(self._end[1].window)
+                end = [self._end[0]] + [-1] * (self._width - 1) if self._end and is_whole else []
                 self._kept.write(
                     np.concatenate([marks.table(), np.array(end, dtype=np.int64).reshape(-1, self._width)])
                 )
 
     def _take_in(self) -> None:
         """Know the windows that training went through, and the one in which it stands."""
-        places = [(number, self._stream.position(at)) for number, at in self._noted.copy()]
+        places = []
+        while self._noted:
+            number, at = self._noted.popleft()
+            places.append((number, self._stream.position(at)))
         if self._here is not None and not any(
             marks.has(self._here[1].window) for marks in (self._counted, self._passed)
         ):
