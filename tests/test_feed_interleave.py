@@ -1,7 +1,7 @@
 """Sources of a mixture: each keeps to its share within one document, and the kernel does what the reference does."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from varlen.feed import kernels, reference
@@ -11,19 +11,36 @@ SOURCES = st.lists(
 )
 
 
-def interleaved(room, sources, most, counts=None):
+WITH_WINDOWS = st.lists(
+    st.tuples(st.floats(0.01, 100), st.lists(st.integers(-1, 30), max_size=80)), min_size=1, max_size=6
+)
+
+
+def interleaved(room, sources, most, counts=None, places=None):
     weights = np.array([weight for weight, _ in sources])
     lengths = np.array([n for _, documents in sources for n in documents], dtype=np.int64)
     offsets = np.cumsum([0, *(len(documents) for _, documents in sources)]).astype(np.int64)
     counts = np.zeros(len(sources), dtype=np.int64) if counts is None else counts
+    places = offsets[:-1].copy() if places is None else places
     choices = np.full(most, -1, dtype=np.int64)
-    found = room.interleave(lengths, offsets, weights / weights.sum(), counts, most, choices)
+    found = room.interleave(lengths, places, offsets[1:], weights / weights.sum(), counts, most, choices)
     return choices[:found].tolist(), counts.tolist()
 
 
-@given(SOURCES, st.integers(0, 300))
+@given(SOURCES | WITH_WINDOWS, st.integers(0, 300))
+@example([(1, [3, -1, 1]), (1, [2, 0]), (1, [4])], 4)
 def test_the_kernel_does_what_the_reference_does(sources, most):
-    assert interleaved(kernels, sources, most) == interleaved(reference, sources, most)
+    places = [np.cumsum([0, *(len(documents) for _, documents in sources)])[:-1] for _ in range(2)]
+    found = interleaved(kernels, sources, most, places=places[0])
+    assert found == interleaved(reference, sources, most, places=places[1])
+    assert places[0].tolist() == places[1].tolist()
+
+
+@given(WITH_WINDOWS)
+def test_where_a_window_begins_is_passed_as_if_nothing_had_been_there(sources):
+    without = [(weight, [n for n in documents if n >= 0]) for weight, documents in sources]
+    found = interleaved(kernels, sources, 300)[0]
+    assert found == interleaved(kernels, without, 300)[0][: len(found)]
 
 
 @given(SOURCES)

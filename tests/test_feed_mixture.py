@@ -8,6 +8,7 @@ from loaders import content, drained, random_store
 
 import varlen as vl
 from varlen.errors import InputError, StateError
+from varlen.feed.mixing import MixedStream
 from varlen.source.store import open_store
 
 WEIGHTS = {"web": 6.0, "code": 3.0, "books": 1.0}
@@ -165,3 +166,32 @@ def test_a_place_that_was_changed_to_none_of_the_mixture_is_refused(stores):
             with pytest.raises(StateError, match="it was changed"):
                 loader.load_state_dict({**state, "at": {**state["at"], **change}})
         assert loader.state_dict() == state
+
+
+def test_a_step_near_the_one_that_training_is_in_is_found_without_going_back_to_the_first(
+    stores, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    looked, real = [], MixedStream.look
+    monkeypatch.setattr(
+        MixedStream, "look", lambda one, position: looked.append(position.window) or real(one, position)
+    )
+    settings = {"until": "endless", "epochs": None, "global_batch_size": 4}
+    with loader_of(stores, **settings) as loader:
+        states = [loader.state_dict()]
+        for _, batch in zip(range(80), loader):
+            states.append(loader.state_dict())
+            if loader.step == 70:
+                expected = content(batch)
+        windows = [state["at"]["window"] if state["at"] else 0 for state in states]
+        assert windows[60] > 5
+        for step in (76, 50, 62):
+            loader.seek(step)
+            assert loader.state_dict()["at"] == states[step]["at"]
+        assert looked == [] or min(looked) >= windows[50]
+    looked.clear()
+    with loader_of(stores, **settings) as loader:
+        loader.load_state_dict(states[60])
+        loader.seek(69)
+        assert content(next(loader)) == expected
+        assert windows[60] <= min(looked) <= max(looked) <= windows[70]

@@ -1,5 +1,9 @@
 """The window table: every pack is found where the stream has it, in any epoch; kept whole, found again, made anew."""
 
+import os
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +11,7 @@ from hypothesis import strategies as st
 from test_feed_stream import packs_of
 from test_feed_windows import SHARDS, Store, grouped
 
-from varlen.errors import SettingError
+from varlen.errors import SettingError, SourceError
 from varlen.feed import table as table_module
 from varlen.feed.groups import Groups
 from varlen.feed.stream import PackStream, Position
@@ -118,16 +122,52 @@ def test_a_table_lies_beside_its_store_and_is_shared_by_epochs_in_order(tmp_path
     assert not home.exists()
 
 
-def test_a_table_is_made_in_the_background_and_given_up_when_closed():
-    told, stream = [], stream_of([[3] * 500])
-    table = WindowTable(stream, lambda done, total: told.append((done, total)))
-    table.begin(0, 1)
-    found = table.epoch(0, 1)  # waits for the thread, or makes it first
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_side_by_side_make_the_table_that_one_makes_and_none_is_left(threads, monkeypatch):
+    shards, running = [[n % 29 for n in range(300)], [9] * 5, [8] * 400], threading.enumerate()
+    one = WindowTable(stream_of(shards, ends=[1, 2, 3]), threads=1).epoch(1, 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)  # nothing is kept
+    monkeypatch.setattr(table_module, "_MANY", 1)
+    counting, real = set(), table_module.count_packs
 
-    assert found is table.epoch(0, 1)
-    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
-    endless = WindowTable(stream_of([[3] * 500], seed=5), lambda *_: endless._stop.wait())
-    endless.begin(0, 1)
-    endless._stop.set()
-    endless.close()
-    assert endless._thread is None
+    def count(*arguments, **settings):
+        counting.add(threading.current_thread().name)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(table_module, "count_packs", count)
+    many = WindowTable(stream_of(shards, ends=[1, 2, 3]), threads=threads).epoch(1, 3)
+    assert many.packs.tolist() == one.packs.tolist()
+    assert all(name.startswith("varlen-table") for name in counting)
+    assert threading.enumerate() == running
+
+
+@pytest.mark.parametrize("error", [SourceError, KeyboardInterrupt])
+def test_what_goes_wrong_while_threads_count_is_said_and_no_thread_is_left(error, monkeypatch):
+    running, counted = threading.enumerate(), []
+    monkeypatch.setattr(table_module, "_MANY", 1)
+
+    def count(*_, **__):
+        counted.append(1)
+        time.sleep(0.02)
+        raise error("damaged")
+
+    monkeypatch.setattr(table_module, "count_packs", count)
+    with pytest.raises(error, match="damaged"):
+        WindowTable(stream_of([[3] * 5000]), threads=2).epoch(0, 1)
+    assert len(counted) < 20
+    assert threading.enumerate() == running
+
+
+def test_a_store_that_is_renamed_while_threads_read_it_is_read_once_more(monkeypatch):
+    expected = WindowTable(stream_of([[3] * 500]), threads=1).epoch(0, 1).packs.tolist()
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    monkeypatch.setattr(table_module, "_MANY", 1)
+    real = table_module.count_packs
+
+    def count(*arguments, **settings):
+        if threading.current_thread() is not threading.main_thread():
+            raise SourceError("it isn't there any more")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(table_module, "count_packs", count)
+    assert WindowTable(stream_of([[3] * 500]), threads=2).epoch(0, 1).packs.tolist() == expected

@@ -16,13 +16,14 @@ Float64 = NDArray[np.float64]
 
 @compiled
 def interleave(
-    lengths: Int64, offsets: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+    lengths: Int64, places: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
 ) -> int:
     """Choose the source of each next document; see the reference.
 
     Args:
-        lengths: int64: of the documents that come next, source after source.
-        offsets: int64 `[sources + 1]`.
+        lengths: int64: of the documents that come next, source after source; -1 where a window begins.
+        places: int64 `[sources]`: where each one's begin, brought up to date.
+        ends: int64 `[sources]`: where each one's end.
         weights: float64 `[sources]`, adding up to 1.
         counts: int64 `[sources]`, brought up to date.
         most: documents wanted.
@@ -32,11 +33,11 @@ def interleave(
         Number of choices.
     """
     num = weights.size
-    places = offsets[:-1].copy()
     total = np.int64(0)
     for source in range(num):
         total += counts[source]
-    for number in range(most):
+    number = 0
+    while number < most:
         chosen, best = -1, np.inf
         least, least_begin = 0, np.inf
         for source in range(num):
@@ -46,17 +47,19 @@ def interleave(
             if begin > np.float64(total):
                 continue
             end = begin
-            if places[source] < offsets[source + 1]:
+            if places[source] < ends[source] and lengths[places[source]] > 0:
                 end = begin + lengths[places[source]] / weights[source]
             if end < best:
                 chosen, best = source, end
         if chosen < 0:
             chosen = least
         choices[number] = chosen
-        if places[chosen] == offsets[chosen + 1]:
+        if places[chosen] == ends[chosen]:
             return number
         length = lengths[places[chosen]]
-        counts[chosen] += length
-        total += length
         places[chosen] += 1
+        if length >= 0:
+            counts[chosen] += length
+            total += length
+            number += 1
     return most

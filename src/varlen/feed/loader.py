@@ -192,7 +192,7 @@ class PackedLoader:
         self._meter = Meter()
         self._noted = self._meter.noted
         self._lookup = self._opened.lookup()
-        self._remembers = self._opened.mode == "streaming"
+        self._remembers = self._lookup.remembers
         multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
         positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
         spec, exchanges = self._opened.spec, self._opened.exchanges
@@ -354,7 +354,6 @@ class PackedLoader:
         """Leave no process, thread, memory or file behind; batches that are held keep their bytes."""
         self._is_closed, self._is_running = True, False
         self._worker.close()
-        self._lookup.close()
         self._end.detach()
 
     def __reduce__(self) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 from varlen.errors import SettingError
 from varlen.feed.feed import new_arrays
 from varlen.feed.indexed import IndexedFeed
-from varlen.feed.mixing import MixedStream, MixedTable
+from varlen.feed.mixed_table import MixedTable
+from varlen.feed.mixing import MixedStream
 from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed
@@ -49,6 +50,12 @@ class IndexedLookup:
             self._table = MixedTable(stream)
         elif isinstance(stream, PackStream):
             self._table = WindowTable(stream)
+        self._last = FeedState()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` is to be called after each batch: a store's steps are found without."""
+        return isinstance(self._table, MixedTable)
 
     def num_steps(self, state: FeedState) -> int:
         """Return the steps of all epochs, those without targets counted too.
@@ -57,7 +64,14 @@ class IndexedLookup:
             SettingError: epochs without end.
             SourceError: the store is damaged.
         """
-        return -(-self._table.num_packs(self._feed.position(state).grown) // self._feed.step_packs)
+        return -(-self._table.num_packs(self._parts(state)) // self._feed.step_packs)
+
+    def _parts(self, state: FeedState) -> Any:
+        """Return the parts of the epochs, or sources, of a state; a mixture is looked at from where it stands."""
+        position = self._feed.position(state)
+        if isinstance(self._table, MixedTable):
+            self._table.stand_at(state.step * self._feed.step_packs, position)
+        return position.grown
 
     def state_at(self, step: int, state: FeedState) -> FeedState:
         """Return the state in which a step is the next.
@@ -72,14 +86,22 @@ class IndexedLookup:
         """
         if step < 0:
             raise SettingError(f"step {step:,} is none: steps are counted from 0")
-        position, is_there = self._table.find(step * self._feed.step_packs, self._feed.position(state).grown)
+        position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
         # Only behind the end it matters how many there are: counting them takes the tables of all epochs.
         if not is_there and self._feed.stream.epochs is not None and step > (count := self.num_steps(state)):
             raise SettingError(f"step {step:,} is none of the {count:,} steps of this loader")
         return self._feed.state(step, position)
 
     def remember(self, state: FeedState) -> None:
-        """Do nothing: any step is found without."""
+        """Keep the windows of a mixture that are passed.
+
+        Args:
+            state: after a batch. Behind the last one there is no pack: only what was gone on from says where one is.
+        """
+        last, self._last = self._last, state
+        was_gone_on_from = (last.step, last.micro_batch) < (state.step, state.micro_batch) and last.at
+        if was_gone_on_from and isinstance(self._table, MixedTable):
+            self._table.pass_by(last.step * self._feed.step_packs, last.at)
 
     def documents(self, step: int, state: FeedState) -> StepDocuments:
         """Return what a step holds; arguments and errors as `state_at` has them.
@@ -107,10 +129,6 @@ class IndexedLookup:
         """Say where a document lies, as batches of now name it."""
         return self._feed.where(document_id, state)
 
-    def close(self) -> None:
-        """Leave no thread behind."""
-        self._table.close()
-
 
 class StreamingLookup:
     """Steps that are streamed: those of the last rounds are found by reading their documents again."""
@@ -119,6 +137,11 @@ class StreamingLookup:
         """Take the feed."""
         self._feed = feed
         self._rounds: OrderedDict[int, Any] = OrderedDict()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` is to be called after each batch."""
+        return True
 
     def num_steps(self, _state: FeedState) -> int:
         """Say that nobody knows.
@@ -184,6 +207,3 @@ class StreamingLookup:
     def where(self, document_id: int, _state: FeedState) -> str:
         """Say where a document lies."""
         return self._feed.where(document_id)
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.errors import SettingError, StateError
+from varlen.feed.heads import Columns, Head, SourcePlace
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
 from varlen.feed.stream import Grown, PackStream, Position, refuse
@@ -33,18 +34,6 @@ from varlen.types import FloatArray, IntArray, Ledger
 _KEPT = 4
 _MOST_BARREN = 10_000
 """Windows without a pack one after the other, after which no more is expected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class SourcePlace:
-    """Where a source stands."""
-
-    position: Position
-    """Of a window of its documents."""
-    document: int = 0
-    """Documents of that window that were taken."""
-    taken: int = 0
-    """Of this source since training began, in the unit of the shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -106,8 +95,9 @@ class MixedStream:
             settings: of the packs.
             mix: how sources are mixed.
         """
-        self._sources, self._settings, self._mix = tuple(sources), settings, mix
+        self.sources, self.settings, self.mix = tuple(sources), settings, mix
         self.epochs = None if mix.until == "endless" else mix.epochs
+        self._columns = [Columns(stream) for stream in self.sources]
         self._made = lru_cache(_KEPT)(self._make)
         self._held = lru_cache(_KEPT)(tokens.with_parts)
 
@@ -144,10 +134,7 @@ class MixedStream:
             packs = mixed.window.packs
             refuse("pack", position.pack, packs.num_packs)
             barren = 0 if packs.num_packs else barren + 1
-            if barren > _MOST_BARREN:
-                raise SettingError(
-                    f"{barren:,} windows of the mixture gave no pack; every document is empty, or dropped as too long"
-                )
+            refuse_barren(barren)
             if position.pack == 0:
                 ledger = ledger.and_then(mixed.window.ledger)
             stop = min(position.pack + count - taken, packs.num_packs)
@@ -159,11 +146,14 @@ class MixedStream:
             position = MixedPosition(sources=mixed.after, window=position.window + 1)
         return end_to_end(parts), position, ledger
 
-    def next_window(self, position: MixedPosition) -> tuple[int, MixedPosition | None]:
-        """Return the packs of a window, and where the next one begins; None behind the last."""
-        mixed = self._made(position.sources)
-        after = MixedPosition(sources=mixed.after, window=position.window + 1)
-        return mixed.window.packs.num_packs, None if mixed.is_last else after
+    def look(self, position: MixedPosition) -> tuple[IntArray, MixedPosition | None]:
+        """Return the lengths of a window's documents, and where the next window begins; None behind the last."""
+        _, _, lengths, after, _, is_last = self._mixed(position.sources)
+        return lengths, None if is_last else MixedPosition(sources=after, window=position.window + 1)
+
+    def is_pack(self, position: MixedPosition) -> bool:
+        """Return whether a pack stands at a position: not behind the last one."""
+        return position.pack < self._made(position.sources).window.packs.num_packs
 
     def check(self, position: MixedPosition) -> None:
         """Refuse a position that can't be.
@@ -174,7 +164,7 @@ class MixedStream:
 
         Cost: that of its window.
         """
-        for stream, place in zip(self._sources, position.sources):
+        for stream, place in zip(self.sources, position.sources):
             stream.check(place.position)
         refuse("pack", position.pack, self._made(position.sources).window.packs.num_packs)
 
@@ -182,7 +172,7 @@ class MixedStream:
         """Return a position as numbers, and the stores by their fingerprints."""
         places = [
             {**stream.at(place.position), "document": place.document, "taken": place.taken}
-            for stream, place in zip(self._sources, position.sources)
+            for stream, place in zip(self.sources, position.sources)
         ]
         return {"window": position.window, "pack": position.pack, "sources": places}
 
@@ -193,7 +183,7 @@ class MixedStream:
             StateError: it is none, or of other sources.
         """
         if not at:
-            return self.begin([stream.begun(Position()).grown for stream in self._sources])
+            return self.begin([stream.begun(Position()).grown for stream in self.sources])
         try:
             window, pack = (as_count(at[name], name, 0, MOST) for name in ("window", "pack"))
             places = tuple(
@@ -204,7 +194,7 @@ class MixedStream:
                     document=as_count(one["document"], "document", 0, MOST),
                     taken=as_count(one["taken"], "taken", 0, MOST),
                 )
-                for stream, one in zip(self._sources, at["sources"], strict=True)
+                for stream, one in zip(self.sources, at["sources"], strict=True)
             )
         except StateError:
             raise
@@ -219,7 +209,7 @@ class MixedStream:
     def _make(self, places: tuple[SourcePlace, ...]) -> _Mixed:
         """Mix and pack the documents of a window."""
         shards, documents, lengths, after, repeated, is_last = self._mixed(places)
-        window = packs_of(shards, documents, lengths, self._settings)
+        window = packs_of(shards, documents, lengths, self.settings)
         window = replace(window, ledger=replace(window.ledger, repeated=repeated))
         return _Mixed(window=window, after=after, is_last=is_last)
 
@@ -228,153 +218,47 @@ class MixedStream:
     ) -> tuple[IntArray, IntArray, IntArray, tuple[SourcePlace, ...], int, bool]:
         """Return a window's documents in their order, where sources stand after them, repeats, and if that is all."""
         counts = np.array([place.taken for place in places], dtype=np.int64)
-        shares: FloatArray = np.array(self._mix.shares)
+        shares: FloatArray = np.array(self.mix.shares)
         joined = self._held(tuple(place.position.num_parts for place in places))
+        last_epoch = self.mix.epochs if self.mix.until == "all" else None
         heads = [
-            _Head(self, number, joined.first_shard(number), place) for number, place in enumerate(places)
+            Head(windows, joined.first_shard(number), place, last_epoch)
+            for number, (windows, place) in enumerate(zip(self._columns, places))
         ]
         parts: list[IntArray] = [np.zeros((4, 0), dtype=np.int64)]
-        wanted, is_last = self._settings.window, False
+        wanted, is_last = self.settings.window, False
         while wanted and not is_last:
-            ahead = [
-                head.lengths if self._mix.unit == "tokens" else np.ones_like(head.lengths) for head in heads
-            ]
-            offsets = np.cumsum([0, *map(len, ahead)])
-            choices = np.empty(wanted, dtype=np.int64)
+            ahead = np.concatenate([head.lengths for head in heads])
+            if self.mix.unit == "documents":
+                ahead = np.where(ahead < 0, ahead, 1)
+            bounds = np.cumsum([0, *(len(head.lengths) for head in heads)])
+            at, choices = bounds[:-1].copy(), np.empty(wanted, dtype=np.int64)
             found = jit.kernel("varlen.feed", "kernels", "interleave")(
-                np.concatenate(ahead), offsets, shares, counts, wanted, choices
+                ahead, at, bounds[1:], shares, counts, wanted, choices
             )
             chosen, some = choices[:found], np.empty((4, found), dtype=np.int64)
-            for number, head in enumerate(heads):
-                at = chosen == number
-                some[:, at] = head.take(int(at.sum()))
+            for number, (head, count) in enumerate(zip(heads, at - bounds[:-1])):
+                some[:, chosen == number] = head.take(int(count))
             parts.append(some)
             wanted -= found
             if wanted:
-                is_last = not heads[int(choices[found])].refill()
-                is_last = is_last or (self._mix.until == "all" and all(head.is_over for head in heads))
+                is_last = not heads[int(choices[found])].refill(wanted)
+                is_last = is_last or (self.mix.until == "all" and all(head.is_over for head in heads))
         table = np.concatenate(parts, axis=1)
         after = tuple(replace(head.place, taken=int(count)) for head, count in zip(heads, counts))
         return table[0], table[1], table[2], after, int(table[2][table[3] > 0].sum()), is_last
 
-    def documents_of(self, number: int, position: Position) -> tuple[IntArray, IntArray, IntArray]:
-        """Return shards, numbers within them and lengths of a window's documents of one source."""
-        windows = self._sources[number].windows
-        shards, documents = windows.documents(
-            position.epoch, position.group, position.window, position.num_parts
+
+def refuse_barren(windows: int) -> None:
+    """Refuse to look further where no pack comes.
+
+    Args:
+        windows: one after the other that gave none.
+
+    Raises:
+        SettingError: they are too many.
+    """
+    if windows > _MOST_BARREN:
+        raise SettingError(
+            f"{windows:,} windows of the mixture gave no pack; every document is empty, or dropped as too long"
         )
-        return shards, documents, windows.store.lengths(shards, documents)
-
-    def window_of(self, number: int, position: Position) -> Position | None:
-        """Return a position in a window that a source has; None behind the last one."""
-        return self._sources[number].at_window(position)
-
-    @property
-    def last_epoch(self) -> int:
-        """Epochs after which a source is over."""
-        return self._mix.epochs
-
-
-class _Head:
-    """What comes next in one source."""
-
-    def __init__(self, stream: MixedStream, number: int, first_shard: int, place: SourcePlace) -> None:
-        self._stream, self._number, self._first_shard, self.place = stream, number, first_shard, place
-        self._rows: IntArray = np.zeros((3, 0), dtype=np.int64)
-        self._open(place.position, place.document)
-
-    @property
-    def lengths(self) -> IntArray:
-        lengths: IntArray = self._rows[2]
-        return lengths
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the source has been read as often as it is to be."""
-        return self.place.position.epoch >= self._stream.last_epoch
-
-    def take(self, count: int) -> IntArray:
-        """Return shards, numbers, lengths and epochs of the next documents."""
-        taken, self._rows = self._rows[:, :count], self._rows[:, count:]
-        self.place = replace(self.place, document=self.place.document + count)
-        epochs = np.full((1, count), self.place.position.epoch, dtype=np.int64)
-        table: IntArray = np.concatenate([taken, epochs])
-        return table
-
-    def refill(self) -> bool:
-        """Go on with the next window; returns whether there is one."""
-        position = self.place.position
-        return self._open(replace(position, window=position.window + 1), 0)
-
-    def _open(self, position: Position, document: int) -> bool:
-        found = self._stream.window_of(self._number, position)
-        if found is None:
-            return False
-        is_same = found == position
-        rows = np.stack(self._stream.documents_of(self._number, found))
-        rows[0] += self._first_shard
-        first = document if is_same else 0
-        refuse("document", first, rows.shape[1])
-        self.place = replace(self.place, position=found, document=first)
-        self._rows = rows[:, first:]
-        return True
-
-
-class MixedTable:
-    """Finds packs of a mixture by making its windows one after the other; where they begin is remembered."""
-
-    def __init__(self, stream: MixedStream) -> None:
-        """Take the stream."""
-        self._stream = stream
-        self._begin(stream.position({}).grown)
-
-    def _begin(self, grown: tuple[Grown, ...]) -> None:
-        """Forget what was found of other parts of the sources."""
-        self._grown = grown
-        self._begins = [self._stream.begin(grown)]
-        self._packs = [0]
-        self._is_whole = False
-
-    def num_packs(self, grown: tuple[Grown, ...]) -> int:
-        """Return the packs of the whole mixture.
-
-        Args:
-            grown: parts of each source, as a position has them.
-
-        Raises:
-            SettingError: it has no end.
-        """
-        if self._stream.epochs is None:
-            raise SettingError("a mixture without end has no number of packs; count steps yourself")
-        if grown != self._grown:
-            self._begin(grown)
-        while not self._is_whole:
-            self._further()
-        return self._packs[-1]
-
-    def find(self, number: int, grown: tuple[Grown, ...]) -> tuple[MixedPosition, bool]:
-        """Return where a pack stands, and whether it is there; if not, where the mixture ends.
-
-        Args:
-            number: of the pack, from 0.
-            grown: parts of each source, as a position has them.
-        """
-        if grown != self._grown:
-            self._begin(grown)
-        while not self._is_whole and self._packs[-1] <= number:
-            self._further()
-        window = int(np.searchsorted(self._packs, number, side="right")) - 1
-        window = min(window, len(self._begins) - 1)
-        pack = min(number, self._packs[-1]) - self._packs[window]
-        return replace(self._begins[window], pack=pack), number < self._packs[-1]
-
-    def _further(self) -> None:
-        count, after = self._stream.next_window(self._begins[-1])
-        self._packs.append(self._packs[-1] + count)
-        if after is None:
-            self._is_whole = True
-        else:
-            self._begins.append(after)
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""

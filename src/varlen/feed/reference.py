@@ -10,7 +10,7 @@ Float64 = NDArray[np.float64]
 
 
 def interleave(
-    lengths: Int64, offsets: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
+    lengths: Int64, places: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
 ) -> int:
     """Choose the source of each next document, so that every source keeps to its share of what was taken.
 
@@ -19,8 +19,10 @@ def interleave(
     So no source is ever further from its share than one longest document; ties go by the order of the sources.
 
     Args:
-        lengths: int64: of the documents that come next, source after source; all 1 to share by documents.
-        offsets: int64 `[sources + 1]`: those of source s are `lengths[offsets[s]:offsets[s + 1]]`.
+        lengths: int64: of the documents that come next, source after source; all 1 to share by documents. -1 where a
+            window begins: it is passed when it is the source's turn, as if nothing were left till then.
+        places: int64 `[sources]`: those of source s are `lengths[places[s]:ends[s]]`; brought up to date.
+        ends: int64 `[sources]`.
         weights: float64 `[sources]`: shares, adding up to 1.
         counts: int64 `[sources]`: taken of each so far, in the unit of the lengths; brought up to date.
         most: documents wanted.
@@ -29,23 +31,26 @@ def interleave(
     Returns:
         Number of choices; fewer than `most` where the next source has no document left.
     """
-    places = offsets[:-1].copy()
-    for number in range(most):
+    number = 0
+    while number < most:
         total = float(counts.sum())
         chosen, best = -1, np.inf
         for source in range(weights.size):
             begin = counts[source] / weights[source]
             if begin > total:
                 continue
-            has_one = places[source] < offsets[source + 1]
+            has_one = places[source] < ends[source] and lengths[places[source]] > 0
             end = begin + lengths[places[source]] / weights[source] if has_one else begin
             if end < best:
                 chosen, best = source, end
         if chosen < 0:  # rounding: all seem to be ahead, so the one that is least
             chosen = int(np.argmin(counts / weights))
         choices[number] = chosen
-        if places[chosen] == offsets[chosen + 1]:
+        if places[chosen] == ends[chosen]:
             return number
-        counts[chosen] += lengths[places[chosen]]
+        length = lengths[places[chosen]]
         places[chosen] += 1
+        if length >= 0:
+            counts[chosen] += length
+            number += 1
     return most

@@ -5,38 +5,39 @@
     windows of the epoch    0     1     2   | 3     4          groups one after the other
     packs before            0    91   180     270   355   442  int64, 8 bytes a window
 
-A table is made by counting the packs of every window, at several million documents a second, and kept: beside the
-index, else in the user's cache folder, else in memory alone. What it depends on is in the name of its file, so a
-table that is found is right, or is no table at all and made anew. A shuffle has a table for each epoch.
+A table is made when it is first asked for, by counting the packs of every window, at several million documents a
+second on each processor, and kept: beside the index, else in the user's cache folder, else in memory alone. It isn't
+made before, in the background: who asks has to wait then too, and all the others would pay for it in their trainers'
+processes. What it depends on is in the name of its file, so a table that is found is right, or is no table at all and
+made anew. A shuffle has a table for each epoch.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from varlen import __version__
-from varlen.errors import SettingError
+from varlen.errors import SettingError, SourceError
 from varlen.feed.groups import PACKS_A_GROUP, WINDOWS_A_GROUP
+from varlen.feed.kept import KeptTable
+from varlen.feed.process import processors
 from varlen.feed.stream import Grown, PackStream, Position
-from varlen.offline.places import unfinished
+from varlen.feed.windows import WindowSettings
 from varlen.pack.count import count_packs
-from varlen.source.tokenizer import digest
 from varlen.types import IntArray
 
 _KEPT = 4
 """Tables in memory."""
-
-
-class _StoppedError(Exception):
-    """The table isn't wanted any more."""
+_MOST_THREADS = 8
+_MANY = 1 << 20
+"""Documents that are counted side by side; fewer are counted sooner than threads have begun."""
+_RUNS = 32
+"""Runs of windows for each thread, so that all end together, and soon after Ctrl-C."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,12 +73,15 @@ class EpochTable:
 class WindowTable:
     """The tables of all epochs of a stream, made when they are needed."""
 
-    def __init__(self, stream: PackStream, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Take the stream, and who is told of windows counted and all windows of an epoch."""
-        self._stream, self._on_progress = stream, on_progress
-        self._stop = threading.Event()
+    def __init__(self, stream: PackStream, threads: int | None = None) -> None:
+        """Take the stream.
+
+        Args:
+            stream: of the packs.
+            threads: that count windows side by side; None for one a processor, up to eight.
+        """
+        self._stream, self._threads = stream, threads or min(processors(), _MOST_THREADS)
         self._making = threading.Lock()  # who comes second finds the table
-        self._thread: threading.Thread | None = None
         self._made = lru_cache(_KEPT)(self._make)
 
     def num_packs(self, grown: Grown = ()) -> int:
@@ -171,120 +175,80 @@ class WindowTable:
         windows = self._stream.windows
         counts = [windows.num_windows(group, num_parts) for group in range(windows.num_groups(num_parts))]
         groups = np.cumsum([0, *counts])
-        name = self._name(epoch, num_parts)
-        folders = (
-            [] if name is None else [f for f in (windows.store.tables, _cache_folder()) if f is not None]
+        settings = windows.settings
+        kept = KeptTable(
+            [windows.store],
+            [num_parts],
+            [windows.parts_a_group, WINDOWS_A_GROUP, PACKS_A_GROUP, epoch, asdict(settings)],
         )
-        for folder in folders:
-            found = _read(folder / f"{name}.npy", int(groups[-1]))
-            if found is not None:
-                return EpochTable(groups=groups, packs=found)
+        found = kept.read(
+            lambda packs: (
+                packs.shape == (int(groups[-1]) + 1,) and packs[0] == 0 and bool((np.diff(packs) >= 0).all())
+            )
+        )
+        if found is not None:
+            return EpochTable(groups=groups, packs=found)
+        places = np.stack(
+            [
+                np.repeat(np.arange(len(counts)), counts),
+                np.arange(groups[-1]) - np.repeat(groups[:-1], counts),
+            ]
+        )
         packs = np.zeros(int(groups[-1]) + 1, dtype=np.int64)
-        at = 0
-        for group, count in enumerate(counts):
-            for window in range(count):
-                if self._stop.is_set() and threading.current_thread() is self._thread:
-                    raise _StoppedError
-                at += 1
-                packs[at] = self._count(epoch, group, window, num_parts)
-                if self._on_progress is not None:
-                    self._on_progress(at, int(groups[-1]))
+        packs[1:] = self._count(epoch, num_parts, places)
         np.cumsum(packs, out=packs)
-        any(_write(folder / f"{name}.npy", packs) for folder in folders)
+        kept.write(packs)
         return EpochTable(groups=groups, packs=packs)
 
-    def _count(self, epoch: int, group: int, window: int, num_parts: int) -> int:
-        windows = self._stream.windows
-        chosen = windows.settings
-        lengths = windows.store.lengths(*windows.documents(epoch, group, window, num_parts))
-        return count_packs(
-            lengths,
-            capacity=chosen.capacity,
-            method=chosen.method,
-            overlong=chosen.overlong,
-            max_documents=chosen.max_documents,
-            document_multiple_of=chosen.document_multiple_of,
-        )
+    def _count(self, epoch: int, num_parts: int, places: IntArray) -> IntArray:
+        """Return the packs of windows, each given by its group and its number there."""
+        threads = self._threads if places.shape[1] * self._stream.windows.settings.window >= _MANY else 1
+        runs = np.array_split(places, _RUNS * threads if threads > 1 else 1, axis=1)
 
-    def _name(self, epoch: int, num_parts: int) -> str | None:
-        """Return a name that says all that a table depends on; None where the store can't be named."""
-        windows = self._stream.windows
-        mark = windows.store.fingerprint_at(num_parts)
-        if mark is None:
-            return None
-        return digest(
-            json.dumps(
-                [
-                    __version__,
-                    mark,
-                    num_parts,
-                    [windows.parts_a_group, WINDOWS_A_GROUP, PACKS_A_GROUP],
-                    epoch,
-                    asdict(windows.settings),
-                ],
-                sort_keys=True,
-            )
-        )
+        def count(run: IntArray) -> IntArray:
+            found = [self._packs(epoch, group, window, num_parts) for group, window in run.T.tolist()]
+            return np.array(found, dtype=np.int64)
 
-    def begin(self, epoch: int, num_parts: int) -> None:
-        """Make the table of an epoch in a thread of its own, so that it is there when it is asked for.
-
-        Args:
-            epoch: from 0.
-            num_parts: parts of the store that it holds.
-        """
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._quietly, args=(epoch, num_parts), name="varlen-table", daemon=True
-            )
-            self._thread.start()
-
-    def _quietly(self, epoch: int, num_parts: int) -> None:
-        """Make a table; what goes wrong goes wrong again, and is said, for who asks for it."""
+        if threads == 1:
+            return count(places)
+        executor = ThreadPoolExecutor(threads, thread_name_prefix="varlen-table")
         try:
-            self.epoch(epoch, num_parts)
-        except Exception:
-            return
-
-    def close(self) -> None:
-        """End the thread; what it has counted is lost."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._stop.clear()
-
-
-def _cache_folder() -> Path | None:
-    """Return where tables go that can't lie beside their index."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    except RuntimeError:  # a user without a home
-        return None
-    return Path(home) / "varlen" / "tables"
-
-
-def _read(path: Path, num_windows: int) -> IntArray | None:
-    """Return a table that was kept; None where there is none, or it is damaged."""
-    try:
-        packs: IntArray = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    is_table = isinstance(packs, np.ndarray) and packs.dtype == np.int64 and packs.shape == (num_windows + 1,)
-    return packs if is_table and packs[0] == 0 and (np.diff(packs) >= 0).all() else None
-
-
-def _write(path: Path, packs: IntArray) -> bool:
-    """Keep a table whole or not at all; returns whether it is kept."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = unfinished(path)
-        try:
-            with part.open("wb") as file:
-                np.save(file, packs)
-            part.replace(path)
+            # Kernels, sorting and copying let other threads run.
+            futures = [executor.submit(count, run) for run in runs]
+            return np.concatenate([_result(future, count, run) for future, run in zip(futures, runs)])
         finally:
-            part.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+            executor.shutdown(cancel_futures=True)
+
+    def _packs(self, epoch: int, group: int, window: int, num_parts: int) -> int:
+        windows = self._stream.windows
+        lengths = windows.store.lengths(*windows.documents(epoch, group, window, num_parts))
+        return count_window(lengths, windows.settings)
+
+
+def _result(future: Future[IntArray], count: Callable[[IntArray], IntArray], run: IntArray) -> IntArray:
+    """Return what a thread has counted, or count it here.
+
+    Raises:
+        SourceError: the store is damaged, and wasn't just renamed while several threads read it.
+    """
+    try:
+        return future.result()
+    except SourceError:
+        return count(run)
+
+
+def count_window(lengths: IntArray, settings: WindowSettings) -> int:
+    """Return how many packs a window of documents gives.
+
+    Args:
+        lengths: int64 `[documents]`.
+        settings: how they are packed.
+    """
+    return count_packs(
+        lengths,
+        capacity=settings.capacity,
+        method=settings.method,
+        overlong=settings.overlong,
+        max_documents=settings.max_documents,
+        document_multiple_of=settings.document_multiple_of,
+    )

@@ -75,11 +75,14 @@ class DocumentOrder:
         return documents
 
 
-def hashed(values: IntArray, seed: int) -> npt.NDArray[np.uint64]:
-    """Hash numbers with a seed (the finalizer of splitmix64, Steele et al. 2014), the same on every machine."""
-    state = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-        seed * 0xD1342543DE82EF95 % 2**64
-    )
+def hashed(values: IntArray, seed: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Hash numbers with a seed, or each with its own; the same on every machine.
+
+    It is the finalizer of splitmix64 (Steele et al. 2014).
+    """
+    factor = 0xD1342543DE82EF95
+    added = np.uint64(seed * factor % 2**64) if isinstance(seed, int) else seed * np.uint64(factor)
+    state: npt.NDArray[np.uint64] = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + added
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

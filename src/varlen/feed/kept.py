@@ -1,0 +1,83 @@
+"""Tables that are kept for the next time: beside the data, else in the user's cache folder, else in memory alone.
+
+What a table depends on is in the name of its file, so one that is found is right, or is no table at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from varlen import __version__
+from varlen.offline.places import unfinished
+from varlen.source.token_documents import TokenDocuments
+from varlen.source.tokenizer import digest
+from varlen.types import IntArray
+
+
+class KeptTable:
+    """Where a table of int64 is kept, if anywhere."""
+
+    def __init__(self, stores: Sequence[TokenDocuments], num_parts: Sequence[int], depends_on: Any) -> None:
+        """Name it.
+
+        Args:
+            stores: of which it tells; it lies beside the first.
+            num_parts: of each, that it tells of.
+            depends_on: what else it depends on, for JSON.
+        """
+        marks = [store.fingerprint_at(parts) for store, parts in zip(stores, num_parts)]
+        folders = [stores[0].tables, _cache_folder()]
+        if None in marks:
+            folders = []  # the data has no name
+        told = json.dumps([__version__, marks, *num_parts, depends_on], sort_keys=True)
+        self._paths = [folder / f"{digest(told)}.npy" for folder in folders if folder is not None]
+
+    def read(self, is_right: Callable[[IntArray], bool]) -> IntArray | None:
+        """Return the table; None where there is none, or a damaged one.
+
+        Args:
+            is_right: whether an array can be it.
+        """
+        for path in self._paths:
+            try:
+                table = np.load(path, allow_pickle=False)
+            except (OSError, ValueError, EOFError):
+                continue
+            if isinstance(table, np.ndarray) and table.dtype == np.int64 and is_right(table):
+                return table
+        return None
+
+    def write(self, table: IntArray) -> None:
+        """Keep it whole, or not at all, where that can be done."""
+        any(_write(path, table) for path in self._paths)
+
+
+def _cache_folder() -> Path | None:
+    """Return where tables go that can't lie beside their index."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    except RuntimeError:  # a user without a home
+        return None
+    return Path(home) / "varlen" / "tables"
+
+
+def _write(path: Path, table: IntArray) -> bool:
+    """Write a table whole or not at all; returns whether it was."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = unfinished(path)
+        try:
+            with part.open("wb") as file:
+                np.save(file, table)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
