@@ -26,7 +26,7 @@ from benchmarks.step import Step
 from benchmarks.stopwatch import Samples
 
 SECTION = "feeding"
-COUNT = 20_000
+COUNT = 50_000
 ROUNDS = 3
 ROUND_S = 1.5
 TRIAL_S = 1.0

@@ -119,7 +119,9 @@ def test_a_mixture_takes_what_it_would_take_window_by_window(
 @given(st.none() | st.integers(0, 2**62), st.integers(0, 10**6), st.integers(0, 3), st.integers(1, 9))
 def test_many_epochs_at_once_are_in_the_order_that_each_has(seed, epoch, group, epochs):
     store = Store([[1] * 6, [2] * 3] * 4)
-    windows = Windows(store, Groups(store, Enough(parts=2)), WindowSettings(capacity=30, window=20, seed=seed))
+    windows = Windows(
+        store, Groups(store, Enough(parts=2)), WindowSettings(capacity=30, window=20, seed=seed)
+    )
     orders = heads.epoch_orders(seed, Position(epoch=epoch, group=group), epochs, 9)
     for number, order in enumerate(orders.tolist()):
         shards, documents = windows.documents(epoch + number, group, 0, store.num_parts)
