@@ -207,6 +207,7 @@ class PackedLoader:
             except BaseException:
                 self._worker.close()
                 raise
+        self._take, self._deadline_s = self._worker.take, settings.deadline_s
         self._end = weakref.finalize(self, self._worker.closer())
 
     @property
@@ -255,7 +256,7 @@ class PackedLoader:
             self.start_prefetch()
         begun = time.perf_counter()
         try:
-            made, ready = (None, 0) if self._is_over else self._worker.take(self._settings.deadline_s)
+            made, ready = (None, 0) if self._is_over else self._take(self._deadline_s)
         except BaseException:
             self._is_running = False  # the next call begins after the last batch that was taken
             raise
