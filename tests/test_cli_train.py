@@ -67,6 +67,15 @@ def test_the_example_is_written_and_trains(verb, store, tmp_path):
     assert out.startswith("3 steps, 1 of them now; ")
     assert "going on after step 2\n" in said
 
+    more = [*quick, "--set", "run.epochs=1", "--set", "run.steps=1000000", "--set", "run.output=short"]
+    code, out, said = verb("config.toml", *more)
+    steps = out.split()[0]
+    assert (code, f"the data ended at step {steps} of 1,000,000; raise run.epochs to go on" in out) == (
+        0,
+        True,
+    )
+    assert verb("config.toml", *more)[1].splitlines()[0].endswith(f"{steps} steps; raise run.epochs to go on")
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),

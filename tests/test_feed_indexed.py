@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_source_store import write_store
 
-from varlen.errors import StateError
+from varlen.errors import SourceError, StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.feed import new_arrays
 from varlen.feed.groups import Enough, Groups
@@ -142,6 +142,28 @@ def test_a_step_without_targets_is_left_out_on_every_rank_and_counted(tmp_path):
         made = list(IndexedFeed(PackStream(windows, 1), settings, rank).batches(FeedState(), new_arrays))
         assert [one.state.step for one in made] == [1, 2, 4]
         assert [one.batch.pack_ids.item() for one in made] == [rank, 2 + rank, 6 + rank]
+
+
+@pytest.mark.parametrize("epochs", [None, 9])
+def test_data_that_trains_nothing_is_refused_and_not_read_for_ever(tmp_path, epochs):
+    silent = write_store(tmp_path, [[[([2] * 9, [0] * 9)] * 7]])
+    windows = Windows(silent, Groups(silent), WindowSettings(capacity=10, seed=None))
+    settings = BatchSettings(capacity=10, global_batch_size=2, micro_batch_size=1, dp_world_size=1)
+    with pytest.raises(SourceError, match="holds nothing to train on"):
+        list(IndexedFeed(PackStream(windows, epochs), settings, 0).batches(FeedState(), new_arrays))
+    assert list(IndexedFeed(PackStream(windows, 1), settings, 0).batches(FeedState(), new_arrays)) == []
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_ledger_of_a_window_is_told_once_also_where_training_goes_on_in_its_first_step(tmp_path, first):
+    store = write_store(tmp_path, [[[([1] * 9, None)] * 8]])
+    windows = Windows(store, Groups(store), WindowSettings(capacity=10, seed=None))
+    settings = BatchSettings(capacity=10, global_batch_size=4, micro_batch_size=1, dp_world_size=1)
+    feed = IndexedFeed(PackStream(windows, 1), settings, 0)
+    made = list(feed.batches(FeedState(), new_arrays))
+    rest = list(feed.batches(made[first - 1].state, new_arrays))
+    told = [[one.ledger.tokens_in for one in some if one.ledger is not None] for some in (made, rest)]
+    assert [sum(tokens) for tokens in told] == [72, 0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from loaders import content, drained, loader_of, random_store
 
 from varlen.errors import StalledError, WorkerDiedError
+from varlen.feed import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 KILLS = 3
@@ -119,6 +120,18 @@ def test_a_worker_that_dies_again_and_again_ends_with_a_sentence(store, monkeypa
             drained(loader)
         with pytest.raises(WorkerDiedError):
             next(loader)
+
+
+def test_whoever_asks_again_at_once_after_workers_died_hears_why_again(store, monkeypatch):
+    real = process._read
+    monkeypatch.setattr(process, "_read", lambda line: (real(line), time.sleep(0.5)))  # the thread ends late
+    with loader_of(store, worker="process", epochs=None, deadline_s=10) as loader:
+        next(loader)
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        os.kill(loader._worker.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match="3 times in a row at the same batch"):
+                drained(loader)
 
 
 def test_sixty_four_batches_held_at_once_keep_their_bytes(store, whole, caplog):

@@ -213,6 +213,23 @@ def test_epochs_without_any_document_end_and_endless_ones_too(tmp_path):
     assert run(feed_of(open_source(tmp_path / "b.jsonl.gz"), epochs=None)) == []
 
 
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_file_that_can_not_be_cut_gives_each_document_once_in_each_of_many_epochs(tmp_path, lanes):
+    texts = some_texts(8, 1500, longest=1500)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    source = open_source(tmp_path / "a.jsonl.gz", append_eos=False)
+    made = run(feed_of(source, lanes=lanes, size=lanes, capacity=4096, epochs=50, window_packs=32))
+    assert Counter(piece for _, _, piece in pieces(made)) == Counter(50 * tokens_of(texts))
+
+
+def test_data_that_trains_nothing_is_refused_and_not_read_for_ever(tmp_path):
+    source = open_source(write_texts(tmp_path / "a.jsonl", ["x"] * 300), append_eos=False)
+    with pytest.raises(SourceError, match="holds nothing to train on"):
+        run(feed_of(source, epochs=None))
+    assert run(feed_of(source, epochs=1)) == []
+
+
 def test_without_a_shuffle_documents_of_a_lane_stay_in_the_order_of_the_files(source, texts):
     made = run(feed_of(source, lanes=1, size=2, seed=None, method="next_fit"))
 

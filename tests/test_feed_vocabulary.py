@@ -15,7 +15,7 @@ from test_source_megatron import write_pair
 from test_source_store import write_store
 
 import varlen as vl
-from varlen.errors import ModelError, SourceError
+from varlen.errors import InputError, ModelError, SourceError
 from varlen.feed import vocabulary
 from varlen.feed.batches import BatchSettings, Contents, fill_batch
 from varlen.feed.vocabulary import check_first_ids
@@ -137,3 +137,11 @@ def test_no_more_is_looked_at_before_training_than_the_bound_says(monkeypatch):
     check_first_ids(store, 1)
     assert store.read == [5, 4]
     check_first_ids(Read([[]]), 1)
+
+
+def test_padding_that_the_model_does_not_know_is_refused_when_the_loader_is_made(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    model = SimpleNamespace(vocab_size=300)
+    with pytest.raises(InputError, match="pad_id 300 is none of the 300 ids that the model knows"):
+        loader_of(tmp_path / "a.jsonl", model=model, pad_id=300)
+    loader_of(tmp_path / "a.jsonl", model=model, pad_id=299).close()

@@ -219,6 +219,38 @@ def test_a_file_that_ends_too_early_gives_what_it_holds_and_one_fault(tmp_path):
         read_all(open_source(tmp_path / "a.jsonl.gz"))
 
 
+def test_chunks_found_at_the_end_of_an_epoch_are_there_though_the_next_epoch_has_begun(tmp_path):
+    write(tmp_path / "a.jsonl.gz", some_texts(12, 3000))
+    source = open_source(tmp_path / "a.jsonl.gz")
+    reader = BlockReader(source, cut_blocks(source, 2))
+    count = next(number for number in range(1000) if not reader.has(Chunk(block=0, number=number)))
+    assert count > 4
+    expected = [rows_of(reader, number) for number in range(count)]
+    reader.close()
+
+    reader = BlockReader(source, cut_blocks(source, 2))
+    for number in (0, 1):
+        assert reader.has(Chunk(block=0, number=number))
+        assert rows_of(reader, number) == expected[number]
+        reader.forget()
+    for _ in range(2):  # an epoch may end and begin several times before anything is read
+        assert all(reader.has(Chunk(block=0, number=number)) for number in range(2, count))
+        assert not reader.has(Chunk(block=0, number=count))
+        assert all(reader.has(Chunk(block=0, number=number)) for number in range(2))
+    found = {number: rows_of(reader, number) for number in [*range(2, count), 0, 1]}
+    assert [found[number] for number in range(count)] == expected
+    reader.forget()
+    assert reader.has(Chunk(block=0, number=2))
+    assert rows_of(reader, 2) == expected[2]
+    reader.close()
+
+
+def rows_of(reader, number):
+    """The texts of a chunk of the only block."""
+    raw = reader.rows(Chunk(block=0, number=number))
+    return [text for rows in raw.rows for text in rows.columns["text"]]
+
+
 def test_a_file_that_hides_its_compression_is_refused(tmp_path):
     write(tmp_path / "a.jsonl.gz", some_texts(11, 60))
     (tmp_path / "a.jsonl.gz").rename(tmp_path / "a.jsonl")

@@ -91,6 +91,13 @@ def test_values_are_put_over_those_of_the_file(config):
         (["optimizer.beta2=1.5"], "optimizer.beta2 must be at most 1, got 1.5"),
         (["run.seed=-1"], "run.seed must be at least 0, got -1"),
         (["run.steps=0"], "run.steps must be at least 1, got 0"),
+        (["optimizer.beta1=1.0"], "optimizer.beta1 must be below 1"),
+        (["optimizer.epsilon=-1"], "optimizer.epsilon must be at least 0, got -1"),
+        (
+            ["log.metrics=checkpoints"],
+            "log.metrics is the name of a file in run.output, and none of .running, ",
+        ),
+        (["log.metrics="], "log.metrics is the name of a file in run.output"),
         (["log.metrics=../a"], "log.metrics is the name of a file in run.output"),
         (["model.path=x"], "[model] names both"),
         (["steps=5"], "--set takes TABLE.KEY=VALUE"),

@@ -50,34 +50,39 @@ def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(whole, 
     assert [name for name in steps_of(tmp_path / "run") if name.startswith(".")] == []
 
 
-def kill_at_random(store, whole, output, rng, longest_s):
-    made = table(store, output, **SHORT)
-    kills = 0
-    while kills < 200:
-        process = start_training(made)
-        process.join(rng.uniform(0, longest_s))
-        if process.exitcode is None:
-            process.kill()
-        if finished(process) == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        kills += 1
-    require_same_end(whole, output)
-    return kills
+def usual_s(store, folder):
+    """Seconds that an undisturbed run takes, from its process on; the first one also starts what starts processes."""
+    for number in range(2):
+        begun = time.monotonic()
+        assert finished(start_training(table(store, folder / f"timed{number}", **SHORT))) == 0
+    return time.monotonic() - begun
+
+
+def kill_at_random(store, whole, folder, least):
+    """Train and kill until so many kills have struck; every run ends with the same bits."""
+    longest_s = 1.5 * usual_s(store, folder)
+    kills = number = 0
+    while kills < least:
+        assert number < 20 * least, f"{kills} kills in {number} runs"
+        output, rng = folder / f"run{number}", random.Random(number)
+        made = table(store, output, **SHORT)
+        for _ in range(200):
+            process = start_training(made)
+            process.join(rng.uniform(0, longest_s))
+            if process.exitcode is None:
+                process.kill()
+            if finished(process) == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL
+            kills += 1
+        require_same_end(whole, output)
+        number += 1
 
 
 def test_killed_at_random_moments_a_run_goes_on_with_the_same_bits(whole, store, tmp_path):
-    begun = time.monotonic()
-    assert finished(start_training(table(store, tmp_path / "timed", **SHORT))) == 0
-    kill_at_random(store, whole, tmp_path / "run", random.Random(0), (time.monotonic() - begun) * 1.5)
+    kill_at_random(store, whole, tmp_path, 3)
 
 
 @pytest.mark.soak
 def test_a_hundred_kills_at_random_moments_change_no_bit(whole, store, tmp_path):
-    begun = time.monotonic()
-    assert finished(start_training(table(store, tmp_path / "timed", **SHORT))) == 0
-    longest_s = (time.monotonic() - begun) * 1.5
-    kills = seed = 0
-    while kills < 100:
-        kills += kill_at_random(store, whole, tmp_path / f"run{seed}", random.Random(seed), longest_s)
-        seed += 1
+    kill_at_random(store, whole, tmp_path, 100)

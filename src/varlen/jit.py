@@ -34,6 +34,12 @@ def is_enabled() -> bool:
     return os.environ.get("VARLEN_JIT", "1") != "0"
 
 
+def load() -> None:
+    """Import numba now, in a process that will need it, while it waits for something else."""
+    if is_enabled():
+        importlib.import_module("numba")
+
+
 @contextmanager
 def sized(expected_s: float) -> Iterator[None]:
     """Within this block, do small work by the references as long as numba isn't loaded; the results are the same.

@@ -55,8 +55,8 @@ def train(
 
     [bold]Example:[/]  varlen train --init config.toml
 
-    [bold]Then:[/]  varlen train config.toml --set run.steps=100, or torchrun --nproc-per-node 2 -m varlen train
-    config.toml
+    [bold]Then:[/]  varlen train config.toml --set run.steps=100, or
+    torchrun --standalone --nproc-per-node 2 -m varlen train config.toml
     """
     from varlen.train.config import read_config
     from varlen.train.example import write_example
@@ -99,7 +99,7 @@ def _print_summary(summary: TrainSummary) -> None:
     """Say what was trained, how fast, and where it is."""
     totals, plan = summary.totals, summary.plan
     if totals.steps == 0:
-        print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; raise run.steps to go on")
+        print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; {_to_go_on(summary)}")
     else:
         since = f", {totals.steps:,} of them now" if plan.resumed_from else ""
         print(
@@ -110,6 +110,8 @@ def _print_summary(summary: TrainSummary) -> None:
             f"  {totals.tokens_per_s:,.0f} effective tokens/s; {share:.2f} % of the time waiting for data, after the "
             f"first batch ({totals.first_batch_s:.1f} s)"
         )
+        if plan.steps is not None and summary.steps < plan.steps:
+            print(f"  the data ended at step {summary.steps:,} of {plan.steps:,}; {_to_go_on(summary)}")
     exposed = summary.exposed
     if exposed is not None:
         stall = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"
@@ -118,3 +120,10 @@ def _print_summary(summary: TrainSummary) -> None:
             f"{exposed.cached_s:.3f} s again from memory)"
         )
     print(f"  model: {summary.model_folder}   steps: {summary.metrics}   checkpoint: {summary.checkpoint}")
+
+
+def _to_go_on(summary: TrainSummary) -> str:
+    """Say which setting ends the run here."""
+    steps = summary.plan.steps
+    is_short = steps is None or summary.steps < steps
+    return f"raise run.{'epochs' if is_short else 'steps'} to go on"

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
+from varlen.errors import SourceError
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.feed.unreadable import Pieces
@@ -79,6 +80,23 @@ class Contents:
     """int64 `[pieces]`: the first of its tokens."""
     pack_ids: IntArray
     """int64 `[packs]`: numbers that count through the training."""
+
+
+def check_heard(passes: int, heard: int) -> None:
+    """Refuse data that trains nothing: steps without targets are left out, and others would be looked for for ever.
+
+    Args:
+        passes: epochs that are over.
+        heard: epochs that were over at the last step with targets.
+
+    Raises:
+        SourceError: a whole epoch has gone by since.
+    """
+    if passes > heard + 1:
+        raise SourceError(
+            "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "
+            "none, nor has what a loss mask or `supervise` leaves out"
+        )
 
 
 def plan_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:

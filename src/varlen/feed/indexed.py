@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from varlen.errors import StateError
-from varlen.feed.batches import BatchSettings, Step, make_batch, numbers_of, plan_step
+from varlen.feed.batches import BatchSettings, Step, check_heard, make_batch, numbers_of, plan_step
 from varlen.feed.feed import Buffers, Made
 from varlen.feed.packs import StorePacks
 from varlen.feed.state import FeedState, check_micro_batch
@@ -66,9 +66,10 @@ class IndexedFeed:
         Raises:
             StateError: the state is none of a token store.
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
-            SourceError: the store is damaged.
+            SourceError: the store is damaged, or holds nothing to train on.
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
+        heard = self._stream.passes(position)
         while True:
             before = FeedState(step=number, at=self._stream.at(position))
             packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
@@ -79,7 +80,8 @@ class IndexedFeed:
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self._stream.at(position)), ledger
-                ledger = _NOTHING
+                ledger, heard = _NOTHING, self._stream.passes(position)
+            check_heard(self._stream.passes(position), heard)
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches that follow a state.
@@ -96,8 +98,9 @@ class IndexedFeed:
         """
         first = state.micro_batch
         pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
+        ledger: Ledger | None
         for step, before, after, entered in self.steps(state):
-            ledger: Ledger | None = entered
+            ledger = None if first else entered  # of a step that was begun it is known
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 skipped = pieces.skipped

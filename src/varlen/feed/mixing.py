@@ -109,6 +109,10 @@ class MixedStream:
         """
         return MixedPosition(sources=tuple(SourcePlace(position=Position(grown=one)) for one in grown))
 
+    def passes(self, position: MixedPosition) -> int:
+        """Return the epochs of each source that are over."""
+        return min(place.position.epoch for place in position.sources)
+
     def tokens(self, position: MixedPosition) -> JoinedTokens:
         """Return the documents of all sources, numbered by what each held when training began."""
         return self._held(position.num_parts)

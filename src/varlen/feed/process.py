@@ -69,6 +69,8 @@ class _Line:
     """After the last batch of the run that came whole."""
     is_over: bool = False
     """Whether the last entry of the run's batches is none."""
+    is_read: bool = True
+    """Whether a thread starts workers, and listens to them."""
     closing: bool = False
     process: subprocess.Popen[bytes] | None = None
     deaths: int = 0
@@ -130,7 +132,8 @@ class ProcessWorker:
             if line.agreement is not None:  # the other ranks begin anew too, and don't answer the old run
                 line.agreement.close()
             line.orders.put(("begin", None))
-        if not self._reader.is_alive():  # workers died again and again, and the trainer tries once more
+            was_read, line.is_read = line.is_read, True
+        if not was_read:  # workers died again and again, and the trainer tries once more
             self._reader = _at_work(_read, line)
 
     def take(self, deadline_s: float) -> tuple[Made | None, int]:
@@ -222,8 +225,9 @@ def close_line(line: _Line) -> None:
 def _stalled(line: _Line, seconds: float) -> str:
     process = line.process
     who = f"the loader's worker (process {process.pid})" if process is not None else "the loader's worker"
+    lives = " and is still alive" if process is not None and process.poll() is None else ""
     return (
-        f"{who} has made no batch for {seconds:,.0f} s and is still alive; it may wait for its storage, or for "
+        f"{who} has made no batch for {seconds:,.0f} s{lives}; it may wait for its storage, or for "
         "another rank. Pass deadline_s to wait longer"
     )
 
@@ -277,7 +281,7 @@ def _read(line: _Line) -> None:
                 process = _hired(line)
             except WorkerDiedError as error:
                 line.batches.put((error, -1, b""))
-                line.is_over = True
+                line.is_over, line.is_read = True, False
                 return
             line.process = process
         line.orders.put(("process", process))
@@ -291,7 +295,9 @@ def _read(line: _Line) -> None:
         line.deaths += 1
         line.ring.free_but(line.held)
         in_a_row = 1 if heard else in_a_row + 1
-    _end(line, line.run, WorkerDiedError(_death(process.returncode)))
+    with line.lock:
+        line.batches.put((WorkerDiedError(_death(process.returncode)), -1, b""))
+        line.is_over, line.is_read = True, False
 
 
 def _end(line: _Line, run: int, error: BaseException | None) -> None:

@@ -208,11 +208,17 @@ def check_vocabulary(vocab_size: int | None, name: str, settings: LoaderSettings
 
 
 def _check_model(settings: LoaderSettings) -> None:
-    """Refuse packs longer than the model's positions.
+    """Refuse packs longer than the model's positions, and a token for padding that it doesn't know.
 
     Raises:
-        SettingError: they are.
+        SettingError: either.
     """
+    known = settings.vocab_size
+    if known is not None and settings.pad_id >= known:
+        raise SettingError(
+            f"pad_id {settings.pad_id:,} is none of the {known:,} ids that the model knows; take one below, such as "
+            "pad_id=0: padding is masked, whatever its id"
+        )
     positions = _of_model(settings.model, "max_position_embeddings")
     if positions is not None and settings.capacity > positions:
         raise SettingError(

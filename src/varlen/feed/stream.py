@@ -57,6 +57,9 @@ class Stream(Protocol):
             StateError: there is no such pack.
         """
 
+    def passes(self, position: Any) -> int:
+        """Return the epochs that are over at a position: of a mixture, those of each source."""
+
     def tokens(self, position: Any) -> ReadableTokens:
         """Return the documents that packs behind a position name, numbered the same however the data grows."""
 
@@ -168,6 +171,10 @@ class PackStream:
         refuse("window", position.window, count)
         if position.window == count:
             refuse("pack", position.pack, 0)
+
+    def passes(self, position: Position) -> int:
+        """Return the epochs that are over."""
+        return position.epoch
 
     def tokens(self, _position: Position) -> TokenDocuments:
         """Return the store: what is added to it comes behind what it held."""

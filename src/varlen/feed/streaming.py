@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from varlen.errors import SettingError, StateError
 from varlen.feed.ahead import Ahead, AheadSettings
-from varlen.feed.batches import BatchSettings, Contents, fill_batch, work_of
+from varlen.feed.batches import BatchSettings, Contents, check_heard, fill_batch, work_of
 from varlen.feed.claims import ChunkSequence
 from varlen.feed.deal import deal
 from varlen.feed.exchange import Exchanges, Solo
@@ -170,8 +171,14 @@ class StreamingFeed:
         lanes = range(self._settings.lanes) if self._is_alone else self._own
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
+        heard, silent_rounds = _passes(state.at), 0
         try:
             for one in ahead:
+                if any(one.targets):
+                    heard, silent_rounds = _passes(one.after), 0
+                silent_rounds += 1
+                if silent_rounds > self._settings.max_age + 1:  # what had waited has come
+                    check_heard(_passes(one.after), heard)
                 yield from self._of_round(one, state, buffers)
         finally:
             ahead.close()
@@ -180,7 +187,8 @@ class StreamingFeed:
     def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches of a round that follow a state."""
         micro_batches = self._batch.micro_batches
-        news = one.news if state.step <= one.step == one.bounds[0] else None
+        begins_here = (state.step, state.micro_batch) <= (one.step, 0) and one.step == one.bounds[0]
+        news = one.news if begins_here else None
         works = {
             lane: work_of(packs.stops - packs.starts, packs.offsets, self._batch.work)
             for lane, packs in one.packs.items()
@@ -261,6 +269,11 @@ def _round_settings(settings: StreamingSettings, batch: BatchSettings, block_byt
         window_packs=settings.window_packs,
         block_bytes=block_bytes,
     )
+
+
+def _passes(at: Mapping[str, Any]) -> int:
+    """Return the epochs that are claimed whole where a round begins."""
+    return int(at["claimed"]["epoch"]) if at else 0
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:

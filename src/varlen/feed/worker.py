@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import IO, Any
 
+from varlen import jit
 from varlen.batch.collate import Out
 from varlen.errors import StalledError
 from varlen.feed.feed import Feed
@@ -95,6 +96,9 @@ def main() -> None:
     orders = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
     threading.Thread(target=_listen, args=(orders, desk), daemon=True).start()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(
+        target=jit.load, daemon=True
+    ).start()  # which takes as long as reading for the first batch
     feed: Feed | None = None
     head = desk.head.get()
     while True:

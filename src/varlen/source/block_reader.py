@@ -172,7 +172,7 @@ class BlockReader:
             if stream is not None:
                 stream.close()
             rows = self._rows_of(int(self._blocks.files[chunk.block]))
-            stream = self._streams[chunk.block] = StreamCursor(rows, self._blocks.block_bytes)
+            stream = self._streams[chunk.block] = StreamCursor(rows, self._blocks.block_bytes, stream)
         return stream.has(chunk.number)
 
     def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class BlockReader:
             for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
         )
         if of_parts == 0:
-            rows, error = self._streams[block].chunks[chunk.number]
+            rows, error = self._streams[block].chunk(chunk.number)
         elif of_parts == 1:
             rows, error = until_fault(self._rows_of(index, start, stop))
         else:

@@ -101,10 +101,19 @@ def _share(rows: Rows, start: int, stop: int) -> Rows:
 class StreamCursor:
     """A file that is read from its beginning, chunk by chunk of about as many bytes."""
 
-    def __init__(self, rows: Iterator[Rows], chunk_bytes: int) -> None:
+    def __init__(self, rows: Iterator[Rows], chunk_bytes: int, before: StreamCursor | None = None) -> None:
+        """Begin to read.
+
+        Args:
+            rows: of the file.
+            chunk_bytes: about.
+            before: a cursor of the same file that has come further: chunks that it has found, in the epoch before,
+                may still be wanted.
+        """
         self._rows, self._chunk_bytes = rows, chunk_bytes
-        self.chunks: dict[int, Stretch] = {}
+        self._chunks: dict[int, Stretch] = {}
         """Those that were read and not let go of, by number."""
+        self._before: dict[int, Stretch] = {} if before is None else {**before._before, **before._chunks}
         self.first = 0
         """Chunks before it are gone."""
         self._found = self._asked = 0
@@ -130,14 +139,19 @@ class StreamCursor:
         self.is_over = number >= self._found
         return not self.is_over
 
+    def chunk(self, number: int) -> Stretch:
+        """Return a chunk that was found, by this cursor or the one before."""
+        return self._chunks[number] if number in self._chunks else self._before[number]
+
     def _add(self, chunk: Stretch) -> None:
-        self.chunks[self._found] = chunk
+        self._chunks[self._found] = chunk
         self._found += 1
 
     def forget(self) -> None:
         """Let go of the chunks that were asked for."""
-        for number in [n for n in self.chunks if n < self._asked]:
-            del self.chunks[number]
+        for number in [n for n in self._chunks if n < self._asked]:
+            del self._chunks[number]
+        self._before.clear()
         self.first = min(self._asked, self._found)
 
     def close(self) -> None:

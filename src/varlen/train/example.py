@@ -9,7 +9,7 @@ from varlen.errors import SettingError
 
 EXAMPLE = """\
 # Trains a small Llama on packed documents:  varlen train CONFIG.toml
-# On two processes:                          torchrun --nproc-per-node 2 -m varlen train CONFIG.toml
+# On two processes:                          torchrun --standalone --nproc-per-node 2 -m varlen train CONFIG.toml
 # Stopped, killed or finished: the same command goes on from the newest checkpoint, on as many processes as you like.
 # Any setting can be put over:               varlen train CONFIG.toml --set run.steps=1000
 

@@ -13,6 +13,8 @@ from varlen.types import Method, Overlong
 
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
+_TAKEN = {"", "checkpoints", "model", ".running"}
+"""Names that the output folder has for other things."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +120,9 @@ class OptimizerSettings:
             _check_range(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("beta1", "beta2"):
             _check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
+            if getattr(self, name) == 1:
+                raise SettingError(f"optimizer.{name} must be below 1: with 1 nothing new ever counts")
+        _check_range("optimizer.epsilon", self.epsilon, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +187,11 @@ class LogSettings:
             SettingError: no step, or no name of a file.
         """
         _check_range("log.every", self.every, 1)
-        if Path(self.metrics).name != self.metrics:
-            raise SettingError(f"log.metrics is the name of a file in run.output, got {self.metrics!r}")
+        if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
+            raise SettingError(
+                "log.metrics is the name of a file in run.output, and none of "
+                f"{', '.join(sorted(_TAKEN - {''}))}; got {self.metrics!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
