@@ -218,7 +218,7 @@ def test_a_file_that_can_not_be_cut_gives_each_document_once_in_each_of_many_epo
     texts = some_texts(8, 1500, longest=1500)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    source = open_source(tmp_path / "a.jsonl.gz", append_eos=False)
+    source = open_source(tmp_path / "a.jsonl.gz")
     made = run(feed_of(source, lanes=lanes, size=lanes, capacity=4096, epochs=50, window_packs=32))
     assert Counter(piece for _, _, piece in pieces(made)) == Counter(50 * tokens_of(texts))
 
