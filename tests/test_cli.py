@@ -134,7 +134,7 @@ def test_every_option_that_a_message_names_is_one_of_a_verb(root):
     }
 
     assert named
-    of_torchrun = {"--nproc-per-node"}
+    of_torchrun = {"--nproc-per-node", "--standalone"}
     assert named <= options | of_torchrun | {"--version", "--help"}
 
 
