@@ -232,7 +232,9 @@ class Rounds:
                 taken.append(Claim(lane=lane, epoch=found[0], chunk=found[1]))
             if taken:
                 before = sum(one.tokens for one in held)
-                soon = self._sequence.soon(claimed, self._num_soon) if len(lanes) == settings.lanes else []
+                # Before the first batch nothing else is to take the processors' time.
+                is_wanted = len(lanes) == settings.lanes and place.number > 0
+                soon = self._sequence.soon(claimed, self._num_soon) if is_wanted else []
                 held = self._read(f"{place.number}/{turn}", taken, lanes, soon)
                 brought = sum(one.tokens for one in held) - before
                 claims, tokens = claims + len(taken), tokens + brought
