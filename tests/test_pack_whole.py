@@ -9,29 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packings import UNLIMITED
+from test_pack_real import SETS
 
 import varlen as vl
 from varlen.pack import whole as whole_module
 from varlen.pack.score import length_correlation
 from varlen.pack.whole import MIN_FILL, whole
 
-SETS = (
-    "code_src",
-    "gsm8k_train",
-    "math5000",
-    "mix_pretrain_docs",
-    "mix_sft",
-    "oasst_en100_paths",
-    "pub_distca_prolong",
-    "pub_distca_wlbllm",
-    "pub_flexsp_wikipedia",
-    "pub_graphcore_squad11_bert384",
-    "pub_graphcore_wikipedia_bert512_sample200k",
-    "pub_magiattention_buckets",
-    "sgd_dialogues",
-    "t0_train_mixture",
-    "tau_bench_airline",
-)
 DEALT = 20
 
 

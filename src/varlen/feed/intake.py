@@ -58,7 +58,8 @@ class Intake:
             claims: whose chunks are wanted.
             soon: chunks that will be wanted next: they are read meanwhile, and while nothing is asked for.
         """
-        begun = {claim.chunk: self._begun.pop(claim.chunk, None) for claim in claims}
+        # A chunk may be claimed twice, in two epochs of little data.
+        begun = {chunk: self._begun.pop(chunk, None) for chunk in dict.fromkeys(c.chunk for c in claims)}
         others = [claim for claim in claims if begun[claim.chunk] is None]
         raws = self._rows([claim.chunk for claim in others])
         waits = self._begin(lambda of: self._bring(*of), list(zip(others, raws)))
