@@ -1,11 +1,13 @@
 """Runs that end too early, or side by side: the bytes are those of one run, and nothing is done twice or half."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from offline_packs import (
@@ -251,17 +253,20 @@ def test_a_second_run_is_refused_while_one_works(tmp_path, data, whole):
 def test_a_run_that_waited_at_the_door_of_a_finished_one_takes_nothing_from_it(
     tmp_path, data, whole, monkeypatch
 ):
-    flock, calls = places_module.fcntl.flock, []
+    calls = []
 
     def finish_first(lock, how):
         calls.append(how)
         if len(calls) == 1:  # another run finishes between this one's opening of the lock and taking it
             with monkeypatch.context() as patch:
-                patch.setattr(places_module.fcntl, "flock", lambda *a: None)
+                patch.setattr(places_module, "fcntl", locks(lambda *a: None))
                 pack(data, tmp_path / "out")
-        return flock(lock, how)
+        return fcntl.flock(lock, how)
 
-    monkeypatch.setattr(places_module.fcntl, "flock", finish_first)
+    def locks(flock):  # of this file alone: other libraries lock files in threads of theirs
+        return SimpleNamespace(**{**vars(fcntl), "flock": flock})
+
+    monkeypatch.setattr(places_module, "fcntl", locks(finish_first))
     with pytest.raises(SettingError, match="holds a set made from other data or settings"):
         pack(data, tmp_path / "out", capacity=300)
 

@@ -46,7 +46,7 @@ _SOON_BYTES = 2 << 20
 _MOST_SOON = 64
 """Blocks."""
 _OF_DOCUMENTS = ("empty_documents", "split_documents", "truncated_documents", "dropped_documents")
-_FIRST_PACKS = 4
+_FIRST_PACKS = 2
 """Packs a lane in the first round; each next round has twice as many, so that the first batch comes early."""
 
 

@@ -22,6 +22,7 @@ from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.feed.wire import Slot
 from varlen.offline.tasks import receive, send
+from varlen.pack.api import pack
 
 _LOOK_S = 2.0
 _SHORTEST_S, _LONGEST_S = 5e-4, 4e-3
@@ -96,9 +97,7 @@ def main() -> None:
     orders = os.fdopen(os.dup(0), "rb")  # sys.stdin can't be closed at the end while it is listened to
     threading.Thread(target=_listen, args=(orders, desk), daemon=True).start()
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-    threading.Thread(
-        target=jit.load, daemon=True
-    ).start()  # which takes as long as reading for the first batch
+    threading.Thread(target=_load_kernels, daemon=True).start()
     feed: Feed | None = None
     head = desk.head.get()
     while True:
@@ -119,6 +118,12 @@ def main() -> None:
             return
         except BaseException as error:  # it belongs to the trainer
             mouth.say(b"fail" + _pickled(run, error))
+
+
+def _load_kernels() -> None:
+    """Load what packs, while the first blocks are read and tokenized, which takes as long."""
+    jit.load()
+    pack([1, 2, 3], 4, "best_fit", seed=0)
 
 
 def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.client import IncompleteRead
 from typing import Any, TypeVar
 
 from varlen.counts import many
@@ -50,6 +49,7 @@ _PASSING_KINDS = {
     "botocore.HTTPClientError",
     "botocore.IncompleteReadError",
     "botocore.ResponseParserError",
+    "http.IncompleteRead",
     "httpx.TransportError",
     "requests.ConnectionError",
     "requests.ChunkedEncodingError",
@@ -201,7 +201,7 @@ def is_passing(error: BaseException) -> bool:
         kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(each).__mro__}
         if kinds & _LASTING_KINDS:
             return False
-        if isinstance(each, TimeoutError | ConnectionError | IncompleteRead) or kinds & _PASSING_KINDS:
+        if isinstance(each, TimeoutError | ConnectionError) or kinds & _PASSING_KINDS:
             return True
         if isinstance(each, OSError) and each.errno in _PASSING_ERRNO:
             return True

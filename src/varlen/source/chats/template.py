@@ -12,13 +12,15 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.messages import as_messages, well_formed
-from varlen.source.chats.sandbox import Program, compile_template
 from varlen.source.chats.skeleton import EndMarks, Skeleton, free_character, shape_of, skeleton_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill
+
+if TYPE_CHECKING:
+    from varlen.source.chats.sandbox import Program
 
 CHATML = """\
 {% for message in messages %}
@@ -59,7 +61,7 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatTemplate:
-    """A chat template, compiled. Make one by `chat_template`; it can be sent to other processes."""
+    """A chat template that compiles. Make one by `chat_template`; it can be sent to other processes."""
 
     source: str
     """The template, in jinja's language."""
@@ -67,13 +69,30 @@ class ChatTemplate:
     """SHA-256 of what decides text and spans: the source, the special tokens and the end marks."""
     special_tokens: Mapping[str, str]
     end_marks: tuple[str, ...]
-    _program: Program = field(repr=False)
     _marks: EndMarks = field(repr=False)
     _chatml_mark: int = field(repr=False)
     _skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
+    _compiled: list[Program] = field(repr=False, default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.source, dict(self.special_tokens), self.end_marks)
+
+    @property
+    def _program(self) -> Program:
+        """Compiled when it is first asked for: most data is no chat, and the compiler takes long to import."""
+        if not self._compiled:
+            from varlen.source.chats.sandbox import compile_template
+
+            self._compiled.append(compile_template(self.source, self.special_tokens))
+        return self._compiled[0]
+
+    def check(self) -> None:
+        """Compile it now, so that it fails before data is read.
+
+        Raises:
+            SettingError: it does not compile.
+        """
+        _ = self._program
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Rendered:
         """Render a conversation and find what the assistant says in it.
@@ -236,15 +255,17 @@ def chat_template(
     marks = tuple(sorted(set(end_marks)))
     identity = json.dumps([source, sorted(tokens.items()), marks])
     ends = EndMarks(marks, tokens.get("eos_token", ""))
-    return ChatTemplate(
+    made = ChatTemplate(
         source=source,
         fingerprint=hashlib.sha256(identity.encode("ascii")).hexdigest(),
         special_tokens=tokens,
         end_marks=marks,
-        _program=compile_template(source, tokens),
         _marks=ends,
         _chatml_mark=ends.stop(_CHATML_CLOSING),
     )
+    if source is not CHATML:
+        made.check()
+    return made
 
 
 def prompt_and_completion(
@@ -284,7 +305,7 @@ def prompt_and_completion(
 
 
 def _again(source: str, special_tokens: dict[str, str], end_marks: tuple[str, ...]) -> ChatTemplate:
-    """Compile a template in the process that it was sent to."""
+    """Make a template anew in the process that it was sent to."""
     return chat_template(source, special_tokens=special_tokens, end_marks=end_marks)
 
 
