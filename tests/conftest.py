@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small work would run in plain Python until something imports numba; tests of kernels want kernels.
 os.environ.setdefault("VARLEN_JIT", "1")
+
+# A shell starts what runs in its background deaf to Ctrl-C, and so would be the programs that tests interrupt.
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first call of a kernel compiles it, so no example has a deadline.
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=100)
