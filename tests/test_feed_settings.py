@@ -37,8 +37,6 @@ BAD = [
         {"scope": "minibatch", "layout": "flat", "max_documents": 5},
         "each document a pack of its own, which max_documents=5 can't change; leave max_documents out",
     ),
-    ({"mode": "indexed", "lanes": 4}, 'lanes=4 are of streaming, and mode="indexed" has none'),
-    ({"scope": "all", "window": None, "lanes": 4}, 'lanes=4 are of streaming, and scope="all" has none'),
     ({"layout": "column"}, "layout must be one of"),
     ({"worker": "fork"}, "worker must be one of"),
     ({"ring_slots": 1}, "ring_slots"),
@@ -187,3 +185,18 @@ def test_numbers_of_numpy_are_as_good_as_others(store):
             next(loader)
             states.append(json.dumps(loader.state_dict()))
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("more", [{"mode": "indexed"}, {"scope": "all", "window": None}])
+def test_the_arguments_of_streaming_serve_indexed_mode_too_and_change_nothing(store, more):
+    """A program switches modes by one argument; a state goes on with lanes and without."""
+    with loader_of(store, epochs=1, **more) as loader:
+        whole = [b.input_ids.tolist() for b in loader]
+    with loader_of(store, epochs=1, lanes=3, **more) as loader:
+        first = next(loader).input_ids.tolist()
+        state = loader.state_dict()
+    with loader_of(store, epochs=1, lanes=7, **more) as loader:
+        loader.load_state_dict(state)
+        rest = [b.input_ids.tolist() for b in loader]
+
+    assert [first, *rest] == whole

@@ -62,7 +62,8 @@ class PackedLoader:
         scope: "window" packs a window of documents at a time; "all" the whole data set at once; "minibatch" packs
             nothing: `global_batch_size` documents make a step, each a pack of its own, flattened (`layout="flat"`).
         window: documents packed at a time (indexed, 65,536 unless said), or packs a lane (streaming, 32).
-        lanes: of streaming; the packs of a step unless said. The number of ranks must divide it.
+        lanes: of streaming; the packs of a step unless said. The number of ranks must divide it. Where lengths are
+            known there are none, and the same arguments serve both modes.
         method: of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.
         overlong: what becomes of documents longer than a pack: "split", "truncate", "drop" or "error".
         max_documents: most pieces a pack may hold.

@@ -102,9 +102,6 @@ class LoaderSettings:
                 'scope="minibatch" makes each document a pack of its own, which max_documents='
                 f'{self.max_documents} can\'t change; leave max_documents out, or take scope="window"'
             )
-        if self.lanes is not None and (self.mode == "indexed" or self.scope == "all"):
-            given = 'scope="all"' if self.scope == "all" else 'mode="indexed"'
-            raise SettingError(f"lanes={self.lanes} are of streaming, and {given} has none; leave lanes out")
         if self.scope == "minibatch" and self.layout == "rows":
             raise SettingError(
                 'scope="minibatch" flattens the documents of a batch, which needs layout="flat": rows of one '
