@@ -21,13 +21,14 @@ class Store:
         self.tokens = np.array([sum(lengths) for lengths in shards], dtype=np.int64)
         self.parts = np.arange(len(shards)) if parts is None else np.array(parts, dtype=np.int64)
         self.num_parts = int(self.parts[-1]) + 1 if len(self.parts) else 0
-        self.fingerprint = repr(shards)
+        self.fingerprint = self.fingerprint_at(self.num_parts)
 
     def wait_for(self, num_parts):
         assert num_parts <= self.num_parts
 
     def fingerprint_at(self, num_parts):
-        return repr(self.shards[: int(np.searchsorted(self.parts, num_parts))])
+        ends = int(np.searchsorted(self.parts, num_parts))
+        return repr((self.shards[:ends], self.parts[:ends].tolist()))  # as stores tell parts apart
 
     def lengths(self, shards, documents):
         return np.array(
