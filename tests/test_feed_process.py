@@ -70,16 +70,18 @@ def descriptors():
 def kill_at_random(loader, kills, rng):
     """Kill the worker so many times while batches are taken; returns what was taken."""
     found = []
-    left = kills
+    left, killed = kills, None
     for batch in loader:
         found.append(content(batch))
         if left and rng.random() < 0.05:
             pid = loader._worker.pid
-            if pid is not None and is_there(pid):
+            if pid not in (None, killed) and is_there(
+                pid
+            ):  # the one killed before may not have been noticed yet
                 time.sleep(rng.random() * 0.02)
                 with suppress(ProcessLookupError):  # it had made the last batch, and was waited for
                     os.kill(pid, signal.SIGKILL)
-                left -= 1
+                left, killed = left - 1, pid
     return found
 
 
@@ -108,7 +110,7 @@ def test_a_worker_is_killed_a_hundred_times(store):
         expected = drained(loader)[0]
     with loader_of(store, micro_batch_size=1, epochs=150, worker="process") as loader:
         assert kill_at_random(loader, 100, random.Random(2)) == expected
-        assert loader.stats().restarts >= 95
+        assert loader.stats().restarts >= 99
 
 
 def test_a_worker_that_dies_again_and_again_ends_with_a_sentence(store, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from packings import UNLIMITED, random_lengths
 
@@ -55,6 +55,9 @@ def test_fill_equals_its_reference_for_many_items(shape: str, capacity: int, fro
 
 
 @given(fillings())
+@example(
+    (int32([0]), int32([31, 1]), 63, 31, 1, False)
+)  # alone it fills a pack, and with another there are too many
 def test_packs_hold_enough_and_not_too_much_and_what_is_left_fills_no_pack_alone(filling: Filling) -> None:
     order, slots, capacity, least, most, _ = filling
     num_packs, packs = run(reference_fill, filling)

@@ -217,10 +217,11 @@ def fill(
             after, at, num_free - 1, slots, room, least - slots[seed], pack, summed, sums, reaches
         )
         size = _take(slots, unit, pack, size, summed, tried, sums, reaches)
+        size = min(size, max_documents - 1)  # fewer of them may be enough
         held = np.int64(slots[seed])
         for index in range(size):
             held += slots[pack[index]]
-        if held < least or size + 1 > max_documents:
+        if held < least:
             after[before[seed]], before[after[seed]] = seed, seed
             failed += 1
             continue

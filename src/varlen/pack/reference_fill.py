@@ -56,9 +56,10 @@ def fill(
         at = bisect_left(free, seed)
         before, behind = islice(free, at), islice(free, at + 1, None)
         others = chain(before, behind) if from_first else chain(behind, before)
-        pack = [seed, *_filling(sizes, others, capacity - sizes[seed], least - sizes[seed])]
+        filling = _filling(sizes, others, capacity - sizes[seed], least - sizes[seed])
+        pack = [seed, *filling][:max_documents]  # fewer of them may be enough
         held = sum(sizes[item] for item in pack)
-        if held < least or len(pack) > max_documents:
+        if held < least:
             failed += 1
             continue
         for item in pack:
