@@ -22,7 +22,16 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "out_hidden_size"), 32),
     **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth"), 2
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "decoder_layers",
+            "encoder_layers",
+            "depth",
+        ),
+        2,
     ),
     **dict.fromkeys(
         (
@@ -37,22 +46,38 @@ _SIZES: dict[str, Any] = {
         ),
         4,
     ),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "linear_num_key_heads"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "qk_rope_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("v_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(
-        ("intermediate_size", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dim_ff", "dff"), 64
+        (
+            "intermediate_size",
+            "n_inner",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "ffn_hidden_size",
+            "dim_ff",
+            "dff",
+        ),
+        64,
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "zero_expert_num"), 2),
-    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        ("num_shared_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1
+    ),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8),
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_num_heads", "mamba_d_head", "mamba_head_dim", "mamba_d_state"), 8
+    ),
     **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size"), WINDOW),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
     **dict.fromkeys(("hidden_size_per_layer_input", "index_topk"), 8),
+    "index_n_heads": 32,  # fewer give many tokens the same score, and which of them is selected is left to chance
     "mamba_chunk_size": 16,
     "rotary_dim": 4,
     "image_size": 28,
@@ -70,7 +95,9 @@ _BOTH = ["linear_attention", "linear_attention", "hybrid"]
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 100, "vocab_size": 260},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
@@ -168,7 +195,9 @@ def tiny_config(family: str) -> Any:
         raise ModelError(f"no tiny configuration of {family}: {_sentence(error)}") from error
 
 
-def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0) -> Any:
+def tiny_model(
+    family: str, *, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0
+) -> Any:
     """Return a family's tiny model with random weights, large enough that every token matters to those that see it.
 
     Args:
@@ -182,21 +211,22 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, attention: st
     """
     from transformers import AutoModelForCausalLM
 
+    kind: Any = AutoModelForCausalLM
     config = tiny_config(family)
     try:
         with torch.device("meta"):
-            size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+            size = sum(weight.numel() for weight in kind.from_config(config).parameters())
     except Exception as error:
         raise ModelError(f"no tiny model of {family}: {_sentence(error)}") from error
     if size > _LARGEST:
-        raise ModelError(f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}")
+        raise ModelError(
+            f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             # Experts one by one: their grouped kernels know no float64, and round by what else is in a group.
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, experts_implementation="eager"
-            )
+            model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
         except Exception as error:
             raise ModelError(f"no tiny model of {family}: {_sentence(error)}") from error
         _enlarge(model)
@@ -234,7 +264,9 @@ def _kinds(kind: Any, named: set[str]) -> dict[str, Any]:
     except Exception:  # some have no usual model
         return {}
     lists = {name: getattr(usual, name, None) for name in _LAYER_LISTS if name in named}
-    each = {name: list(dict.fromkeys(kinds)) for name, kinds in lists.items() if isinstance(kinds, list) and kinds}
+    each = {
+        name: list(dict.fromkeys(kinds)) for name, kinds in lists.items() if isinstance(kinds, list) and kinds
+    }
     if not each:
         return {}
     count = max(2, *map(len, each.values()))

@@ -20,7 +20,6 @@ from varlen.adapters.hf.per_document import attend
 from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
 
-
 _OF_FLA = ("delta",)
 """Kernels of flash-linear-attention are told `cu_seqlens`; those of causal-conv1d and mamba-ssm `seq_idx`."""
 
@@ -32,8 +31,9 @@ def flash_attention() -> Iterator[None]:
     Raises:
         ModelError: within: tokens that no segment covers, or segments longer than was said.
     """
-    from transformers import modeling_flash_attention_utils as flash
+    from transformers import modeling_flash_attention_utils
 
+    flash: Any = modeling_flash_attention_utils
     process = flash._lazy_define_process_function(_varlen_kernel)
     kernels = (_dense_kernel, _varlen_kernel, None, None, None), (process, dict)
     with patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels):
@@ -56,7 +56,9 @@ def _varlen_kernel(
 ) -> torch.Tensor:
     """Attend as `flash_attn_varlen_func` does, in Python."""
     if not causal:
-        raise ModelError("the stand-in for FlashAttention is causal, and the model attends in both directions")
+        raise ModelError(
+            "the stand-in for FlashAttention is causal, and the model attends in both directions"
+        )
     if not torch.equal(cu_seqlens_q, cu_seqlens_k) or int(cu_seqlens_q[-1]) != len(q) or int(cu_seqlens_q[0]):
         raise ModelError(
             f"FlashAttention would be told segments from {int(cu_seqlens_q[0]):,} to {int(cu_seqlens_q[-1]):,} of "
@@ -65,7 +67,8 @@ def _varlen_kernel(
     longest = int(cu_seqlens_q.diff().max())
     if max(max_seqlen_q, max_seqlen_k) < longest:
         raise ModelError(
-            f"FlashAttention would be told that the longest segment has {max_seqlen_q:,} tokens, and it has {longest:,}"
+            f"FlashAttention would be told that the longest segment has {max_seqlen_q:,} tokens, and it has "
+            f"{longest:,}"
         )
     sinks = rest.get("s_aux", rest.get("learnable_sink"))
     window = None if window_size[0] < 0 else window_size[0] + 1
@@ -77,8 +80,10 @@ def _dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: 
     """Attend as `flash_attn_func` does: each row is a segment."""
     rows, width = q.shape[:2]
     ends = torch.arange(rows + 1, dtype=torch.int32) * width
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    return _varlen_kernel(*flat, ends, ends, width, width, **options).unflatten(0, (rows, width))
+    out = _varlen_kernel(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, width, width, **options
+    )
+    return out.view(rows, width, *out.shape[1:])
 
 
 @contextmanager
@@ -141,18 +146,23 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
 def _segments(numbers: Any, ends: Any, rows: int, width: int) -> list[tuple[int, int, int]]:
     """Return the row, the first token and the end of every segment."""
     if numbers is not None:
-        changes = [torch.cat([torch.ones(1), line.diff()]).nonzero()[:, 0].tolist() + [width] for line in numbers.cpu()]
+        changes = [
+            [*torch.cat([torch.ones(1), line.diff()]).nonzero()[:, 0].tolist(), width]
+            for line in numbers.cpu()
+        ]
         return [(row, a, b) for row, at in enumerate(changes) for a, b in zip(at, at[1:])]
     bounds = ends.tolist()
     if rows != 1 or bounds[0] != 0 or bounds[-1] != width:
         raise ModelError(
-            f"segments from {bounds[0]:,} to {bounds[-1]:,} were told of {rows:,} rows of {width:,} tokens; a recurrence "
-            'takes them of one row alone: pass layout="flat"'
+            f"segments from {bounds[0]:,} to {bounds[-1]:,} were told of {rows:,} rows of {width:,} tokens; a "
+            'recurrence takes them of one row alone: pass layout="flat"'
         )
     return [(0, a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
 
 
-def _cut(value: Any, row: int, start: int, stop: int, *, is_first: bool, rows: int, width: int, axis: int) -> Any:
+def _cut(
+    value: Any, row: int, start: int, stop: int, *, is_first: bool, rows: int, width: int, axis: int
+) -> Any:
     """Return the part of an argument that belongs to a segment: all of it, unless it has a value for every token."""
     if not torch.is_tensor(value):
         return value

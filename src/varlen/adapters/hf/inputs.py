@@ -9,13 +9,19 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.masks import explicit_masks
 from varlen.adapters.hf.model import (
+    SELECTING,
     accepts,
     check_family,
     check_size,
+    first_position,
     implementation,
+    model_type,
+    named_kinds,
+    text_config,
     unwrap,
     uses_registry,
 )
+from varlen.adapters.hf.recurrent import TOLD, segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
@@ -63,6 +69,11 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
+    if "attention_mask" not in inputs and SELECTING in named_kinds(text_config(model)):
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} selects by a mask which tokens are attended to, and "
+            f'"{implementation(model)}" takes none; use model.set_attn_implementation("sdpa"), or "eager"'
+        )
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
@@ -109,6 +120,11 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         model: a transformers model.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if (
+        first := first_position(model)
+    ) > 0:  # found from the tokens, they would pass over those that pad elsewhere
+        width = input_ids.shape[1]
+        inputs["position_ids"] = torch.arange(first, first + width, device=input_ids.device)[None]
     if implementation(model) == attention.NAME:
         rows, width = input_ids.shape
         ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
@@ -164,9 +180,13 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
         "labels": tensors.labels,
         "use_cache": False,
     }
-    if with_boundaries:
-        inputs |= _boundaries(batch, tensors.input_ids.device)
-    else:
+    if (first := first_position(model)) > 0:
+        inputs["position_ids"] = tensors.position_ids + first
+    family = model_type(model)
+    if with_boundaries or family in TOLD:
+        told = _boundaries(batch, tensors.input_ids.device)
+        inputs |= told | segment_arguments(family, told["cu_seq_lens_q"], *tensors.input_ids.shape)
+    if not with_boundaries:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
     if tensors.shift_labels is not None:
         inputs["shift_labels"] = tensors.shift_labels

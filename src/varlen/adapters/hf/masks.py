@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from varlen.adapters.hf.model import named_kinds, only_kind, text_config
+from varlen.adapters.hf.model import model_type, named_kinds, only_kind, text_config
+from varlen.adapters.hf.recurrent import MASKLESS_KINDS, TOLD
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -29,7 +30,11 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
         `config.layer_types`. Quadratic in the width, except for "block".
     """
     config = text_config(model)
-    if kinds := named_kinds(config):
+    kinds = named_kinds(config)
+    if model_type(model) in TOLD:
+        full = _mask(batch, config, "full_attention", form, dtype)
+        return dict.fromkeys(("full_attention", *kinds), full) | dict.fromkeys(MASKLESS_KINDS)
+    if kinds:
         return {kind: _mask(batch, config, kind, form, dtype) for kind in kinds}
     return _mask(batch, config, only_kind(model), form, dtype)
 

@@ -9,17 +9,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from varlen.adapters.hf.recurrent import TOLD
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
-MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+SELECTING = "indexed_attention"
+"""Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
+MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
+SINGLE_TOKENS = ("moe", "mlp")
+"""Kinds that mix no tokens."""
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
+"""Modules that aren't called where there is no encoder."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
 _LOOKED_THROUGH: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 """Decoders whose modules were looked through, each with the first reason found to refuse it, or None."""
+
+_FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Likewise, where their positions begin."""
 
 
 def unwrap(model: Any) -> Any:
@@ -62,6 +72,35 @@ def text_config(model: Any) -> Any:
     if config is None or not hasattr(config, "get_text_config"):
         raise ModelError(f"{type(model).__name__} has no transformers config; pass a PreTrainedModel")
     return config.get_text_config(decoder=True)
+
+
+def model_type(model: Any) -> str:
+    """Return the family of the model's text decoder, as transformers names it.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    return getattr(text_config(model), "model_type", "")
+
+
+def first_position(model: Any) -> int:
+    """Return the position of a document's first token: 0, but one behind the padding's where that has a position.
+
+    RoBERTa and its kin embed positions from `padding_idx + 1` on.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    decoder = text_decoder(model)
+    if decoder not in _FIRST_POSITIONS:
+        padding = (
+            getattr(module, "padding_idx", None)
+            for name, module in decoder.named_modules()
+            if name.endswith("position_embeddings")
+        )
+        found = next((index for index in padding if index is not None), None)
+        _FIRST_POSITIONS[decoder] = 0 if found is None else found + 1
+    return _FIRST_POSITIONS[decoder]
 
 
 def implementation(model: Any) -> str:
@@ -166,13 +205,9 @@ def check_family(model: Any) -> None:
             outside attention (recurrence, convolution) or number positions in their own way.
     """
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
-    reason = (
-        _two_sequences(base)
-        or _both_directions(config)
-        or _foreign_layers(config)
-        or _recurrence(base)
-        or _unfit_module(decoder)
-    )
+    reason = _two_sequences(base) or _both_directions(config)
+    if not reason and model_type(model) not in TOLD:
+        reason = _foreign_layers(config) or _recurrence(base) or _unfit_module(decoder)
     if reason:
         raise ModelError(f"{type(base).__name__} {reason}; give it one document a row (padded)")
 
@@ -190,7 +225,7 @@ def _both_directions(config: Any) -> str | None:
 
 
 def _foreign_layers(config: Any) -> str | None:
-    foreign = [kind for kind in named_kinds(config) if kind not in MASKED_LAYERS]
+    foreign = [kind for kind in named_kinds(config) if kind not in (*MASKED_LAYERS, *SINGLE_TOKENS)]
     if not foreign:
         return None
     count = sum(kind in foreign for kind in config.layer_types)
@@ -214,15 +249,12 @@ def _unfit_module(decoder: Any) -> str | None:
 
 
 def _unfit(name: str, module: Any) -> str | None:
+    if name.rpartition(".")[2] in CROSS_ATTENTION:
+        return None
     if getattr(module, "is_causal", True) is False:
         return f"attends in both directions (in {name}), and varlen packs for causal models"
     if isinstance(module, torch.nn.Conv1d):
         return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
-    if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-        return (
-            f"counts positions from {module.padding_idx + 1:,} and passes over padding tokens (in {name}), and "
-            "those of a PackedBatch begin at 0"
-        )
     return None
 
 
@@ -240,6 +272,8 @@ def check_size(batch: PackedBatch, model: Any) -> None:
         type(unwrap(model)).__name__,
         getattr(text_config(model), "max_position_embeddings", None),
     )
+    if isinstance(positions, int) and positions > 0:
+        positions = max(positions - first_position(model), 1)
     if isinstance(positions, int) and 0 < positions < batch.max_seqlen:
         raise ModelError(
             f"the longest document has {batch.max_seqlen:,} tokens, but {name} has {positions:,} positions "
