@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 from hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY, make, packed, tiny
-from transformers import FalconConfig, GPT2Config, GPTNeoXConfig, MambaConfig, MixtralConfig
-from transformers import modeling_flash_attention_utils as flash
+from transformers import (
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+)
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.per_document import attend
-from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.verify import stand_in
 from varlen.verify.isolation import IsolationReport, Movements, check_isolation, judge
 
 FALCON = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -45,46 +50,18 @@ def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: 
     assert moved.attention_across == (0.0 if attention == "eager" else None)
 
 
-def stand_in_for_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put kernels that need no GPU where transformers looks for FlashAttention's; its own dispatch stays."""
-
-    def varlen_kernel(
-        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
-        softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    ) -> Any:  # fmt: skip
-        assert causal
-        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-        assert int(cu_seqlens_q[-1]) == len(q), "tokens that no segment covers are left uncomputed"
-        assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
-        window = None if window_size[0] < 0 else window_size[0] + 1
-        rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None)
-        return attend(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules)
-
-    def dense_kernel(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        rows, width = q.shape[:2]
-        ends = torch.arange(rows + 1) * width
-        flat = (x.flatten(0, 1) for x in (q, k, v))
-        return varlen_kernel(*flat, ends, ends, width, width, **options).view(q.shape)
-
-    process = flash._lazy_define_process_function(varlen_kernel)
-    kernels = (dense_kernel, varlen_kernel, None, None, None), (process, dict)
-    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: kernels)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_boundaries_reach_flash_attention_in_both_layouts(
-    family: str, layout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_for_flash_attention(monkeypatch)
+def test_boundaries_reach_flash_attention_in_both_layouts(family: str, layout: Any) -> None:
     model, batch = tiny(family, "eager"), packed(layout)
     model.config._attn_implementation_internal = "flash_attention_2"
-    report = check_isolation(model, batch)
+    with stand_in.flash_attention():
+        report = check_isolation(model, batch)
+        inferred = check_isolation(model, batch, inputs=positions_only)
 
     assert report.ok, str(report)
     assert report.attention == "flash_attention_2"
     # Positions alone are read in a single row only.
-    inferred = check_isolation(model, batch, inputs=positions_only)
     assert inferred.verdict == ("leaks" if layout == "rows" else "isolated")
 
 
@@ -385,3 +362,24 @@ def test_a_report_of_a_refusal_needs_no_movements() -> None:
     )
     assert not report.ok
     assert str(report) == "refuses: M, attention a, d, l\n  why"
+
+
+def test_a_model_that_fails_in_its_own_forward_is_reported_with_its_error() -> None:
+    model = tiny("llama", "eager")
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("expected two\n  tensors")
+
+    model.model.layers[0].mlp.forward = failing
+    report = check_isolation(model, packed())
+
+    assert report.verdict == "refuses"
+    assert report.reason == "LlamaForCausalLM fails in its own forward: RuntimeError: expected two tensors"
+
+
+def test_a_model_that_embeds_more_tokens_than_it_predicts_is_checked_with_those() -> None:
+    model = make(LlamaConfig(**SMALL), "eager", torch.float32)
+    model.model.embed_tokens = torch.nn.Embedding(VOCABULARY + 30, 32)
+
+    assert hf.logits_size(model) == VOCABULARY < hf.vocabulary_size(model)
+    assert check_isolation(model).ok

@@ -49,7 +49,7 @@ class Trial:
         self.model = model
         self.batch = batch
         self.inputs = inputs
-        self.vocabulary = hf.vocabulary_size(model)
+        self.vocabulary = min(hf.vocabulary_size(model), hf.logits_size(model))
         self.rng = np.random.default_rng(seed)
         self.tokens = np.asarray(torch.as_tensor(batch.input_ids).cpu()).astype(np.int64)
         segments = np.asarray(torch.as_tensor(batch.segment_ids).cpu())

@@ -5,7 +5,7 @@ from varlen.errors import MissingExtraError
 try:
     from varlen.adapters.hf.attention import register, use_varlen_attention
     from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
-    from varlen.adapters.hf.model import has_experts, implementation, unwrap, vocabulary_size
+    from varlen.adapters.hf.model import has_experts, implementation, logits_size, unwrap, vocabulary_size
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -17,6 +17,7 @@ __all__ = [
     "has_experts",
     "implementation",
     "inputs_without_boundaries",
+    "logits_size",
     "model_inputs",
     "plain_inputs",
     "register",

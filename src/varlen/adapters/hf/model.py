@@ -155,6 +155,17 @@ def vocabulary_size(model: Any) -> int:
     return int(config.vocab_size if size is None else size)
 
 
+def logits_size(model: Any) -> int:
+    """Return how many tokens the model can predict: a few models embed more than those.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    head = unwrap(model).get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    return vocabulary_size(model) if size is None else int(size)
+
+
 def has_experts(model: Any) -> bool:
     """Return whether tokens are routed to experts, whose grouping makes rounding depend on other tokens.
 
