@@ -153,3 +153,111 @@ def test_an_error_is_found_exactly_where_the_model_leaks(attention: str, mask: s
 
     assert wrong == []
     assert True in seen or mask == "finished"
+
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+PLACES = SMALL | {"max_position_embeddings": 64, "intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "falcon": SMALL,
+    "opt": PLACES | {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+    "gpt_oss": PLACES
+    | {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "biogpt": PLACES,
+    "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1},
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": PLACES,
+    "stablelm": PLACES | {"num_key_value_heads": 4},
+    "phi": PLACES,
+    "olmo2": PLACES | {"num_key_value_heads": 4},
+    "gemma2": PLACES | {"num_key_value_heads": 2, "head_dim": 8},
+}
+LEAKING = ("falcon", "opt", "bloom", "mpt", "gpt_oss", "biogpt", "mamba")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_never_look_at_positions_are_found_and_no_other(family: str) -> None:
+    model = model_with("eager", AutoConfig.for_model(family, **FAMILIES[family]))
+    batch, owner = batch_of("none", False, 1, "restart", "none"), owners("none", "restart")
+    report = vl.check_batch(batch, model)
+
+    arguments = dict(batch)
+    if not hf.model.accepts(model, "position_ids"):
+        del arguments["position_ids"]
+    assert leaks(model, arguments, owner) is (family in LEAKING)
+    assert report.kinds == (("model_family",) if family in LEAKING else ())
+
+
+@pytest.mark.parametrize("family", ["falcon", "gpt2"])
+def test_a_family_is_no_trouble_where_rows_hold_one_document_each(family: str) -> None:
+    model = model_with("eager", AutoConfig.for_model(family, **FAMILIES[family]))
+    batch = {
+        "input_ids": torch.ones(2, 5, dtype=torch.long),
+        "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2]),
+    }
+
+    assert vl.check_batch(batch, model).kinds == ()
+
+
+def test_gradient_checkpointing_turns_the_cache_off_in_training_alone() -> None:
+    model = model_with("sdpa")
+    model.config.use_cache = True
+    batch = batch_of("none", None, 1, "restart", "none")
+    assert vl.check_batch(batch, model).kinds == ("use_cache",)
+
+    model.activation_checkpointing_enable()
+    assert vl.check_batch(batch, model.eval()).kinds == ("use_cache",)
+    assert vl.check_batch(batch, model.train()).kinds == ()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_what_checkpointing_does_to_the_cache_is_what_a_run_shows(checkpointing: bool) -> None:
+    model = model_with("sdpa").train()
+    model.config.use_cache = True
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    batch = batch_of("none", None, 1, "restart", "none")
+
+    assert leaks(model, batch, owners("none", "restart")) is not checkpointing
+    assert vl.check_batch(batch, model).ok is checkpointing
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.filterwarnings("ignore")
+def test_positions_of_m_rope_keep_documents_apart_with_text_positions_in_front(rows: int) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    config = AutoConfig.for_model(
+        "qwen2_5_vl",
+        text_config=PLACES
+        | {
+            "num_key_value_heads": 2,
+            "use_cache": False,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+        },
+    )
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    batch = batch_of("none", False, 1, "restart", "none")
+    batch["position_ids"] = batch["position_ids"].expand(rows, 1, -1)
+
+    assert leaks(model, batch, owners("none", "restart")) is (rows == 3)
+    assert vl.check_batch(batch, model).kinds == (("mrope_positions",) if rows == 3 else ())
+    assert vl.check_batch(batch).kinds == (("mrope_positions",) if rows == 3 else ())
+    plain = batch | {"position_ids": batch["position_ids"][0]}
+    assert leaks(model, plain, owners("none", "restart"))
+    assert vl.check_batch(plain, model).kinds == ("mrope_positions",)

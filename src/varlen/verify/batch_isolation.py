@@ -123,7 +123,7 @@ def _by_mask(case: _Case) -> Iterator[Finding]:
             else "use_cache isn't given and the model's config turns it on"
         )
         said = "a cache is given" if given.has_cache else said
-        why = f"{said}, and with a cache {case.who} doesn't look for boundaries in position_ids"
+        why = f"{said}, and with a cache no boundaries are looked for in position_ids ({case.who})"
         yield from case.lost("use_cache", why, 'batch["use_cache"] = False')
     if facts is not None and not facts.reads_positions:
         in_the_way = True
@@ -138,13 +138,13 @@ def _by_positions(case: _Case, in_the_way: bool) -> Iterator[Finding]:
     positions = given.by_token("position_ids")
     if positions is None:
         if "position_ids" not in given.arrays:
-            why = f"{case.who} reads boundaries from position_ids alone, and there are none"
+            why = f"boundaries are read from position_ids alone ({case.who}), and there are none"
             yield from case.lost("positions_missing", why, RESTART)
     elif _loses_text_positions(case):
         yield from _mrope(case)
     elif not in_the_way:
         told = breaks(positions, 1)
-        why = f"position_ids run on where another argument begins a document, which {case.who} doesn't read"
+        why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
         yield from case.lost("positions_run_on", why, RESTART, case.segments.needed & ~told)
         if not _has_all_four(given):
             yield from _mid_document(case, "warning", "With FlashAttention they would belong to no segment")
@@ -189,7 +189,7 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
     told, first = breaks(positions, 1), positions == positions.min()
     packed = bool((~told[:, 1:]).sum() < told[:, 1:].size)
     kept = first if packed else np.zeros_like(first)
-    why = f"position_ids run on where another argument begins a document, which {case.who} doesn't read"
+    why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
     yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~told)
     why = f"{case.who} begins a segment only at the smallest position ({int(positions.min()):,}), and pieces go on"
     yield from case.lost("positions_continue", why, f"{RESTART}, or {ALL_FOUR}", needed & told & ~kept)
@@ -261,7 +261,7 @@ def _mask_in_words(case: _Case) -> str:
         kind = "attention_mask is all ones"
     else:
         kind = f"attention_mask is 0 at {many(masked, 'position')}"
-    return f"{kind}; with any such mask {case.who} doesn't look for boundaries"
+    return f"{kind}; under such a mask no boundaries are looked for ({case.who})"
 
 
 def _open_mask(case: _Case) -> Iterator[Finding]:

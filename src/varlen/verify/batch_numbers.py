@@ -25,7 +25,7 @@ def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Fin
     """
     yield from _shapes(given)
     yield from _float_ids(given)
-    for name in BOUNDARIES:
+    for name in BOUNDARIES[: 1 if _are_the_same(given) else 2]:
         yield from _boundaries(given, name)
     yield from _longest(given)
     yield from _tokens(given, facts)
@@ -133,6 +133,13 @@ def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
         what = f"{many(int(empty.sum()), 'empty document')}: {named} holds an entry twice"
         fix = "drop documents without tokens before collating"
         yield finding("empty_documents", "warning", what, fix, empty, named)
+
+
+def _are_the_same(given: GivenBatch) -> bool:
+    """Return whether queries and keys have the same boundaries, as they should."""
+    ends, other = (given.arrays.get(name) for name in BOUNDARIES)
+    dtypes = [given.dtypes.get(name) for name in BOUNDARIES]
+    return ends is not None and other is not None and dtypes[0] == dtypes[1] and np.array_equal(ends, other)
 
 
 def _longest(given: GivenBatch) -> Iterator[Finding]:
