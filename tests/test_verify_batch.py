@@ -261,3 +261,65 @@ def test_positions_of_m_rope_keep_documents_apart_with_text_positions_in_front(r
     plain = batch | {"position_ids": batch["position_ids"][0]}
     assert leaks(model, plain, owners("none", "restart"))
     assert vl.check_batch(plain, model).kinds == ("mrope_positions",)
+
+
+FIXED = [
+    ("sdpa", ("ones", False, 2, "restart", "none"), {"attention_mask": None}),
+    ("eager", ("padded segments", False, 1, "padded", "none"), {"attention_mask": None}),
+    ("sdpa", ("none", True, 1, "restart", "none"), {"use_cache": False}),
+    ("sdpa", ("none", False, 1, "absent", "all four"), {"position_ids": "restart"}),
+    ("sdpa", ("none", False, 1, "run on", "all four"), {"position_ids": "restart"}),
+    (FLASH, ("padding", False, 1, "padded", "all four"), {"attention_mask": None}),
+    (FLASH, ("none", False, 2, "restart", "none"), {"cu_seq_lens_q": "all four"}),
+    (FLASH, ("none", False, 1, "continue", "none"), {"position_ids": "restart"}),
+    (FLASH, ("none", False, 1, "mid-document", "none"), {"position_ids": "restart"}),
+    (FLASH, ("none", False, 1, "absent", "incomplete"), {"cu_seq_lens_q": "all four"}),
+]
+
+
+@pytest.mark.parametrize(("attention", "case", "fix"), FIXED)
+def test_the_fix_of_a_finding_ends_the_leak(
+    attention: str, case: Any, fix: dict[str, Any], flash: None
+) -> None:
+    model, batch, owner = model_with(attention), batch_of(*case), owners(case[0], case[3])
+    assert not vl.check_batch(batch, model).ok
+    assert leaks(model, batch, owner)
+
+    right = batch_of(
+        case[0], case[1], case[2], "restart" if len(owner) == sum(LENGTHS) else "padded", "all four"
+    )
+    names = [*fix] if "cu_seq_lens_q" not in fix else [name for name in right if "_q" in name or "_k" in name]
+    batch |= {name: right[name] for name in names if fix.get(name, "") is not None and name != "use_cache"}
+    batch |= {name: value for name, value in fix.items() if value is False}
+    batch = {name: value for name, value in batch.items() if fix.get(name, "") is not None}
+    assert vl.check_batch(batch, model).ok
+    assert not leaks(model, batch, owner)
+
+
+def test_a_longest_segment_told_too_short_fails_in_the_kernel(flash: None) -> None:
+    model, batch = model_with(FLASH), batch_of("none", False, 1, "restart", "all four")
+    assert vl.check_batch(batch, model).kinds == ()
+    batch |= {"max_length_q": 4, "max_length_k": 4}
+
+    assert vl.check_batch(batch, model).kinds == ("max_length", "max_length")
+    with pytest.raises(AssertionError):
+        model(**batch)
+
+
+def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart() -> None:
+    model, batch = model_with("sdpa"), batch_of("none", False, 1, "restart", "none")
+    batch["labels"] = batch["input_ids"].clone()
+
+    def summed(**arguments: Any) -> tuple[float, int]:
+        count = int((arguments["labels"][:, 1:] != -100).sum())
+        return float(model(**arguments).loss) * count, count
+
+    documents = batch["input_ids"].split(LENGTHS, dim=1)
+    alone = [summed(input_ids=document, labels=document) for document in documents]
+    total, count = sum(loss for loss, _ in alone), sum(number for _, number in alone)
+    assert vl.check_batch(batch, model).kinds == ("crossing_targets",)
+    assert summed(**batch)[1] == count + 2
+
+    batch["labels"][batch["position_ids"] == 0] = -100
+    assert vl.check_batch(batch, model).kinds == ()
+    assert summed(**batch) == (pytest.approx(total, rel=1e-6), count)

@@ -261,7 +261,7 @@ def test_the_report_reads_well_in_a_terminal() -> None:
     assert text.splitlines() == [
         "1 error, 0 warnings found in 1 row of 9 tokens, 3 documents; LlamaForCausalLM, attention sdpa",
         "error attention_mask: attention_mask is all ones; under such a mask no boundaries are looked for "
-        "(sdpa), so 2 documents see the ones before",
+        "(sdpa), so 2 documents see tokens of others",
         "  where: the document that begins at row 0, column 3, and 1 more",
         '  fix:   del batch["attention_mask"]',
     ]

@@ -50,7 +50,7 @@ class _Case:
         """Yield a finding if boundaries are lost: by default, all that there are."""
         lost = self.segments.needed if lost is None else lost
         if lost.any():
-            seen = f"{why}, so {many(int(lost.sum()), 'document sees', 'documents see')} the ones before"
+            seen = f"{why}, so {many(int(lost.sum()), 'document sees', 'documents see')} tokens of others"
             yield finding(kind, self.level, seen, fix, lost, "the document that begins at")
 
 

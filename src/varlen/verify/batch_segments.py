@@ -144,6 +144,8 @@ def _alone(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts: BoolAr
     """Return the positions that may be padding: nothing goes on from them, and they are no targets."""
     labels = given.by_token("labels")
     without_target = np.ones(starts.shape, dtype=bool) if labels is None else labels == -100
+    if given.segment_ids is not None:
+        return np.zeros_like(starts)  # a PackedBatch says what is padding
     if "position_ids" in starts_by:
         return without_target & _single(starts_by["position_ids"])
     if not starts_by:
