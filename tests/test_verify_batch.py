@@ -312,7 +312,7 @@ def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart() -
 
     def summed(**arguments: Any) -> tuple[float, int]:
         count = int((arguments["labels"][:, 1:] != -100).sum())
-        return float(model(**arguments).loss) * count, count
+        return model(**arguments).loss.item() * count, count
 
     documents = batch["input_ids"].split(LENGTHS, dim=1)
     alone = [summed(input_ids=document, labels=document) for document in documents]

@@ -232,6 +232,26 @@ def test_what_cannot_be_read_is_an_error_in_one_sentence(batch: Any, words: str)
     assert "\n" not in str(caught.value)
 
 
+def test_an_attention_that_varlen_does_not_know_is_an_error_for_our_batches_and_a_doubt_for_others() -> None:
+    model = tiny("llama", "sdpa")
+    model.config._attn_implementation_internal = "paged|sdpa"
+
+    report = vl.check_batch(packed(), model)
+    assert [(finding.kind, finding.level) for finding in report] == [("model_family", "error")]
+    with pytest.raises(ModelError, match="varlen knows"):
+        hf.model_inputs(packed(), model)
+    other = vl.check_batch(good(attention_mask=row(*[1] * 8, 0), **FLASH_LESS), model)
+    assert {finding.level for finding in other if finding.kind == "attention_mask"} == {"warning"}
+
+
+def test_the_line_that_turns_a_cache_off_is_for_who_turned_it_on() -> None:
+    model = tiny("llama", "sdpa")
+    model.config.use_cache = True
+
+    assert "model.config.use_cache = False" in vl.check_batch(good(use_cache=None), model).findings[0].fix
+    assert 'batch["use_cache"] = False' in vl.check_batch(good(use_cache=True), model).findings[0].fix
+
+
 def test_what_is_no_model_is_an_error() -> None:
     with pytest.raises(ModelError, match="no transformers config"):
         vl.check_batch(good(), torch.nn.Linear(2, 2))

@@ -67,6 +67,10 @@ def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
         yield _refused(given, segments, facts)
         return
     if given.packed is not None:
+        if facts is not None and facts.detector == "unknown":
+            what = f'varlen doesn\'t know the attention "{facts.attention}", so model_inputs refuses it'
+            fix = 'model.set_attn_implementation("sdpa")'
+            yield finding("model_family", "error", what, fix, place="the model")
         return
     yielded: set[Kind] = set()
     for detector, level in _detectors(given, facts):
@@ -124,7 +128,9 @@ def _by_mask(case: _Case) -> Iterator[Finding]:
         )
         said = "a cache is given" if given.has_cache else said
         why = f"{said}, and with a cache no boundaries are looked for in position_ids ({case.who})"
-        yield from case.lost("use_cache", why, 'batch["use_cache"] = False')
+        fix = "model.config.use_cache = False  # transformers' Trainer does it by itself"
+        absent = given.use_cache is None and not given.has_cache
+        yield from case.lost("use_cache", why, fix if absent else 'batch["use_cache"] = False')
     if facts is not None and not facts.reads_positions:
         in_the_way = True
         why = f"{facts.name} never looks at position_ids when it builds its {facts.attention} mask"
@@ -187,7 +193,7 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
             yield from _mrope(case)
         return
     told, first = breaks(positions, 1), positions == positions.min()
-    packed = bool((~told[:, 1:]).sum() < told[:, 1:].size)
+    packed = bool(told[:, 1:].any())
     kept = first if packed else np.zeros_like(first)
     why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
     yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~told)

@@ -73,8 +73,8 @@ class GivenBatch:
         if name == "position_ids":
             if array.ndim == 3:
                 array = array[0]
-            if array.ndim == 1 or (array.ndim == 2 and len(array) == 1):
-                array = np.broadcast_to(array.reshape(1, -1), (self.rows, array.size))
+            if array.ndim == 2 and len(array) == 1:
+                array = np.broadcast_to(array, (self.rows, array.size))
         return array if array.shape == self.input_ids.shape else None
 
 
