@@ -323,3 +323,14 @@ def test_a_crossing_target_changes_the_loss_of_documents_that_are_kept_apart() -
     batch["labels"][batch["position_ids"] == 0] = -100
     assert vl.check_batch(batch, model).kinds == ()
     assert summed(**batch) == (pytest.approx(total, rel=1e-6), count)
+
+
+def test_a_segment_that_runs_from_one_row_into_the_next_leaks(flash: None) -> None:
+    model, batch = model_with(FLASH), batch_of("none", False, 2, "restart", "all four")
+    ends = batch["cu_seq_lens_q"]
+    joined = ends[ends != sum(LENGTHS)]
+    batch |= {"cu_seq_lens_q": joined, "cu_seq_lens_k": joined, "max_length_q": 7, "max_length_k": 7}
+
+    report = vl.check_batch(batch, model)
+    assert [(found.kind, found.row, found.column) for found in report] == [("boundaries_disagree", 1, 0)]
+    assert leaks(model, batch, owners("none", "restart"))

@@ -132,11 +132,22 @@ def test_nothing_is_found_in_one_document_a_row() -> None:
     labels = ids.masked_fill(mask == 0, -100)
     running = torch.arange(4).expand(2, 4)
     counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    zeros = {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": running * mask,
+        "attention_mask": mask * 0 + 1,
+    }
     left = {"input_ids": ids.flip(1), "attention_mask": mask.flip(1), "labels": labels.flip(1)}
     left_positions = (left["attention_mask"].cumsum(-1) - 1).masked_fill(left["attention_mask"] == 0, 1)
     plain = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     batches = [plain, plain | {"position_ids": running}, plain | {"position_ids": counted}, left]
-    batches += [left | {"position_ids": left_positions}, plain | {"use_cache": True}, {"input_ids": ids}]
+    batches += [
+        zeros,
+        left | {"position_ids": left_positions},
+        plain | {"use_cache": True},
+        {"input_ids": ids},
+    ]
     batches += [{"input_ids": ids.tolist()}, BatchEncoding(plain), {"input_ids": ids.numpy(), "labels": None}]
 
     for attention in ("eager", "sdpa"):

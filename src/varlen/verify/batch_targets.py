@@ -37,8 +37,7 @@ def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | N
 def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
     targets = labels != IGNORE_INDEX
     if name == "labels":
-        crossing = segments.follows & targets
-        crossing[:, 0] = False  # the model shifts labels: a row's first is nobody's target
+        crossing = segments.follows & targets  # a row's first label is nobody's target, and follows nothing
         fix = 'batch["labels"][batch["position_ids"] == 0] = -100'
         what, place = "the first label of {} isn't -100", "the label at"
     else:
