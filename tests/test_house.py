@@ -51,6 +51,7 @@ PUBLIC_NAMES = [
     "Score",
     "VarlenError",
     "WindowPacker",
+    "check_batch",
     "collate",
     "lower_bound",
     "merge_states",

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from varlen.pack.window import WindowPacker
     from varlen.source.mixture import Mixture
     from varlen.types import Ledger, Packing
+    from varlen.verify.batch_checks import check_batch
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "Score": "varlen.pack.score",
     "VarlenError": "varlen.errors",
     "WindowPacker": "varlen.pack.window",
+    "check_batch": "varlen.verify.batch_checks",
     "collate": "varlen.batch.collate",
     "lower_bound": "varlen.pack.bound",
     "merge_states": "varlen.feed.state",
@@ -59,6 +61,7 @@ __all__ = [
     "Score",
     "VarlenError",
     "WindowPacker",
+    "check_batch",
     "collate",
     "lower_bound",
     "merge_states",

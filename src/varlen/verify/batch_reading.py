@@ -1,0 +1,209 @@
+"""GivenBatch: any mapping or PackedBatch read into arrays in host memory, before anything is judged.
+
+Tensors of one device are copied in one transfer, so that a batch on a GPU makes the host wait once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.batch.packed import PackedBatch
+from varlen.errors import DocumentsError
+
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+BY_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
+LONGEST = ("max_length_q", "max_length_k")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenBatch:
+    """A batch as it was given: arrays by the name under which a transformers model takes them."""
+
+    arrays: Mapping[str, IntArray]
+    """What was given of `BY_TOKEN` and `BOUNDARIES`, as int64 in any shape; finished masks are left out."""
+    dtypes: Mapping[str, str]
+    """The dtype that each of the arrays had."""
+    longest: Mapping[str, int] = field(default_factory=dict)
+    """What was given of `LONGEST`."""
+    finished_mask: Any = None
+    """A 4-D attention mask, a `BlockMask`, or one of them for each kind of layer: models pass it on unread."""
+    use_cache: bool | None = None
+    """None where it wasn't given."""
+    has_cache: bool = False
+    """Whether a cache itself was given (`past_key_values`)."""
+    segment_ids: IntArray | None = None
+    """`[rows, width]`, -1 at padding; of a PackedBatch alone."""
+    packed: PackedBatch | None = None
+    """The batch itself, where it is a PackedBatch: `model_inputs` will make its arguments."""
+
+    @property
+    def input_ids(self) -> IntArray:
+        """`[rows, width]`."""
+        return self.arrays["input_ids"]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row, padding counted."""
+        return int(self.input_ids.shape[1])
+
+    def by_token(self, name: str) -> IntArray | None:
+        """Return an array shaped like `input_ids`, or None where it wasn't given or has another shape.
+
+        One row of positions stands for all rows. Of M-RoPE positions, text positions are returned.
+
+        Args:
+            name: of `BY_TOKEN`.
+        """
+        array = self.arrays.get(name)
+        if array is None:
+            return None
+        if name == "position_ids":
+            if array.ndim == 3:
+                array = array[0]
+            if array.ndim == 2 and len(array) == 1:
+                array = np.broadcast_to(array, (self.rows, array.size))
+        return array if array.shape == self.input_ids.shape else None
+
+
+def read(batch: Any) -> GivenBatch:
+    """Read a batch into host memory.
+
+    Args:
+        batch: a PackedBatch, or a mapping of arrays, tensors, lists and numbers.
+
+    Raises:
+        DocumentsError: neither, no `input_ids`, or something that isn't a rectangle of numbers.
+    """
+    if isinstance(batch, PackedBatch):
+        return _read_packed(batch)
+    if not isinstance(batch, Mapping):
+        raise DocumentsError(
+            "check_batch takes a PackedBatch or a mapping such as a collator returns, and was given "
+            f"{type(batch).__name__}"
+        )
+    if batch.get("input_ids") is None:
+        named = ", ".join(map(str, batch)) or "nothing"
+        raise DocumentsError(f'the batch has no "input_ids" (it has {named}), so there is nothing to check')
+    given = {name: batch[name] for name in (*BY_TOKEN, *BOUNDARIES) if batch.get(name) is not None}
+    mask = given.get("attention_mask")
+    finished = mask if mask is not None and _is_finished(mask) else None
+    if finished is not None:
+        del given["attention_mask"]
+    numbers = {name: batch[name] for name in LONGEST if batch.get(name) is not None}
+    arrays, dtypes = _on_host(given | numbers)
+    longest = {name: _number(name, arrays.pop(name)) for name in numbers}
+    _check_rectangle(arrays["input_ids"])
+    use_cache = batch.get("use_cache")
+    return GivenBatch(
+        arrays=arrays,
+        dtypes=dtypes,
+        longest=longest,
+        finished_mask=finished,
+        use_cache=None if use_cache is None else bool(use_cache),
+        has_cache=batch.get("past_key_values") is not None,
+    )
+
+
+def _read_packed(batch: PackedBatch) -> GivenBatch:
+    slots = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    fields = {
+        "input_ids": batch.input_ids,
+        "labels": batch.labels,
+        "shift_labels": batch.shift_labels,
+        "position_ids": batch.position_ids,
+        "cu_seq_lens_q": slots,
+        "segment_ids": batch.segment_ids,
+    }
+    arrays, dtypes = _on_host({name: value for name, value in fields.items() if value is not None})
+    segment_ids = arrays.pop("segment_ids")
+    _check_rectangle(arrays["input_ids"])
+    return GivenBatch(
+        arrays=arrays,
+        dtypes=dtypes,
+        use_cache=False,
+        segment_ids=segment_ids if segment_ids.shape == arrays["input_ids"].shape else None,
+        packed=batch,
+    )
+
+
+def _check_rectangle(ids: IntArray) -> None:
+    if ids.ndim != 2:
+        raise DocumentsError(
+            f"input_ids must be [rows, width], and has the shape {list(ids.shape)}; a single row is "
+            "input_ids[None]"
+        )
+
+
+def _is_finished(mask: Any) -> bool:
+    """Return whether models take this mask as it is: 4-D, a `BlockMask`, or one for each kind of layer."""
+    return isinstance(mask, Mapping) or len(getattr(mask, "shape", ())) == 4
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "device")
+
+
+def _on_host(given: Mapping[str, Any]) -> tuple[dict[str, IntArray], dict[str, str]]:
+    """Return everything as int64 arrays, with the dtypes they had; one transfer for each device."""
+    arrays, dtypes = {}, {}
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        if _is_tensor(value):
+            dtypes[name] = str(value.dtype).removeprefix("torch.")
+            tensors.setdefault(str(value.device), {})[name] = value.detach()
+        else:
+            arrays[name], dtypes[name] = _from_numbers(name, value)
+    for device, of_device in tensors.items():
+        arrays |= _host_tensors(of_device) if device == "cpu" else _in_one_transfer(of_device)
+    return arrays, dtypes
+
+
+def _from_numbers(name: str, value: Any) -> tuple[IntArray, str]:
+    """Return an array, list or number as int64, with its dtype."""
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise ValueError
+        with np.errstate(invalid="ignore"):
+            return array.astype(np.int64), str(array.dtype)
+    except (ValueError, TypeError, RuntimeError):
+        raise DocumentsError(
+            f"{name} is no rectangle of numbers: {type(value).__name__} whose rows differ in length, or whose "
+            "entries aren't numbers; pad the rows, or flatten them into one"
+        ) from None
+
+
+def _host_tensors(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
+    return {name: tensor.long().numpy() for name, tensor in tensors.items()}
+
+
+def _in_one_transfer(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
+    """Copy all tensors of a device at once, so that the host waits for it once."""
+    import torch
+
+    flat: IntArray = torch.cat([tensor.reshape(-1).long() for tensor in tensors.values()]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
+    parts = np.split(flat, ends)
+    return {
+        name: part.reshape(tuple(tensor.shape))
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def _number(name: str, array: IntArray) -> int:
+    if array.size != 1:
+        raise DocumentsError(f"{name} must be one number, and has the shape {list(array.shape)}")
+    return int(array.reshape(-1)[0])
