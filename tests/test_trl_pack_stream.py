@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from datasets.distributed import split_dataset_by_node
 from numbered import numbered
 from trl.data_utils import pack_dataset as trl_pack_dataset
 
 from varlen.adapters.trl import pack_dataset
+from varlen.errors import DocumentsError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -124,3 +126,25 @@ def test_a_shuffled_stream_comes_in_another_order_each_epoch() -> None:
 
     assert first == again != second
     assert sorted(itertools.chain(*second)) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("features", [None, Features({"input_ids": [Value("int32")]})])
+def test_a_stream_of_python_rows_may_begin_with_an_empty_one(features: Features | None) -> None:
+    def rows() -> Any:
+        for size in range(6):
+            yield {"input_ids": list(range(size))}
+
+    packed = pack_dataset(IterableDataset.from_generator(rows, features=features), 5)
+
+    expected = {"input_ids": [0, 1, 2, 3, 0], "seq_lengths": [4, 1]}
+    assert list(packed) == [{"input_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, expected, *list(packed)[2:]]
+    assert [row["seq_lengths"] for row in packed] == [[5], [4, 1], [3, 2]]
+
+
+def test_a_stream_whose_rows_change_their_type_is_refused() -> None:
+    def rows() -> Any:
+        yield {"input_ids": [1]}
+        yield {"input_ids": ["a"]}
+
+    with pytest.raises(DocumentsError, match=r"have no one type.*make the stream with features"):
+        list(pack_dataset(IterableDataset.from_generator(rows), 4, map_kwargs={"batch_size": 1}))

@@ -115,7 +115,7 @@ def _check_types(schema: pa.Schema) -> None:
             f"keep the others with dataset.select_columns({kept})" if kept else "tokenize the data set first"
         )
         raise DocumentsError(
-            f"column {wrong[0]!r} holds {schema.field(wrong[0]).type}, not one list a row "
+            f"column {wrong[0]!r} holds {schema.field(wrong[0]).type}, not lists of any length "
             f"({len(wrong):,} of {len(schema):,} columns are no lists); {way}"
         )
     if SEQ_LENGTHS in schema.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Features, IterableDataset
+from datasets.features.features import cast_to_python_objects
 from datasets.iterable_dataset import _BaseExamplesIterable
 
 from varlen.adapters.trl.columns import SEQ_LENGTHS, lengths_of, listed, marked_schema, packed
 from varlen.adapters.trl.packing import METHODS, Strategy, say_what_was_lost
+from varlen.errors import DocumentsError
 from varlen.pack.lengths import as_count
 from varlen.pack.window import WindowPacker
 from varlen.types import IntArray, Packing
@@ -33,9 +36,12 @@ def packed_stream(
         SettingError: a window that can't be.
     """
     size = None if window in (None, -1) else as_count(window, "batch_size")
-    # `map` brings whatever the stream is made of into Arrow tables of `size` documents.
-    tables = dataset.with_format("arrow").map(_as_they_are, batched=True, batch_size=size)
-    rows: _BaseExamplesIterable = _PackedRows(tables._ex_iterable, capacity, strategy, size)
+    documents = dataset._ex_iterable
+    if (
+        documents.iter_arrow
+    ):  # `map` brings it into tables of `size` documents, in the types that the stream names
+        documents = dataset.with_format("arrow").map(_as_they_are, batched=True, batch_size=size)._ex_iterable
+    rows = _PackedRows(documents, capacity, strategy, size, dataset.features)
     info = dataset.info.copy()
     if info.features is not None and strategy != "wrapped":
         schema = marked_schema(info.features.arrow_schema)
@@ -65,11 +71,16 @@ class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
     """
 
     def __init__(
-        self, ex_iterable: _BaseExamplesIterable, capacity: int, strategy: Strategy, window: int | None
+        self,
+        ex_iterable: _BaseExamplesIterable,
+        capacity: int,
+        strategy: Strategy,
+        window: int | None,
+        features: Features | None,
     ) -> None:
         super().__init__()
         self.ex_iterable = ex_iterable
-        self._settings = (capacity, strategy, window)
+        self._settings = (capacity, strategy, window, features)
 
     @property
     def iter_arrow(self) -> Any:
@@ -124,7 +135,11 @@ class _PackedRows(_BaseExamplesIterable):  # type: ignore[misc]
 
 
 def _rows_of(
-    documents: _BaseExamplesIterable, capacity: int, strategy: Strategy, window: int | None
+    documents: _BaseExamplesIterable,
+    capacity: int,
+    strategy: Strategy,
+    window: int | None,
+    features: Features | None,
 ) -> Iterator[pa.Table]:
     """Tables of packed rows, one a window, and what is left at the end."""
     method, overlong = METHODS[strategy]
@@ -136,7 +151,7 @@ def _rows_of(
     )
     kept = _Kept(marked=strategy != "wrapped")
     documents._init_state_dict()  # from the first document on, whatever was read before
-    for _, table in documents.iter_arrow():
+    for table in _tables_of(documents, window, features):
         lengths = kept.take_in(table)
         held = np.minimum(lengths, capacity) if overlong == "truncate" else lengths
         ready = packer.add(lengths)
@@ -147,6 +162,47 @@ def _rows_of(
     if last.num_packs:
         yield kept.hand_out(last)
     say_what_was_lost(packer.ledger, capacity)
+
+
+def _tables_of(
+    documents: _BaseExamplesIterable, window: int | None, features: Features | None
+) -> Iterator[pa.Table]:
+    """Tables of documents, all of one type.
+
+    Raises:
+        DocumentsError: rows of several types.
+    """
+    schema: pa.Schema | None = None
+    try:
+        for table in (
+            (table for _, table in documents.iter_arrow())
+            if documents.iter_arrow
+            else _tables_of_rows(documents, window, features)
+        ):
+            schema = schema or table.schema.remove_metadata()
+            yield table.cast(schema)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DocumentsError(
+            f"the rows of this stream have no one type ({' '.join(str(error).split())}); make the stream with "
+            "features=..., which name the type of each column"
+        ) from None
+
+
+def _tables_of_rows(
+    documents: _BaseExamplesIterable, window: int | None, features: Features | None
+) -> Iterator[pa.Table]:
+    """Tables of documents that come as Python rows, a window at a time.
+
+    datasets would make a table of every row, and an empty list tells no type.
+    """
+    rows = (row for _, row in documents)
+    while part := list(itertools.islice(rows, window)):
+        names = features or part[0]
+        columns = {name: [row.get(name) for row in part] for name in names}
+        if features:
+            yield pa.Table.from_pydict(features.encode_batch(columns), schema=features.arrow_schema)
+        else:
+            yield pa.Table.from_pydict(cast_to_python_objects(columns))
 
 
 class _Kept:
