@@ -14,7 +14,9 @@ from datasets.distributed import split_dataset_by_node
 from numbered import numbered
 from trl.data_utils import pack_dataset as trl_pack_dataset
 
+import varlen as vl
 from varlen.adapters.trl import pack_dataset
+from varlen.adapters.trl.streaming import _Kept
 from varlen.errors import DocumentsError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
@@ -148,3 +150,16 @@ def test_a_stream_whose_rows_change_their_type_is_refused() -> None:
 
     with pytest.raises(DocumentsError, match=r"have no one type.*make the stream with features"):
         list(pack_dataset(IterableDataset.from_generator(rows), 4, map_kwargs={"batch_size": 1}))
+
+
+def test_documents_are_let_go_once_they_are_handed_out() -> None:
+    kept = _Kept(marked=True)
+    lengths = kept.take_in(numbered([5, 2, 6, 3, 0]).data.table)
+    kept.note(lengths)
+    packer = vl.WindowPacker(capacity=8, window=4, method="best_fit_decreasing", max_age=0)
+
+    first = packer.add([5, 2, 6, 3])
+    kept.hand_out(first)
+
+    assert first.num_pieces == 4
+    assert sum(batch.num_rows for batch in kept._batches) == 0
