@@ -1,0 +1,218 @@
+"""TRL's `pack_dataset`, with its arguments and outputs, planned over the whole set by varlen's packer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from varlen.adapters.trl.columns import SEQ_LENGTHS, Rows, lengths_of, listed, marked_schema, packed
+from varlen.errors import DocumentsError, MissingExtraError, SettingError
+from varlen.pack.api import as_choice, pack
+from varlen.pack.lengths import as_count
+from varlen.types import IntArray, Ledger, Method, Overlong
+
+_log = logging.getLogger(__name__)
+
+Strategy = Literal["bfd", "bfd_split", "bfd-requeue", "wrapped"]
+METHODS: dict[Strategy, tuple[Method, Overlong]] = {
+    "bfd": ("best_fit_decreasing", "truncate"),
+    "bfd_split": ("best_fit_decreasing", "split"),
+    "bfd-requeue": ("best_fit_decreasing", "split"),
+    "wrapped": ("wrapped", "split"),
+}
+"""varlen's method and policy for each of TRL's strategies."""
+_MAP_SETTINGS = (
+    "num_proc",
+    "batch_size",
+    "writer_batch_size",
+    "keep_in_memory",
+    "load_from_cache_file",
+    "cache_file_name",
+    "cache_file_names",
+    "new_fingerprint",
+    "suffix_template",
+    "disable_nullable",
+    "desc",
+)
+_TOKENS_AT_A_TIME = 2**22
+"""Tokens written at a time: 32 MB of int64, whatever the set's size."""
+
+
+def pack_dataset(
+    dataset: Any, seq_length: int, strategy: Strategy = "bfd", map_kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Pack the rows of a data set into rows of up to `seq_length` tokens.
+
+    The rows of a Dataset are planned over all of it, from its lengths alone, so they depend on neither `num_proc`
+    nor `batch_size`; those of the sets in a DatasetDict set by set. They are TRL's, in its order, where TRL sees
+    the whole set as one batch. An IterableDataset is packed by windows of `batch_size` documents, and what doesn't
+    fill a row waits for the next window.
+
+    Args:
+        dataset: a Dataset, an IterableDataset, or a dictionary of either, every column with one list a row.
+        seq_length: most tokens of a row.
+        strategy: "bfd" cuts longer documents off and logs how many tokens that lost; "bfd_split" (once
+            "bfd-requeue") splits them; "wrapped" lays documents end to end and cuts anywhere.
+        map_kwargs: how rows are written, as for `Dataset.map`: num_proc, keep_in_memory, load_from_cache_file,
+            cache_file_name(s), writer_batch_size, new_fingerprint, desc and the like; `batch_size` for streams.
+
+    Returns:
+        What was given, packed: its columns in their types and format, and `seq_lengths`, the lengths of each row's
+        documents, but for "wrapped", whose rows carry no boundaries.
+
+    Raises:
+        DocumentsError: no data set, or columns that hold no lists or lists of different lengths.
+        SettingError: a setting out of range, or one that `map` would take but packing can't.
+        MissingExtraError: the library `datasets` isn't installed.
+
+    >>> from datasets import Dataset
+    >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]})
+    >>> pack_dataset(rows, seq_length=4, strategy="bfd_split")[:]
+    {'input_ids': [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11]], 'seq_lengths': [[4], [3, 1], [2, 1]]}
+    """
+    as_choice(strategy, "strategy", get_args(Strategy))
+    capacity = as_count(seq_length, "seq_length")
+    settings = dict(map_kwargs or {})
+    try:
+        from datasets import Dataset, IterableDataset
+    except ImportError:
+        raise MissingExtraError("pack_dataset packs data sets of datasets: `pip install datasets`") from None
+    if strategy == "bfd-requeue":
+        warnings.warn('"bfd-requeue" is now called "bfd_split"', FutureWarning, stacklevel=2)
+    if isinstance(dataset, dict):
+        files = settings.pop("cache_file_names", None) or {}
+        return type(dataset)(
+            {
+                name: _packed_set(part, capacity, strategy, _named(settings, files.get(name)))
+                for name, part in dataset.items()
+            }
+        )
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise DocumentsError(
+            f"a Dataset, an IterableDataset or a dictionary of either can be packed, got {type(dataset).__name__}; "
+            "make one with datasets.Dataset.from_dict, or pack lists with vl.pack"
+        )
+    return _packed_set(dataset, capacity, strategy, settings)
+
+
+def _named(settings: dict[str, Any], file: str | None) -> dict[str, Any]:
+    """Settings of one set of several: each has a file of its own."""
+    return settings if file is None else {**settings, "cache_file_name": file}
+
+
+def _packed_set(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> Any:
+    """One set packed, stored or streamed.
+
+    Raises:
+        SettingError: settings that packing can't follow.
+    """
+    from datasets import Dataset
+
+    known = _MAP_SETTINGS if isinstance(dataset, Dataset) else ("batch_size",)
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise SettingError(
+            f"map_kwargs[{unknown[0]!r}] says nothing about packing a {type(dataset).__name__} ({len(unknown):,} of "
+            f"{len(settings):,} settings don't); it may hold {', '.join(known)}"
+        )
+    if isinstance(dataset, Dataset):
+        return _packed_dataset(dataset, capacity, strategy, settings)
+    from varlen.adapters.trl.streaming import packed_stream
+
+    return packed_stream(dataset, capacity, strategy, settings.get("batch_size", 1000))
+
+
+def _packed_dataset(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> Any:
+    """A stored set packed, in its format."""
+    from datasets import Dataset, DatasetInfo, Features
+
+    method, overlong = METHODS[strategy]
+    batches, schema, places = _stored(dataset)
+    plan = pack(lengths_of(batches, schema)[places], capacity, method, overlong)
+    say_what_was_lost(plan.ledger, capacity)
+    marked = strategy != "wrapped"
+    features = dict(dataset.features)
+    if marked:
+        features[SEQ_LENGTHS] = Features.from_arrow_schema(marked_schema(schema))[SEQ_LENGTHS]
+    info = DatasetInfo(description=dataset.info.description, features=None)
+    numbers = Dataset.from_dict({"row": np.arange(plan.num_packs)}, info=info, split=dataset.split)
+    if plan.num_packs:
+        function = functools.partial(_written, dataset=dataset, rows=listed(plan), marked=marked)
+        made = numbers.with_format("arrow").map(
+            function,
+            batched=True,
+            features=Features(features),
+            **{
+                **_where(dataset, capacity, strategy, settings),
+                "batch_size": max(_TOKENS_AT_A_TIME // capacity, 1),
+            },
+        )
+    else:
+        nothing = Features(features).arrow_schema.empty_table()
+        made = Dataset(nothing, info=DatasetInfo(description=info.description), split=dataset.split)
+    shown = dict(dataset.format)
+    shown.update(shown.pop("format_kwargs", {}))
+    if marked:
+        shown["columns"] = [*shown["columns"], SEQ_LENGTHS]
+    return made.with_format(**shown)
+
+
+def _stored(dataset: Any) -> tuple[list[pa.RecordBatch], pa.Schema, IntArray]:
+    """The columns of a set where they lie, their names and types, and which row of them each row of the set is."""
+    indices = getattr(dataset, "_indices", None)  # of a set that was shuffled, sorted or selected from
+    places = (
+        np.arange(len(dataset))
+        if indices is None
+        else indices.column(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    )
+    table = dataset.data
+    return table.to_batches(), table.schema.remove_metadata(), places
+
+
+def _written(numbers: pa.Table, *, dataset: Any, rows: Rows, marked: bool) -> pa.Table:
+    """Some rows of the packed set, by number."""
+    wanted = numbers["row"].to_numpy()
+    batches, schema, places = _stored(dataset)
+    return packed(batches, places, rows.part(wanted[0], wanted[-1] + 1), schema, marked=marked)
+
+
+def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, Any]) -> dict[str, Any]:
+    """How `map` writes rows: beside the set's own files, under a name that says what was done to it."""
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    from varlen import __version__
+
+    name = METHODS[strategy]
+    made_of = (getattr(dataset, "_fingerprint", None), "pack_dataset", capacity, name, __version__)
+    chosen = {"desc": "Packing", "new_fingerprint": Hasher.hash(made_of), **settings}
+    if dataset.cache_files and datasets.is_caching_enabled() and not chosen.get("keep_in_memory"):
+        folder = os.path.dirname(dataset.cache_files[0]["filename"])  # noqa: PTH120
+        chosen.setdefault("cache_file_name", f"{folder}/cache-{chosen['new_fingerprint']}.arrow")
+    return chosen
+
+
+def say_what_was_lost(ledger: Ledger, capacity: int) -> None:
+    """Log the tokens that were cut off, if any were.
+
+    Args:
+        ledger: of a finished packing.
+        capacity: most tokens of a row.
+    """
+    if ledger.truncated:
+        _log.warning(
+            "%s of %s tokens (%.2f %%) were cut off the ends of %s documents longer than %s tokens and will not be "
+            'trained on; strategy="bfd_split" keeps them, and so does a larger seq_length',
+            f"{ledger.truncated:,}",
+            f"{ledger.tokens_in:,}",
+            100 * ledger.truncated / ledger.tokens_in,
+            f"{ledger.truncated_documents:,}",
+            f"{capacity:,}",
+        )

@@ -1,0 +1,317 @@
+"""Planning kernels over flat arrays, compiled by numba; `reference.py` says in plain Python what each must return.
+
+The subsets of a state, and the items of a part, stand in linked lists: merging and moving then cost what is
+changed and not what is there. A state with fewer subsets than parts keeps no empty ones, so that 10^5 items in
+10^3 parts take memory for 10^5 subsets and not for 10^8.
+"""
+
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Weights = NDArray[Any]
+
+
+_HEAD, _TAIL, _COUNT, _BEFORE, _AFTER = range(5)
+"""Columns of `subsets`, int32 `[num_items, 5]`: first and last item, items, the subsets on either side."""
+
+
+@compiled
+def _is_above(totals: Weights, subsets: Int32, one: int, other: int) -> bool:
+    """Whether a subset stands before another: heavier, then of more items, then by its first item."""
+    if totals[one] != totals[other]:
+        return totals[one] > totals[other]
+    if subsets[one, _COUNT] != subsets[other, _COUNT]:
+        return subsets[one, _COUNT] > subsets[other, _COUNT]
+    return subsets[one, _HEAD] > subsets[other, _HEAD]
+
+
+@compiled
+def _key(
+    totals: Weights, subsets: Int32, ends: Int32, sizes: Int32, state: int, num_parts: int
+) -> tuple[Any, Any, int, int, int]:
+    """What a heap compares: the largest difference first, then the heaviest subset; and the state."""
+    first = ends[state, 0]
+    spread = totals[first]
+    if sizes[state] == num_parts:
+        spread -= totals[ends[state, 1]]
+    count, head = subsets[first, _COUNT], subsets[first, _HEAD]
+    return (-spread, -totals[first], -np.int64(count), -np.int64(head), np.int64(state))
+
+
+@compiled
+def _join(
+    one: int,
+    other: int,
+    swapped: bool,
+    shared: int,
+    totals: Weights,
+    subsets: Int32,
+    following: Int32,
+    fresh: Int32,
+) -> int:
+    """Join subsets of one state, from the lightest up, with those of another, from here down.
+
+    Args:
+        one: the lightest subset of the state that stays.
+        other: the first subset of the state that goes which isn't left alone.
+        swapped: the items of the state that goes come first.
+        shared: how many are joined.
+        totals: weight of each subset, changed.
+        subsets: as above, changed.
+        following: int32 `[num_items]`: the next item of a subset, written.
+        fresh: int32 `[num_parts]`, written: the joined subsets, heavy ones first.
+
+    Returns:
+        The lightest subset that is as it was, or -1.
+    """
+    for joined in range(shared):
+        next_one, next_other = subsets[one, _BEFORE], subsets[other, _AFTER]
+        first, second = (other, one) if swapped else (one, other)
+        following[subsets[first, _TAIL]] = subsets[second, _HEAD]
+        head, tail = subsets[first, _HEAD], subsets[second, _TAIL]
+        subsets[one, _HEAD], subsets[one, _TAIL] = head, tail
+        subsets[one, _COUNT] += subsets[other, _COUNT]
+        totals[one] += totals[other]
+        place = joined
+        while place > 0 and _is_above(totals, subsets, one, fresh[place - 1]):
+            fresh[place] = fresh[place - 1]
+            place -= 1
+        fresh[place] = one
+        one, other = next_one, next_other
+    return one
+
+
+@compiled
+def _place(
+    ends: Int32, fresh: Int32, num_fresh: int, alone: int, num_alone: int, totals: Weights, subsets: Int32
+) -> None:
+    """Put subsets where they belong in the list of a state.
+
+    Args:
+        ends: int32 `[2]`: first and last subset of the list, changed; both -1 where it is empty.
+        fresh: int32 `[any]`: subsets to place, heavy ones first.
+        num_fresh: how many of them.
+        alone: the first of others, linked and from heavy to light.
+        num_alone: how many of those.
+        totals: weight of each subset.
+        subsets: as above, changed.
+    """
+    behind, place, turn = -1, ends[0], 0
+    while turn < num_fresh or num_alone > 0:
+        if num_alone == 0 or (turn < num_fresh and _is_above(totals, subsets, fresh[turn], alone)):
+            new = fresh[turn]
+            turn += 1
+        else:
+            new = alone
+            alone = subsets[alone, _AFTER]
+            num_alone -= 1
+        if ends[1] >= 0 and _is_above(totals, subsets, ends[1], new):
+            behind, place = ends[1], -1
+        while place >= 0 and _is_above(totals, subsets, place, new):
+            behind = place
+            place = subsets[place, _AFTER]
+        subsets[new, _BEFORE], subsets[new, _AFTER] = behind, place
+        if behind >= 0:
+            subsets[behind, _AFTER] = new
+        else:
+            ends[0] = new
+        if place >= 0:
+            subsets[place, _BEFORE] = new
+        else:
+            ends[1] = new
+        behind = new
+
+
+@compiled
+def karmarkar_karp(weights: Weights, num_parts: int, is_equal: bool, part_of: Int32) -> None:
+    """Divide items by the largest differencing method.
+
+    A subset has the number of an item: it begins as that item alone. Those of a state are linked from heavy to
+    light, and the smaller of two states is merged into the larger.
+    """
+    n = weights.size
+    rising = np.argsort(weights, kind="mergesort")
+    totals = weights.copy()
+    following = np.full(n, -1, np.int32)
+    subsets = np.full((n, 5), -1, np.int32)
+    size = num_parts if is_equal else 1
+    num_states = n // size
+    ends, sizes = np.empty((num_states, 2), np.int32), np.full(num_states, size, np.int32)
+    for place in range(n):
+        item = rising[place]
+        subsets[item, _HEAD], subsets[item, _TAIL], subsets[item, _COUNT] = item, item, 1
+        if place % size:
+            subsets[item, _AFTER], subsets[rising[place - 1], _BEFORE] = rising[place - 1], item
+    for state in range(num_states):
+        ends[state, 0], ends[state, 1] = rising[(state + 1) * size - 1], rising[state * size]
+    heap = [_key(totals, subsets, ends, sizes, state, num_parts) for state in range(num_states)]
+    heapify(heap)
+    fresh = np.empty(num_parts, np.int32)
+    while len(heap) > 1:
+        one, other = heappop(heap)[4], heappop(heap)[4]
+        base, added = (one, other) if sizes[one] >= sizes[other] else (other, one)
+        shared = max(sizes[base] + sizes[added] - num_parts, 0)
+        num_alone = sizes[added] - shared
+        alone = ends[added, 0]
+        late = alone
+        for _ in range(num_alone):
+            late = subsets[late, _AFTER]
+        last = _join(ends[base, 1], late, base != one, shared, totals, subsets, following, fresh)
+        ends[base, 1] = last
+        if last >= 0:
+            subsets[last, _AFTER] = -1
+        else:
+            ends[base, 0] = -1
+        _place(ends[base], fresh, shared, alone, num_alone, totals, subsets)
+        sizes[base] += num_alone
+        heappush(heap, _key(totals, subsets, ends, sizes, base, num_parts))
+    state = heap[0][4]
+    subset = ends[state, 0]
+    for part in range(sizes[state]):
+        item = subsets[subset, _HEAD]
+        while item >= 0:
+            part_of[item] = part
+            item = following[item]
+        subset = subsets[subset, _AFTER]
+
+
+@compiled
+def greedy(order: Int32, weights: Weights, num_parts: int, is_equal: bool, part_of: Int32) -> None:
+    """Give each item, in the order given, to the lightest part; to the lightest of the smallest for equal sizes."""
+    zero = weights[0] - weights[0]
+    loads = [(np.int64(0), zero, np.int64(part)) for part in range(num_parts)]
+    more = np.int64(1) if is_equal else np.int64(0)
+    for turn in range(order.size):
+        item = order[turn]
+        count, load, part = heappop(loads)
+        part_of[item] = part
+        heappush(loads, (count + more, load + weights[item], part))
+
+
+@compiled
+def _settle(by_load: Int32, loads: Weights, place: int) -> None:
+    """Move one part to where it belongs among the others, by rising load."""
+    part = by_load[place]
+    while place > 0:
+        other = by_load[place - 1]
+        if loads[other] < loads[part] or (loads[other] == loads[part] and other < part):
+            break
+        by_load[place] = other
+        place -= 1
+    while place + 1 < by_load.size:
+        other = by_load[place + 1]
+        if loads[part] < loads[other] or (loads[part] == loads[other] and part < other):
+            break
+        by_load[place] = other
+        place += 1
+    by_load[place] = part
+
+
+@compiled
+def _exchange(weights: Weights, following: Int32, heavy: int, light: int, gap: Any, is_equal: bool) -> Any:
+    """The item to give and the one to take for it, -1 for none, that bring two parts closest; -1 if none do.
+
+    Both lists are walked once: what must be taken for a lighter item is lighter itself.
+    """
+    best, found, other = gap, -1, -1
+    above, below = -2, light  # the lightest item that is too heavy to even out, and the first that isn't
+    given = heavy
+    while given >= 0:
+        while below >= 0 and 2 * (weights[given] - weights[below]) < gap:
+            if above < 0 or weights[below] != weights[above]:
+                above = below
+            below = following[below]
+        for turn in range(3):
+            taken = above if turn == 0 else below if turn == 1 else -1
+            if taken == -2 or (taken < 0 and is_equal):
+                continue
+            moved = weights[given]
+            if taken >= 0:
+                moved -= weights[taken]
+            distance = abs(2 * moved - gap)
+            if distance < best:
+                best, found, other = distance, given, taken
+        given = following[given]
+    return found, other
+
+
+@compiled
+def _hand_over(item: int, source: int, target: int, heads: Int32, following: Int32, rank: Int32) -> None:
+    """Move an item from the list of one part to that of another, both in order of rank."""
+    if heads[source] == item:
+        heads[source] = following[item]
+    else:
+        place = heads[source]
+        while following[place] != item:
+            place = following[place]
+        following[place] = following[item]
+    if heads[target] < 0 or rank[heads[target]] > rank[item]:
+        following[item] = heads[target]
+        heads[target] = item
+        return
+    place = heads[target]
+    while following[place] >= 0 and rank[following[place]] < rank[item]:
+        place = following[place]
+    following[item] = following[place]
+    following[place] = item
+
+
+@compiled
+def improve(
+    order: Int32, weights: Weights, num_parts: int, is_equal: bool, steps: int, part_of: Int32
+) -> int:
+    """Lighten the heaviest part as long as that goes by one item given away, or swapped for another."""
+    n = order.size
+    rank, following = np.empty(n, np.int32), np.empty(n, np.int32)
+    heads, counts = np.full(num_parts, -1, np.int32), np.zeros(num_parts, np.int32)
+    loads = np.zeros(num_parts, weights.dtype)
+    for turn in range(n - 1, -1, -1):
+        item = order[turn]
+        part = part_of[item]
+        rank[item], following[item] = turn, heads[part]
+        heads[part] = item
+        counts[part] += 1
+        loads[part] += weights[item]
+    by_load = np.arange(num_parts).astype(np.int32)
+    for part in range(num_parts):
+        _settle(by_load[: part + 1], loads, part)
+    while True:
+        heavy = by_load[num_parts - 1]
+        given, taken, chosen = -1, -1, 0
+        while given < 0:
+            light = by_load[chosen]
+            gap = loads[heavy] - loads[light]
+            cost = counts[heavy] + counts[light] + 1
+            if gap <= 0 or cost > steps:
+                return steps
+            steps -= cost
+            given, taken = _exchange(weights, following, heads[heavy], heads[light], gap, is_equal)
+            chosen += 1
+        _hand_over(given, heavy, light, heads, following, rank)
+        loads[heavy] -= weights[given]
+        loads[light] += weights[given]
+        part_of[given] = light
+        if taken >= 0:
+            _hand_over(taken, light, heavy, heads, following, rank)
+            loads[light] -= weights[taken]
+            loads[heavy] += weights[taken]
+            part_of[taken] = heavy
+        else:
+            counts[heavy] -= 1
+            counts[light] += 1
+        _settle(by_load, loads, num_parts - 1)
+        place = 0
+        while by_load[place] != light:
+            place += 1
+        _settle(by_load, loads, place)

@@ -1,0 +1,172 @@
+"""verl's partition functions give what verl 0.9.1 returns, or parts that are more even."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen.adapters.verl import (
+    calculate_workload,
+    get_group_balanced_partitions,
+    get_seqlen_balanced_partitions,
+    greedy_partition,
+    karmarkar_karp,
+    log_seqlen_unbalance,
+)
+from varlen.errors import LengthsError, SettingError
+
+# What verl 0.9.1 returned for these on 2026-11-22 (each part of karmarkar_karp sorted).
+RELEASE: list[tuple[list[int], int, bool, list[list[int]], list[list[int]]]] = [
+    ([8, 7, 6, 5, 4], 2, False, [[1, 3, 4], [0, 2]], [[0, 3, 4], [1, 2]]),
+    ([1, 1, 1, 1, 1, 1], 3, True, [[0, 5], [1, 4], [2, 3]], [[0, 3], [1, 4], [2, 5]]),
+    ([0, 0, 5, 0], 3, False, [[2], [0, 1], [3]], [[0, 1, 2], [3], []]),
+    (
+        [512, 1024, 64, 2048, 300, 300, 7, 900],
+        4,
+        True,
+        [[3, 6], [4, 7], [1, 2], [0, 5]],
+        [[0, 5], [1, 6], [2, 4], [3, 7]],
+    ),
+    (
+        [1889, 1250, 1368, 1794, 1157, 1551, 1667, 451, 112, 601, 570, 1747],
+        3,
+        False,
+        [[0, 5, 8, 9, 10], [2, 4, 7, 11], [1, 3, 6]],
+        [[0, 5, 8, 10], [1, 3, 7, 9, 11], [2, 4, 6]],
+    ),
+    (
+        [1825, 11, 1000, 1642, 263, 1594, 239, 936, 1633, 606, 683, 557],
+        3,
+        True,
+        [[1, 5, 8, 11], [0, 4, 7, 9], [2, 3, 6, 10]],
+        [[0, 5, 8, 11], [1, 3, 7, 10], [2, 4, 6, 9]],
+    ),
+    (
+        [1439, 510, 1980, 890, 956, 1009, 1165, 1107, 1019, 1991, 1615, 1585, 1400, 1244, 682, 1977],
+        5,
+        False,
+        [[1, 11, 12, 14], [3, 9, 13], [2, 4, 6], [5, 7, 15], [0, 8, 10]],
+        [[0, 8, 13], [1, 5, 9, 15], [2, 10], [3, 6, 11], [4, 7, 12, 14]],
+    ),
+    (
+        [
+            932,
+            431,
+            1690,
+            321,
+            1715,
+            1225,
+            230,
+            88,
+            890,
+            72,
+            283,
+            1030,
+            1940,
+            932,
+            1617,
+            1834,
+            1647,
+            1258,
+            883,
+            1028,
+        ],
+        4,
+        True,
+        [[2, 5, 8, 10, 13], [0, 4, 6, 17, 18], [3, 9, 11, 12, 16], [1, 7, 14, 15, 19]],
+        [[0, 6, 8, 13, 16], [1, 5, 9, 12, 17], [2, 7, 10, 14, 18], [3, 4, 11, 15, 19]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("weights", "parts", "equal", "differenced", "dealt"), RELEASE)
+def test_they_return_what_the_release_returns(
+    weights: list[int], parts: int, equal: bool, differenced: list[list[int]], dealt: list[list[int]]
+) -> None:
+    assert karmarkar_karp(weights, parts, equal) == differenced
+    assert greedy_partition(weights, parts, equal) == dealt
+
+
+@pytest.mark.parametrize(("weights", "parts", "equal", "differenced", "dealt"), RELEASE)
+def test_the_balanced_parts_are_no_heavier_than_the_release_s(
+    weights: list[int], parts: int, equal: bool, differenced: list[list[int]], dealt: list[list[int]]
+) -> None:
+    ours = get_seqlen_balanced_partitions(weights, parts, equal)
+
+    assert max(sum(weights[i] for i in part) for part in ours) <= max(
+        sum(weights[i] for i in part) for part in differenced
+    )
+    assert sorted(i for part in ours for i in part) == list(range(len(weights)))
+
+
+@given(st.lists(st.integers(0, 10_000), min_size=6, max_size=60), st.integers(1, 6), st.booleans())
+def test_every_sample_stands_in_one_part_and_numbers_rise(
+    weights: list[int], parts: int, equal: bool
+) -> None:
+    kept = weights[: len(weights) // parts * parts] if equal else weights
+    for divide in (get_seqlen_balanced_partitions, karmarkar_karp, greedy_partition):
+        found = divide(kept, parts, equal)
+
+        assert len(found) == parts
+        assert sorted(i for part in found for i in part) == list(range(len(kept)))
+        assert all(part == sorted(part) for part in found)
+        assert not equal or {len(part) for part in found} == {len(kept) // parts}
+        assert all(type(i) is int for part in found for i in part)
+
+
+def test_a_tensor_of_workloads_is_taken() -> None:
+    lengths = torch.tensor([1000, 900, 200, 100])
+
+    parts = get_seqlen_balanced_partitions(calculate_workload(lengths), k_partitions=2, equal_size=True)
+
+    assert parts == [[0, 3], [1, 2]]
+    assert calculate_workload(3) == 24576 * 3 + 9
+
+
+def test_samples_of_one_uid_stay_together() -> None:
+    lengths = [10, 20, 500, 400, 30, 40, 300, 350]
+    uids = ["a", "a", "b", "b", "c", "c", "d", "d"]
+
+    assert get_group_balanced_partitions(lengths, uids, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_groups_that_come_apart_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"2 uids stand in 3 runs.*sort the samples by uid"):
+        get_group_balanced_partitions([1, 2, 3], ["a", "b", "a"], 1)
+    with pytest.raises(LengthsError, match="3 lengths and 2 uids"):
+        get_group_balanced_partitions([1, 2, 3], ["a", "b"], 1)
+    with pytest.raises(SettingError, match="3 items can't be divided into 2 parts of equal size"):
+        get_group_balanced_partitions([1, 2, 3], ["a", "b", "c"], 2)
+
+
+def test_the_log_says_how_even_parts_are() -> None:
+    lengths = [8, 1, 7, 2, 6, 3]
+
+    logged = log_seqlen_unbalance(lengths, [[0, 1, 5], [2, 3, 4]], "seqlen")
+
+    assert logged == {  # as verl 0.9.1 returns it
+        "seqlen/min": 11,
+        "seqlen/max": 16,
+        "seqlen/minmax_diff": 5,
+        "seqlen/balanced_min": 12,
+        "seqlen/balanced_max": 15,
+        "seqlen/mean": 13.5,
+    }
+
+
+def test_the_log_takes_samples_that_can_t_be_divided_evenly() -> None:
+    logged = log_seqlen_unbalance([5, 5, 5, 5, 5], [[0, 1, 2], [3, 4]], "p")
+
+    assert (logged["p/min"], logged["p/max"]) == (10, 15)  # verl: a third run of 5 tokens, and min 5
+    with pytest.raises(SettingError, match="0 parts were given"):
+        log_seqlen_unbalance([5], [], "p")
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(SettingError, match="1 items can't fill 2 parts"):
+        get_seqlen_balanced_partitions([1], 2, equal_size=False)
+    with pytest.raises(SettingError, match="3 items can't be divided into 2 parts of equal size"):
+        karmarkar_karp(np.array([1, 2, 3]), 2, equal_size=True)
