@@ -172,7 +172,12 @@ def test_all_arguments_of_axolotl_are_taken_by_place_and_by_name() -> None:
         SequentialSampler(lengths), 1, CAPACITY, lengths, 200, 0.9, True, 4, False, 100_000, 2, True, "spawn"
     )
     by_name = MultipackBatchSampler(
-        sampler=range(3), batch_size=1, batch_max_len=CAPACITY, lengths=lengths, bin_size=200, later_argument=1
+        sampler=range(3),
+        batch_size=1,
+        batch_max_len=CAPACITY,
+        lengths=lengths,
+        bin_size=200,
+        later_argument=1,
     )
 
     assert isinstance(by_place, BatchSampler)

@@ -161,7 +161,8 @@ def test_overlong_documents_are_refused_or_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"overlong": "split"}, {"fill": "none"}, {"ranks": 0}, {"packs_per_batch": 0}, {"balance_over": 0}]
+    "settings",
+    [{"overlong": "split"}, {"fill": "none"}, {"ranks": 0}, {"packs_per_batch": 0}, {"balance_over": 0}],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(SettingError, match=next(iter(settings))):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.batch.flatten import FlatRow
 from varlen.batch.torch import import_torch
 from varlen.errors import DocumentsError, SettingError
 
@@ -117,8 +118,27 @@ def check_form(return_tensors: object) -> None:
         raise SettingError(f'return_tensors must be "pt" (torch) or "np" (numpy); got {return_tensors!r}')
 
 
-def narrowed(values: npt.NDArray[Any], given: Sequence[Any]) -> npt.NDArray[Any]:
-    """Return a column with the dtype that torch gives it: lists of floats become float32."""
-    if values.dtype == np.float64 and all(type(value) is list for value in given):
-        return values.astype(np.float32)
-    return values
+def flash_arguments(row: FlatRow, return_tensors: str) -> dict[str, Any]:
+    """Return the boundaries of a row as FlashAttention's keyword arguments.
+
+    Args:
+        row: as `flatten` made it.
+        return_tensors: "pt" or "np".
+    """
+    ends = finish({"cu_seq_lens_q": row.cu_seqlens, "cu_seq_lens_k": row.cu_seqlens}, return_tensors)
+    return {**ends, "max_length_q": row.max_seqlen, "max_length_k": row.max_seqlen}
+
+
+def carried_columns(row: FlatRow, given: Mapping[str, list[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32.
+
+    Args:
+        row: as `flatten` made it.
+        given: the columns as they came.
+    """
+    return {
+        name: values.astype(np.float32)
+        if values.dtype == np.float64 and all(type(value) is list for value in given[name])
+        else values
+        for name, values in row.columns.items()
+    }

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import SettingError
 from varlen.pack.api import DEFAULT_WORK, as_choice, pack
 from varlen.pack.arrange import shuffled
 from varlen.pack.lengths import as_count, as_lengths
@@ -203,4 +202,3 @@ def _shuffled_within(slots: IntArray, window: int, seed: int) -> IntArray:
     """Steps in random order within each window, so that packs with the most work don't always come first."""
     keys = shuffled(seed, len(slots))
     return slots[np.lexsort((keys, np.arange(len(slots)) // window))]
-

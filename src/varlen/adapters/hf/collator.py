@@ -10,11 +10,12 @@ import numpy as np
 
 from varlen.adapters.features import (
     Features,
+    carried_columns,
     check_form,
     column,
     columns_to_carry,
     finish,
-    narrowed,
+    flash_arguments,
     required,
 )
 from varlen.batch.flatten import FlatRow, flatten
@@ -127,18 +128,12 @@ class DataCollatorWithFlattening:
             arrays["seq_idx"] = row.owners[None]
         if self.shift_labels:
             arrays["shift_labels"] = shifted(row)[None]
-        for name, values in row.columns.items():
-            arrays[name] = narrowed(values, carried[name])[None]
+        for name, values in carried_columns(row, carried).items():
+            arrays[name] = values[None]
         batch = finish(arrays, form)
         if self.return_flash_attn_kwargs:
-            batch |= boundaries(row, form)
+            batch |= flash_arguments(row, form)
         return batch
-
-
-def boundaries(row: FlatRow, return_tensors: str) -> dict[str, Any]:
-    """Return the boundaries of a row as FlashAttention's keyword arguments."""
-    ends = finish({"cu_seq_lens_q": row.cu_seqlens, "cu_seq_lens_k": row.cu_seqlens}, return_tensors)
-    return {**ends, "max_length_q": row.max_seqlen, "max_length_k": row.max_seqlen}
 
 
 def shifted(row: FlatRow) -> Any:
