@@ -69,6 +69,7 @@ def columns_to_carry(
 
     Raises:
         DocumentsError: a wanted column isn't in every feature.
+        SettingError: a wanted column has the name of an array that a batch has anyway.
     """
     if wanted is None:
         others = [name for name in features[0] if name not in taken]

@@ -6,8 +6,6 @@ arrays are used where they lie; of a list, only the documents that a batch needs
 
 from __future__ import annotations
 
-import array as buffers
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from varlen.batch.int_lists import read_int_lists
 from varlen.errors import DocumentsError
 from varlen.types import IntArray
 
@@ -35,9 +34,6 @@ class Ragged:
     offsets: IntArray
     """int64 or int32 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
 
-
-_UNSIGNED = "I"
-"""How `array` calls unsigned numbers of 32 bits."""
 
 _WHOLE = frozenset(
     np.dtype(name).char for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -237,56 +233,13 @@ def _from_list(parts: list[Any], name: str) -> Ragged:
     if not parts:
         return Ragged(np.empty(0, np.int32), offsets)
     if all(type(part) is list for part in parts):
-        read = _read_int_lists(parts, offsets)
+        read = read_int_lists(parts, offsets)
         if read is not None:
             return Ragged(read, offsets)
     arrays = [_as_document(part, index, name) for index, part in enumerate(parts)]
     np.cumsum([array.size for array in arrays], out=offsets[1:])
     filled = [array for array in arrays if array.size] or arrays[:1]
     return Ragged(_native(np.concatenate(filled)), offsets)
-
-
-def _read_int_lists(parts: list[list[int]], offsets: IntArray) -> npt.NDArray[np.int32] | None:
-    """Lists of ints end to end, their offsets written, or None where they hold anything else.
-
-    Converting Python ints one by one costs more than all the rest of a batch. An array of unsigned numbers reads
-    a list in 4 ns an int, where struct takes 9 and `np.array` 17 (CPython 3.11). A list with a negative int, as
-    labels have them, is left to struct.
-    """
-    tokens = buffers.array(_UNSIGNED)
-    if tokens.itemsize != 4:
-        return None
-    for part in parts:
-        if part and type(part[0]) is bool:
-            return None
-        try:
-            tokens.fromlist(part)  # all of it or nothing
-        except OverflowError:
-            try:
-                tokens.frombytes(struct.pack(f"{len(part)}i", *part))
-            except struct.error:
-                return None
-        except TypeError:
-            return None
-    np.cumsum([len(part) for part in parts], out=offsets[1:])
-    if not tokens:
-        return np.empty(0, np.int32)
-    read = np.frombuffer(tokens, np.int32)
-    return None if _is_too_large(read, parts, offsets) else read
-
-
-def _is_too_large(read: npt.NDArray[np.int32], parts: list[list[int]], offsets: IntArray) -> bool:
-    """Whether a number came out negative because it takes all 32 bits."""
-    if int(read.min()) >= 0:
-        return False
-    negative = np.flatnonzero(read < 0)
-    owners = np.searchsorted(offsets, negative, side="right") - 1
-    # The sign of one of them tells: struct wrote all of its list, or the array did.
-    _, firsts = np.unique(owners, return_index=True)
-    return any(
-        parts[owner][at - int(offsets[owner])] >= 0
-        for owner, at in zip(owners[firsts].tolist(), negative[firsts].tolist())
-    )
 
 
 def as_parts(values: Sequence[Any], name: str) -> tuple[Sequence[Any], IntArray]:

@@ -17,6 +17,8 @@ from varlen.pack.steps import Fill, Steps, steps_of
 from varlen.types import IntArray
 
 _log = logging.getLogger(__name__)
+Batches = list[list[list[int]]]
+"""Batches of packs of indices, in axolotl's form."""
 _STEPS_AT_ONCE = 1024
 """Steps whose batches become lists at a time."""
 
@@ -189,7 +191,7 @@ class MultipackBatchSampler(BatchSampler):
         for start in range(0, len(taken), _STEPS_AT_ONCE):
             yield from self._batches(steps, taken[start : start + _STEPS_AT_ONCE])
 
-    def _batches(self, steps: Steps, taken: IntArray) -> list[list[list[int]]]:
+    def _batches(self, steps: Steps, taken: IntArray) -> Batches:
         """Batches of some steps as lists: indices are converted all at once, at a fifth of the time."""
         packs = taken.reshape(-1, self.batch_size)
         held = packs[packs >= 0]
@@ -202,7 +204,7 @@ class MultipackBatchSampler(BatchSampler):
             for batch in zip(packs.tolist(), begins, ends)
         ]
 
-    def generate_batches(self, set_stats: bool = False) -> list[list[list[int]]]:
+    def generate_batches(self, set_stats: bool = False) -> Batches:
         """Return all batches of this epoch as a list.
 
         Args:
