@@ -74,3 +74,18 @@ def test_lists_with_anything_else_in_them_are_left_to_numpy(
 
 def test_lists_of_booleans_stay_booleans() -> None:
     assert read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None
+
+
+@pytest.mark.parametrize("lists", [[[2**31]], [[1], [2**32 - 1, 2]], [[-5, 7], [2**31]], [[2**31, -5]]])
+def test_numbers_of_all_32_bits_do_not_turn_negative(lists: list[list[int]]) -> None:
+    assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
+
+
+def test_a_list_with_negative_numbers_stands_between_others_as_it_is() -> None:
+    offsets = np.zeros(4, np.int64)
+
+    read = read_int_lists([[1, 2], [3, -100, -(2**31)], [2**31 - 1]], offsets)
+
+    assert read is not None
+    assert read.tolist() == [1, 2, 3, -100, -(2**31), 2**31 - 1]
+    assert offsets.tolist() == [0, 2, 5, 6]
