@@ -63,6 +63,21 @@ def fill_of_rows(
     return _fill(np.array([len(ids) for ids in row_tokens]), np.diff(offsets), capacity)
 
 
+def same_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Check that two collators of one framework give the same keys, dtypes, shapes and values.
+
+    Args:
+        ours: arrays, tensors and numbers by name.
+        theirs: the same.
+    """
+    if list(ours) != list(theirs):
+        raise WrongResultError(f"the keys are {', '.join(ours)}, and the other's {', '.join(theirs)}")
+    for name, value in theirs.items():
+        mine, other = np.asarray(ours[name]), np.asarray(value)
+        if mine.dtype != other.dtype or not np.array_equal(mine, other):
+            raise WrongResultError(f"{name} isn't the same as the other's")
+
+
 def same_batch(flat: Any, theirs: Mapping[str, Any]) -> None:
     """Check that a flattening collator's output says the same as varlen's flat batch, value for value.
 

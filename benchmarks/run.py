@@ -37,6 +37,7 @@ SECTIONS = (
     "demo",
     "packing",
     "collating",
+    "adapters",
     "windows",
     "reading",
     "offline",

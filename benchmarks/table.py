@@ -24,6 +24,7 @@ END = "<!-- benchmarks: end -->"
 TITLES = {
     "packing": "Packing",
     "collating": "Collating",
+    "adapters": "By frameworks' names",
     "scale": "A hundred million lengths",
     "feed_scale": "A thousand million documents to train on",
     "demo": "The demo",

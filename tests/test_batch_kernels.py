@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch import kernels, kernels_columns, reference
+from varlen.batch import kernels, kernels_columns, kernels_flat, reference
 
 DTYPES = ("int32", "int64", "uint16", "uint32", "int8")
 
@@ -228,3 +228,26 @@ def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:
     sizing = (*plan, multiple, together, 64, packing.num_documents)
 
     assert tuple(map(int, kernels.measure(*sizing))) == tuple(map(int, reference.measure(*sizing)))
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_fill_flat_row_equals_its_reference(
+    lengths: list[int], padding: int, each: int, labelled: bool, positions: bool, owners: bool
+) -> None:
+    offsets = np.cumsum([0, *lengths])
+    width = int(offsets[-1]) + padding
+    results = []
+    for room in (kernels_flat, reference):
+        ids, labels = np.arange(100, 100 + width), np.arange(500, 500 + width)
+        places = np.full(width if positions else 0, -7, np.int64)
+        numbers = np.full(width if owners else 0, -7, np.int32)
+        room.fill_flat_row(offsets, -1, 2, 9, each, labelled, ids, labels, places, numbers)
+        results.append([array.tolist() for array in (ids, labels, places, numbers)])
+    assert results[0] == results[1]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.batch import ragged
+from varlen.batch.int_lists import read_int_lists
 
 
 @pytest.mark.parametrize("form", ["list", "chunked", "fixed size"])
@@ -53,7 +54,7 @@ OTHERS = st.sampled_from([None, 1.5, "i", b"iiiii", 2**31, -(2**31) - 1, 2**70, 
 @given(st.lists(st.lists(VALUES, max_size=6), min_size=1, max_size=5))
 def test_lists_of_whole_numbers_are_read_as_they_are(lists: list[list[Any]]) -> None:
     offsets = np.zeros(len(lists) + 1, np.int64)
-    read = ragged._read_int_lists(lists, offsets)
+    read = read_int_lists(lists, offsets)
 
     assert read is not None
     assert read.dtype == np.int32
@@ -68,8 +69,23 @@ def test_lists_with_anything_else_in_them_are_left_to_numpy(
     part = data.draw(st.sampled_from(lists))
     part.insert(data.draw(st.integers(0, len(part))), other)
 
-    assert ragged._read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
+    assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
 
 
 def test_lists_of_booleans_stay_booleans() -> None:
-    assert ragged._read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None
+    assert read_int_lists([[1], [], [True, False]], np.zeros(4, np.int64)) is None
+
+
+@pytest.mark.parametrize("lists", [[[2**31]], [[1], [2**32 - 1, 2]], [[-5, 7], [2**31]], [[2**31, -5]]])
+def test_numbers_of_all_32_bits_do_not_turn_negative(lists: list[list[int]]) -> None:
+    assert read_int_lists(lists, np.zeros(len(lists) + 1, np.int64)) is None
+
+
+def test_a_list_with_negative_numbers_stands_between_others_as_it_is() -> None:
+    offsets = np.zeros(4, np.int64)
+
+    read = read_int_lists([[1, 2], [3, -100, -(2**31)], [2**31 - 1]], offsets)
+
+    assert read is not None
+    assert read.tolist() == [1, 2, 3, -100, -(2**31), 2**31 - 1]
+    assert offsets.tolist() == [0, 2, 5, 6]

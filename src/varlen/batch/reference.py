@@ -251,3 +251,31 @@ def plain_batch(
     largest = assemble(tokens, sources, narrow[1], places, pad_id, *block)
     rows = 2 if multiple > 1 else 1
     return True, wide, narrow, bounds[:rows], block, targets, longest, shortest, largest
+
+
+def fill_flat_row(
+    offsets: Int64,
+    separator: int,
+    first_position: int,
+    pad_id: int,
+    padding_segment: int,
+    is_labelled: bool,
+    input_ids: Int64,
+    labels: Int64,
+    position_ids: Int64,
+    owners: Int32,
+) -> None:
+    """Write labels, positions and segments beside the ids that stand there, then the padding."""
+    bounds, width = offsets.tolist(), input_ids.size
+    ends = bounds + list(range(bounds[-1], width, padding_segment))[1:] + [width] * (width > bounds[-1])
+    input_ids[bounds[-1] :] = pad_id
+    if not is_labelled:
+        labels[:] = input_ids
+    labels[bounds[-1] :] = IGNORE
+    for number, (begin, end) in enumerate(zip(ends, ends[1:])):
+        is_padding = begin >= bounds[-1]
+        labels[begin] = IGNORE if is_padding else separator
+        if position_ids.size:
+            position_ids[begin:end] = [first_position + (0 if is_padding else i) for i in range(end - begin)]
+        if owners.size:
+            owners[begin:end] = number

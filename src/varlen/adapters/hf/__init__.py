@@ -4,6 +4,7 @@ from varlen.errors import MissingExtraError
 
 try:
     from varlen.adapters.hf.attention import register, use_varlen_attention
+    from varlen.adapters.hf.collator import DataCollatorWithFlattening
     from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
     from varlen.adapters.hf.model import has_experts, implementation, logits_size, unwrap, vocabulary_size
 except ModuleNotFoundError as error:
@@ -14,6 +15,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 __all__ = [
+    "DataCollatorWithFlattening",
     "has_experts",
     "implementation",
     "inputs_without_boundaries",

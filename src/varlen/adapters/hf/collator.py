@@ -1,0 +1,143 @@
+"""transformers' DataCollatorWithFlattening by its own name: one flat row of documents with their boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from varlen.adapters.features import (
+    Features,
+    carried_columns,
+    check_form,
+    column,
+    columns_to_carry,
+    finish,
+    flash_arguments,
+    required,
+)
+from varlen.batch.flatten import FlatRow, flatten
+from varlen.pack.lengths import as_count
+
+_TAKEN = frozenset(
+    [
+        *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "shift_labels"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class DataCollatorWithFlattening:
+    """Lay the documents of a batch end to end in one row, as transformers' class of this name does.
+
+    Its arguments and outputs are those of transformers 5.23, value for value and dtype for dtype. It differs
+    where that one goes wrong:
+
+    - A document without tokens is left out. There it takes up a label but no id, which shifts all labels behind
+      it, and stands twice in the boundaries.
+    - Where `labels` are in some features only, or not as long as the ids, it raises. There the first feature
+      decides for all.
+    - Tokens with an `attention_mask` of 0 are left out. There padding is trained on.
+    - Other columns of numbers with one value a token travel along. There they are lost.
+    - An empty batch is a DocumentsError with a sentence, an IndexError there.
+
+    >>> collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    >>> batch = collate([{"input_ids": [11, 12, 13]}, {"input_ids": [21, 22]}])
+    >>> batch["labels"].tolist(), batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[-100, 12, 13, -100, 22]], [[0, 1, 2, 0, 1]], [0, 3, 5])
+    """
+
+    return_tensors: Literal["pt", "np"] = "pt"
+    """"pt" for torch tensors, "np" for numpy arrays."""
+    _: KW_ONLY
+    return_position_ids: bool = True
+    """Give `position_ids`, which begin anew in every document."""
+    separator_id: int = -100
+    """The first label of every document, which the token before it may not predict."""
+    return_flash_attn_kwargs: bool = False
+    """Give `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`."""
+    return_seq_idx: bool = False
+    """Give `seq_idx`, the number of each token's document in the row."""
+    position_ids_start: int = 0
+    """The first position of every document; models like RoBERTa want `padding_idx + 1`."""
+    pad_to_multiple_of: int | None = None
+    """Round the width of the row up to this multiple. Padding has labels of -100 and segments of at most 128
+    tokens of its own; without `return_flash_attn_kwargs` each of its tokens is a document by its position."""
+    pad_token_id: int = 0
+    """Token id at padding."""
+    shift_labels: bool = False
+    """Give `shift_labels` too, where position t holds the target that follows it, as transformers' losses take it."""
+    columns: tuple[str, ...] | None = None
+    """Names of other columns to carry along; None for all that hold one number a token in every feature."""
+    column_pads: Mapping[str, Any] = field(default_factory=dict)
+    """Values of such columns at padding, 0 where not named."""
+
+    def __post_init__(self) -> None:
+        check_form(self.return_tensors)
+        if self.pad_to_multiple_of is not None:
+            as_count(self.pad_to_multiple_of, "pad_to_multiple_of")
+
+    def __call__(
+        self, features: Features, return_tensors: str | None = None, separator_id: int | None = None
+    ) -> dict[str, Any]:
+        """Return a batch of one row.
+
+        Args:
+            features: for each document its `input_ids`, perhaps `labels` and `attention_mask`, and other columns;
+                lists, numpy arrays or tensors.
+            return_tensors: "pt" or "np" for this batch.
+            separator_id: for this batch.
+
+        Returns:
+            `input_ids`, `labels` and, unless switched off, `position_ids`, int64 `[1, width]`; on request `seq_idx`
+            int32 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32 `[segments + 1]`, `max_length_q` and
+            `max_length_k` as Python ints, `shift_labels`; other columns `[1, width]`. Never an attention mask,
+            which would turn the boundaries off.
+
+        Raises:
+            DocumentsError: no token in the batch, values that aren't whole numbers, columns that only some
+                features have or that aren't as long as the ids.
+            SettingError: an unknown form of arrays, or a column that can't be carried along.
+
+        Cost: one pass over the tokens; from lists, 4 ns for each int.
+        """
+        form = self.return_tensors if return_tensors is None else return_tensors
+        check_form(form)
+        documents = required(features, "input_ids")
+        carried = columns_to_carry(features, self.columns, _TAKEN) if len(features[0]) > 1 else {}
+        row = flatten(
+            documents,
+            column(features, "labels"),
+            column(features, "attention_mask"),
+            carried,
+            separator=self.separator_id if separator_id is None else separator_id,
+            first_position=self.position_ids_start,
+            pad_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of or 1,
+            column_pads={name: pad for name, pad in self.column_pads.items() if name in carried},
+            positions=self.return_position_ids,
+            owners=self.return_seq_idx,
+        )
+        arrays: dict[str, Any] = {"input_ids": row.input_ids[None], "labels": row.labels[None]}
+        if row.position_ids is not None:
+            arrays["position_ids"] = row.position_ids[None]
+        if row.owners is not None:
+            arrays["seq_idx"] = row.owners[None]
+        if self.shift_labels:
+            arrays["shift_labels"] = shifted(row)[None]
+        for name, values in carried_columns(row, carried).items():
+            arrays[name] = values[None]
+        batch = finish(arrays, form)
+        if self.return_flash_attn_kwargs:
+            batch |= flash_arguments(row, form)
+        return batch
+
+
+def shifted(row: FlatRow) -> Any:
+    """Return int64 `[width]`: at each position the label of the next, -100 at the last."""
+    labels = np.full_like(row.labels, -100)
+    labels[:-1] = row.labels[1:]
+    return labels

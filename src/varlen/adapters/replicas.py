@@ -1,0 +1,52 @@
+"""How many replicas take part and which this is, for samplers whose originals ask torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from varlen.batch.torch import import_torch
+from varlen.errors import SettingError
+from varlen.pack.lengths import as_count
+
+
+def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the number of replicas and the rank.
+
+    Args:
+        num_replicas: None, like the rank, asks torch.distributed where that is initialised; else there is one.
+        rank: from 0.
+
+    Raises:
+        SettingError: a rank outside of them, one of both alone where nobody can be asked for the other, or
+            nothing to go by in a job of several processes.
+    """
+    if num_replicas is None or rank is None:
+        group = _group()
+        if group is None and (num_replicas != rank or os.environ.get("WORLD_SIZE", "1") != "1"):
+            raise SettingError(
+                f"num_replicas={num_replicas} and rank={rank} were given, one of {os.environ.get('WORLD_SIZE', '1')} "
+                "processes by WORLD_SIZE, and torch.distributed isn't initialised; pass both, or initialise it first"
+            )
+        here, size = group or (0, 1)
+        num_replicas = size if num_replicas is None else num_replicas
+        rank = here if rank is None else rank
+    count = as_count(num_replicas, "num_replicas")
+    return count, as_count(rank, "rank", 0, count - 1)
+
+
+def as_num_replicas(num_replicas: int | None) -> int:
+    """Return the number of replicas where one process deals for all of them.
+
+    Raises:
+        SettingError: as for `as_replicas`.
+    """
+    return as_replicas(None, None)[0] if num_replicas is None else as_count(num_replicas, "num_replicas")
+
+
+def _group() -> tuple[int, int] | None:
+    """Rank and size of the default process group, or None where there is none."""
+    distributed: Any = import_torch().distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank(), distributed.get_world_size()

@@ -1,0 +1,123 @@
+"""TRL's DataCollatorForLanguageModeling by its own name, in its padding-free mode: packed rows to one flat row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+from varlen.adapters.features import (
+    Features,
+    carried_columns,
+    column,
+    columns_to_carry,
+    finish,
+    flash_arguments,
+    required,
+)
+from varlen.batch.flatten import flatten
+from varlen.errors import DocumentsError, SettingError
+from varlen.pack.lengths import as_count
+
+_TAKEN = frozenset(
+    [
+        *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    ]
+)
+_MASKS = ("completion_mask", "assistant_masks")
+
+
+@dataclass(frozen=True)
+class DataCollatorForLanguageModeling:
+    """Lay rows of documents, such as `pack_dataset` makes them, end to end.
+
+    Arguments and outputs are those of TRL 1.16's collator with `padding_free=True`, value for value. It differs where
+    that one goes wrong:
+
+    - Padding has segments of at most 128 tokens. There each token of it is a segment of its own: 8,000 tokens of
+      padding are 8,000 segments for every kernel of every layer.
+    - Ids are int64 always. There an empty sequence turns them into float32, and int32 arrays stay int32.
+    - Labels of another length than the ids, lengths that don't add up to their row, and labels or `seq_lengths` that
+      only some rows have, are errors. A row without tokens is left out.
+    - Rows with a `completion_mask` or `assistant_masks` and no labels are an error: the masks would be lost, and
+      prompts trained on.
+    - Padded rows are refused, for which TRL's own class is there: rows of several documents leak in them.
+
+    >>> collate = DataCollatorForLanguageModeling(pad_token_id=0)
+    >>> batch = collate([{"input_ids": [11, 12, 21, 22, 23], "seq_lengths": [2, 3]}])
+    >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[0, 1, 0, 1, 2]], [0, 2, 5])
+    """
+
+    pad_token_id: int
+    """Token id at padding."""
+    padding_free: bool = True
+    """Must be True."""
+    return_position_ids: bool = False
+    """Changes nothing: positions are always given."""
+    pad_to_multiple_of: int | None = None
+    """Round the width of the row up to this multiple."""
+    return_tensors: Literal["pt"] = "pt"
+    """Must be "pt"."""
+    _: KW_ONLY
+    columns: tuple[str, ...] | None = ()
+    """Names of other columns to carry along; None for all that hold one number a token in every row."""
+    column_pads: Mapping[str, Any] = field(default_factory=dict)
+    """Values of such columns at padding, 0 where not named."""
+
+    def __post_init__(self) -> None:
+        if not self.padding_free:
+            raise SettingError(
+                "this collator lays documents end to end and makes no padded rows; pass padding_free=True, or take "
+                "trl's own for padded rows of one document each"
+            )
+        if self.return_tensors != "pt":
+            raise SettingError(f'return_tensors must be "pt", as in TRL; got {self.return_tensors!r}')
+        if self.pad_to_multiple_of is not None:
+            as_count(self.pad_to_multiple_of, "pad_to_multiple_of")
+
+    def __call__(self, examples: Features) -> dict[str, Any]:
+        """Return a batch of one row.
+
+        Args:
+            examples: for each row its `input_ids`, and perhaps `labels`, `seq_lengths` of its documents,
+                `attention_mask`, and other columns; lists, numpy arrays or tensors.
+
+        Returns:
+            `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32
+            `[segments + 1]`, `max_length_q` and `max_length_k` as Python ints, `seq_idx` int32 `[1, width]`.
+
+        Raises:
+            DocumentsError: no token, values that aren't whole numbers, columns that don't match each other.
+
+        Cost: one pass over the tokens; from lists, 4 ns for each int.
+        """
+        documents, labels = required(examples, "input_ids"), column(examples, "labels")
+        masks = [name for name in _MASKS if name in examples[0]]
+        if masks and labels is None:
+            raise DocumentsError(
+                f"rows have {masks[0]!r} and no 'labels', and would be trained on as a whole; give them labels, -100 "
+                "where nothing is to be learned"
+            )
+        carried = columns_to_carry(examples, self.columns, {*_TAKEN, *_MASKS})
+        row = flatten(
+            documents,
+            labels,
+            column(examples, "attention_mask"),
+            carried,
+            lengths=column(examples, "seq_lengths"),
+            pad_id=self.pad_token_id,
+            pad_to_multiple_of=self.pad_to_multiple_of or 1,
+            column_pads={name: pad for name, pad in self.column_pads.items() if name in carried},
+        )
+        arrays: dict[str, Any] = {"input_ids": row.input_ids, "labels": row.labels}
+        arrays["position_ids"] = row.position_ids
+        batch = finish({name: array[None] for name, array in arrays.items()}, "pt")
+        others = {"seq_idx": row.owners, **carried_columns(row, carried)}
+        batch |= flash_arguments(row, "pt")
+        return batch | finish(
+            {name: array[None] for name, array in others.items() if array is not None}, "pt"
+        )
+
+    torch_call = __call__

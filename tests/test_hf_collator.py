@@ -1,0 +1,276 @@
+"""DataCollatorWithFlattening beside transformers' own: equal where that is right, better where it is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DataCollatorWithFlattening as Theirs
+
+from varlen.adapters.hf import DataCollatorWithFlattening
+from varlen.errors import DocumentsError, SettingError
+
+FORMS = {
+    "lists": list,
+    "numpy": lambda values: np.array(values, np.int64),
+    "numpy of 32 bits": lambda values: np.array(values, np.int32),
+    "torch": lambda values: torch.tensor(values, dtype=torch.int64),
+}
+TOKENS = st.integers(-(2**31), 2**40) | st.integers(0, 50_000)
+
+
+@st.composite
+def features(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Documents that hold a token at least, in one form or in a mixture of them, all with labels or none."""
+    documents = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=9), min_size=1, max_size=6))
+    labelled = draw(st.booleans())
+    one_form = draw(st.sampled_from([*FORMS, None]))
+    made = []
+    for document in documents:
+        small = all(-(2**31) <= token < 2**31 for token in document)
+        names = [name for name in FORMS if small or "32" not in name]
+        form = FORMS[one_form if one_form in names else draw(st.sampled_from(names))]
+        feature = {"input_ids": form(document)}
+        if labelled:
+            masked = [-100 if draw(st.booleans()) else token for token in document]
+            feature["labels"] = form(masked)
+        made.append(feature)
+    return made
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "return_position_ids": st.booleans(),
+        "separator_id": st.sampled_from([-100, 0, 7]),
+        "return_flash_attn_kwargs": st.booleans(),
+        "return_seq_idx": st.booleans(),
+        "position_ids_start": st.sampled_from([0, 2]),
+        "return_tensors": st.sampled_from(["pt", "np"]),
+    },
+)
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Require the same keys in the same order, of the same types, dtypes, shapes and values."""
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert type(ours[name]) is type(value), name
+        if isinstance(value, int):
+            assert ours[name] == value, name
+        else:
+            assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), name
+            assert ours[name].tolist() == value.tolist(), name
+
+
+@given(features(), SETTINGS)
+def test_the_batch_is_transformers_own_value_for_value(
+    batch: list[dict[str, Any]], settings: dict[str, Any]
+) -> None:
+    same(DataCollatorWithFlattening(**settings)(batch), Theirs(**settings)(batch))
+
+
+@given(features(), st.sampled_from(["pt", "np"]), st.sampled_from([-100, 5]))
+def test_a_call_may_ask_for_other_tensors_and_another_separator(
+    batch: list[dict[str, Any]], form: str, separator: int
+) -> None:
+    ours = DataCollatorWithFlattening("np", return_seq_idx=True)(batch, form, separator)
+
+    same(ours, Theirs("np", return_seq_idx=True)(batch, form, separator))
+
+
+def test_an_empty_document_takes_up_a_label_there_and_nothing_here() -> None:
+    batch = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
+    settings = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "return_tensors": "np"}
+
+    theirs, ours = Theirs(**settings)(batch), DataCollatorWithFlattening(**settings)(batch)
+
+    assert theirs["labels"].shape == (1, 4) != theirs["input_ids"].shape
+    assert theirs["cu_seq_lens_q"].tolist() == [0, 2, 2, 3]
+    same(ours, DataCollatorWithFlattening(**settings)([batch[0], batch[2]]))
+    assert ours["labels"].tolist() == [[-100, 2, -100]]
+    assert ours["cu_seq_lens_q"].tolist() == [0, 2, 3]
+    assert ours["seq_idx"].tolist() == [[0, 0, 1]]
+
+
+def test_labels_of_some_features_only_are_lost_there_and_refused_here() -> None:
+    batch = [{"input_ids": [1, 2]}, {"input_ids": [3, 4], "labels": [-100, -100]}]
+
+    assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [
+        [-100, 2, -100, 4]
+    ]  # trains on the prompt
+    with pytest.raises(DocumentsError, match=r"1 of 2 features have no 'labels', feature 0 first"):
+        DataCollatorWithFlattening()(batch)
+    with pytest.raises(DocumentsError, match=r"1 of 2 features have no 'labels', feature 1 first"):
+        DataCollatorWithFlattening()(batch[::-1])
+
+
+def test_labels_of_another_length_pass_there_and_are_refused_here() -> None:
+    batch = [{"input_ids": [1, 2, 3], "labels": [1, 2]}, {"input_ids": [3], "labels": [3, 4]}]
+
+    assert Theirs(return_tensors="np")(batch)["labels"].tolist() == [[-100, 2, -100, 4]]
+    with pytest.raises(DocumentsError, match=r"labels: document 0 has 2 values for 3 tokens.*2 of 2"):
+        DataCollatorWithFlattening()(batch)
+
+
+def test_padding_under_an_attention_mask_is_trained_on_there_and_left_out_here() -> None:
+    batch = [
+        {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
+        {"input_ids": [7, 8, 9, 0], "attention_mask": [1, 1, 1, 0]},
+        {"input_ids": [0, 0, 0, 0], "attention_mask": [0, 0, 0, 0]},
+    ]
+
+    theirs = Theirs(return_tensors="np")(batch)
+    ours = DataCollatorWithFlattening(return_tensors="np", return_flash_attn_kwargs=True)(batch)
+
+    assert theirs["labels"].tolist() == [[-100, 0, 5, 6, -100, 8, 9, 0, -100, 0, 0, 0]]
+    assert ours["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert ours["labels"].tolist() == [[-100, 6, -100, 8, 9]]
+    assert ours["cu_seq_lens_q"].tolist() == [0, 2, 5]
+    assert "attention_mask" not in ours
+
+
+@given(features(), st.data())
+def test_a_mask_leaves_tokens_out_with_all_that_is_theirs(
+    batch: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    masks = [[data.draw(st.integers(0, 1)) for _ in feature["input_ids"]] for feature in batch]
+    masks[0][0] = 1
+    weighed = [
+        feature | {"attention_mask": mask, "weights": np.arange(len(mask), dtype=np.float32)}
+        for feature, mask in zip(batch, masks)
+    ]
+    cut = []
+    for feature, mask in zip(weighed, masks):
+        kept = [index for index, bit in enumerate(mask) if bit]
+        cut.append({name: np.asarray(feature[name])[kept] for name in feature if name != "attention_mask"})
+
+    settings: Any = {"return_flash_attn_kwargs": True, "return_seq_idx": True, "return_tensors": "np"}
+    same(DataCollatorWithFlattening(**settings)(weighed), DataCollatorWithFlattening(**settings)(cut))
+
+
+def test_other_columns_are_lost_there_and_travel_along_here() -> None:
+    batch = [
+        {
+            "input_ids": [1, 2],
+            "advantages": [0.5, 1.5],
+            "types": np.array([0, 1], np.int8),
+            "text": "ab",
+            "n": 2,
+        },
+        {"input_ids": [3], "advantages": [2.5], "types": np.array([1], np.int8), "text": "c", "n": 1},
+    ]
+
+    assert set(Theirs()(batch)) == {"input_ids", "labels", "position_ids"}
+    collate = DataCollatorWithFlattening(pad_to_multiple_of=4, column_pads={"types": 3})
+    ours = collate(batch)
+    assert list(ours) == ["input_ids", "labels", "position_ids", "advantages", "types"]
+    assert ours["advantages"].dtype == torch.float32
+    assert ours["advantages"].tolist() == [[0.5, 1.5, 2.5, 0.0]]
+    assert ours["types"].dtype == torch.int8
+    assert ours["types"].tolist() == [[0, 1, 1, 3]]
+    assert list(DataCollatorWithFlattening(columns=())(batch)) == ["input_ids", "labels", "position_ids"]
+    assert "types" not in DataCollatorWithFlattening(columns=("advantages",))(batch)
+
+
+def test_a_named_column_that_cannot_travel_along_is_refused() -> None:
+    batch = [{"input_ids": [1, 2], "a": [1.0, 2.0], "text": "ab"}, {"input_ids": [3, 4], "a": [1.0]}]
+
+    with pytest.raises(DocumentsError, match="a: document 1 has 1 values for 2 tokens"):
+        DataCollatorWithFlattening(columns=("a",))(batch)
+    with pytest.raises(DocumentsError, match="1 of 2 features have no 'text'"):
+        DataCollatorWithFlattening(columns=("text",))(batch)
+    with pytest.raises(SettingError, match="'labels' can't be carried along"):
+        DataCollatorWithFlattening(columns=("labels",))(batch)
+    with pytest.raises(DocumentsError, match="must hold numbers"):
+        DataCollatorWithFlattening(columns=("text",))([{"input_ids": [1], "text": ["a"]}])
+
+
+def test_a_batch_without_tokens_is_an_error_that_says_so() -> None:
+    with pytest.raises(IndexError):
+        Theirs()([])
+    with pytest.raises(DocumentsError, match="a batch of no documents"):
+        DataCollatorWithFlattening()([])
+    with pytest.raises(DocumentsError, match="no token in this batch of 2 documents"):
+        DataCollatorWithFlattening()([{"input_ids": []}, {"input_ids": []}])
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        ({"input_ids": [1.5, 2.0]}, "must be whole numbers, got dtype float64"),
+        ({"input_ids": np.array([1.0, 2.0])}, "must be whole numbers, got dtype float64"),
+        ({"input_ids": torch.tensor([True])}, "must be whole numbers, got dtype bool"),
+        ({"input_ids": [[1, 2]]}, "entry 1 must have one dimension"),
+        ({"input_ids": 7}, "entry 1 must have one dimension"),
+        ({"text": "ab"}, "1 of 2 features have no 'input_ids', feature 1 first"),
+        ([1, 2], "a feature is a mapping .* a list"),
+    ],
+)
+def test_what_holds_no_token_ids_is_refused_with_a_sentence(feature: Any, message: str) -> None:
+    first = {"input_ids": np.array([1])} if isinstance(feature, dict) else {"input_ids": [1]}
+
+    with pytest.raises(DocumentsError, match=message):
+        DataCollatorWithFlattening()([first, feature])
+
+
+@given(features(), st.integers(1, 300), st.sampled_from([0, 2]))
+def test_padding_stands_in_segments_of_its_own(
+    batch: list[dict[str, Any]], multiple: int, start: int
+) -> None:
+    settings: Any = {
+        "return_flash_attn_kwargs": True,
+        "return_seq_idx": True,
+        "return_tensors": "np",
+        "position_ids_start": start,
+    }
+    plain = DataCollatorWithFlattening(**settings)(batch)
+
+    padded = DataCollatorWithFlattening(**settings, pad_to_multiple_of=multiple, pad_token_id=9)(batch)
+
+    tokens, width = plain["input_ids"].size, padded["input_ids"].size
+    assert width == -(-tokens // multiple) * multiple
+    for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert padded[name][:, :tokens].tolist() == plain[name].tolist(), name
+    assert set(padded["input_ids"][0, tokens:].tolist()) <= {9}
+    assert set(padded["labels"][0, tokens:].tolist()) <= {-100}
+    # Where boundaries are read from positions, every token of padding must begin a document of its own.
+    assert set(padded["position_ids"][0, tokens:].tolist()) <= {start}
+    ends, documents = padded["cu_seq_lens_q"], len(plain["cu_seq_lens_q"])
+    assert ends[:documents].tolist() == plain["cu_seq_lens_q"].tolist()
+    assert ends[-1] == width
+    assert (np.diff(ends) > 0).all()
+    assert (np.diff(ends)[documents - 1 :] <= 128).all()
+    assert len(ends) - documents == -(-(width - tokens) // 128)
+    assert padded["max_length_q"] == np.diff(ends).max()
+    assert padded["seq_idx"][0].tolist() == np.repeat(np.arange(len(ends) - 1), np.diff(ends)).tolist()
+
+
+def test_shifted_labels_hold_at_each_position_the_target_that_follows() -> None:
+    collate = DataCollatorWithFlattening(shift_labels=True, pad_to_multiple_of=4)
+
+    batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+
+    assert batch["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
+    assert batch["shift_labels"].tolist() == [[2, 3, -100, 5, -100, -100, -100, -100]]
+
+
+def test_settings_out_of_range_are_refused_when_the_collator_is_made() -> None:
+    with pytest.raises(SettingError, match=r'"pt" .* or "np"'):
+        DataCollatorWithFlattening("tf")
+    with pytest.raises(SettingError, match="pad_to_multiple_of"):
+        DataCollatorWithFlattening(pad_to_multiple_of=0)
+    with pytest.raises(SettingError, match=r'"pt" .* or "np"'):
+        DataCollatorWithFlattening()([{"input_ids": [1]}], return_tensors="jax")
+
+
+def test_the_collator_reaches_a_loaders_workers_by_pickle() -> None:
+    import pickle
+
+    collate = pickle.loads(pickle.dumps(DataCollatorWithFlattening(return_seq_idx=True)))
+
+    assert collate([{"input_ids": [1, 2]}])["seq_idx"].tolist() == [[0, 0]]

@@ -1,0 +1,119 @@
+"""TRL's padding-free collator beside ours: equal where that one is right, and better where it is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Theirs
+
+from varlen.adapters.trl.collator import DataCollatorForLanguageModeling
+from varlen.errors import DocumentsError, SettingError
+
+FORMS = (list, np.array, torch.tensor)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Rows of documents with their lengths, or one document each; with labels or without."""
+    packed, labelled, form = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(FORMS))
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4 if packed else 1))
+        ids = draw(st.lists(st.integers(0, 50_000), min_size=sum(lengths), max_size=sum(lengths)))
+        row: dict[str, Any] = {"input_ids": form(ids)}
+        if packed:
+            row["seq_lengths"] = lengths
+        if labelled:
+            row["labels"] = form([-100 if draw(st.booleans()) else token for token in ids])
+        made.append(row)
+    return made
+
+
+def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Require the same keys in the same order, of the same dtypes, shapes and values."""
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert type(ours[name]) is type(value), name
+        if isinstance(value, torch.Tensor):
+            assert ours[name].dtype == value.dtype, name
+            assert torch.equal(ours[name], value), name
+        else:
+            assert ours[name] == value, name
+
+
+@given(rows())
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_the_batch_is_trls_own_value_for_value(batch: list[dict[str, Any]]) -> None:
+    same(
+        DataCollatorForLanguageModeling(7, padding_free=True)(batch),
+        Theirs(pad_token_id=7, padding_free=True)(batch),
+    )
+
+
+@given(rows(), st.integers(1, 300))
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_padding_is_one_segment_a_token_there_and_one_in_128_here(
+    batch: list[dict[str, Any]], multiple: int
+) -> None:
+    theirs = Theirs(pad_token_id=7, padding_free=True, pad_to_multiple_of=multiple)(batch)
+    ours = DataCollatorForLanguageModeling(7, pad_to_multiple_of=multiple)(batch)
+
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(ours[name], theirs[name]), name
+    tokens = sum(len(row["input_ids"]) for row in batch)
+    documents = sum(len(row.get("seq_lengths", [0])) for row in batch)
+    padding = ours["input_ids"].numel() - tokens
+    assert len(theirs["cu_seq_lens_q"]) - 1 == documents + padding
+    assert len(ours["cu_seq_lens_q"]) - 1 == documents + -(-padding // 128)
+    assert torch.equal(ours["cu_seq_lens_q"][: documents + 1], theirs["cu_seq_lens_q"][: documents + 1])
+    assert torch.equal(ours["seq_idx"][:, :tokens], theirs["seq_idx"][:, :tokens])
+    assert ours["max_length_q"] == int(ours["cu_seq_lens_q"].diff().max())
+
+
+def test_an_empty_row_makes_ids_fractions_there_and_is_left_out_here() -> None:
+    batch = [{"input_ids": []}, {"input_ids": [1, 2]}]
+
+    assert Theirs(pad_token_id=0, padding_free=True)(batch)["input_ids"].dtype == torch.float32
+    ours = DataCollatorForLanguageModeling(0)(batch)
+    assert ours["input_ids"].dtype == torch.int64
+    assert ours["cu_seq_lens_q"].tolist() == [0, 2]
+
+
+def test_lengths_that_are_not_those_of_the_row_are_refused() -> None:
+    collate = DataCollatorForLanguageModeling(0)
+
+    with pytest.raises(DocumentsError, match=r"row 1 add up to 3, and the row has 2 tokens \(1 of 2 rows"):
+        collate([{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1, 2], "seq_lengths": [1, 2]}])
+    with pytest.raises(DocumentsError, match="1 lengths are negative"):
+        collate([{"input_ids": [1, 2], "seq_lengths": [3, -1]}])
+    with pytest.raises(DocumentsError, match="1 of 2 features have no 'seq_lengths'"):
+        collate([{"input_ids": [1, 2], "seq_lengths": [2]}, {"input_ids": [1, 2]}])
+
+
+def test_masks_without_labels_would_be_lost_and_are_refused() -> None:
+    row = {"input_ids": [1, 2], "completion_mask": [0, 1]}
+
+    with pytest.raises(DocumentsError, match="'completion_mask' and no 'labels'"):
+        DataCollatorForLanguageModeling(0)([row])
+    assert DataCollatorForLanguageModeling(0)([row | {"labels": [-100, 2]}])["labels"].tolist() == [[-100, 2]]
+
+
+def test_other_columns_travel_along_when_they_are_named() -> None:
+    batch = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]
+
+    assert "weights" not in DataCollatorForLanguageModeling(0)(batch)
+    assert DataCollatorForLanguageModeling(0, columns=("weights",))(batch)["weights"].tolist() == [
+        [0.5, 1.0, 2.0]
+    ]
+
+
+def test_padded_rows_and_other_tensors_are_refused() -> None:
+    with pytest.raises(SettingError, match="padding_free=True"):
+        DataCollatorForLanguageModeling(0, padding_free=False)
+    with pytest.raises(SettingError, match='"pt"'):
+        DataCollatorForLanguageModeling(0, return_tensors="np")
