@@ -9,7 +9,6 @@ import pytest
 import torch
 from batch_faults import FAULTS, FLASH_LESS, good, row
 from hf_models import LAYOUTS, PAIRS, VOCABULARY, packed, tiny
-from test_verify_isolation import stand_in_for_flash_attention
 from transformers import BatchEncoding, DataCollatorWithFlattening, GPT2Config
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -68,8 +67,7 @@ def test_nothing_is_found_in_slots_that_are_rounded_up_and_shifted_labels(layout
             assert vl.check_batch(hf.model_inputs(one, model), model).findings == ()
 
 
-def test_nothing_is_found_in_what_flash_attention_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in_for_flash_attention(monkeypatch)
+def test_nothing_is_found_in_what_flash_attention_is_given() -> None:
     model = tiny("llama", "eager")
     model.config._attn_implementation_internal = "flash_attention_2"
 

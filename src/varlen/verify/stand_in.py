@@ -35,7 +35,8 @@ def flash_attention() -> Iterator[None]:
 
     flash: Any = modeling_flash_attention_utils
     process = flash._lazy_define_process_function(_varlen_kernel)
-    kernels = (_dense_kernel, _varlen_kernel, None, None, None), (process, dict)
+    padding = flash._pad_input, flash._unpad_input  # transformers' own, for masks with holes
+    kernels = (_dense_kernel, _varlen_kernel, None, *padding), (process, dict)
     with patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels):
         yield
 
