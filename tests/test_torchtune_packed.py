@@ -211,6 +211,6 @@ def test_tensors_and_a_loader_s_workers_are_served() -> None:
     samples = [{name: torch.tensor(values) for name, values in s.items()} for s in samples_of([3, 4, 2, 5])]
     packed = PackedDataset(samples, max_seq_len=7)
 
-    rows = list(torch.utils.data.DataLoader(packed, batch_size=None, num_workers=2))
+    rows = list(torch.utils.data.DataLoader(packed, batch_size=None, num_workers=1))
 
     assert sorted(int(token) for row in rows for token in row["tokens"]) == list(range(1, 15))
