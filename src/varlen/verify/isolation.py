@@ -167,11 +167,9 @@ def check_isolation(
         try:
             facts["arguments"] = _described(inputs(batch, model))
             before = trial.logits(batch)
-        except ModelError as error:
+            moved = _movements(trial, before, max_changed)
+        except (ModelError, NotImplementedError, ValueError) as error:
             return IsolationReport(verdict="refuses", reason=str(error), **facts)
-        except Exception as error:  # a model may fail in any way
-            return IsolationReport(verdict="refuses", reason=_of_model(base, error), **facts)
-        moved = _movements(trial, before, max_changed)
     limit = TOLERANCES.get(base.dtype, 1e-4) if tolerance is None else tolerance
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
     # their last bits where nothing leaks; a leak would move them about as far as the control does.
@@ -211,14 +209,6 @@ def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Ve
             "stands in its row (positions that run on, a pattern counted from the row's start) leaks into it"
         )
     return "isolated", ""
-
-
-def _of_model(base: Any, error: Exception) -> str:
-    """Say in one line how a model failed: some refuse by a sentence, others in the midst of their arithmetic."""
-    text = " ".join(str(error).split())
-    if isinstance(error, NotImplementedError | ValueError) and text:
-        return text
-    return f"{type(base).__name__} fails in its own forward: {type(error).__name__}: {text[:300]}"
 
 
 def _described(arguments: dict[str, Any]) -> tuple[str, ...]:

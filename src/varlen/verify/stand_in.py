@@ -131,14 +131,15 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
         if numbers is None and ends is None:
             return plain(*args, **kwargs)
         axis = 2 if plain.__name__.startswith("causal_conv1d") else 1
-        first = args[0] if args else next(iter(kwargs.values()))
+        given = {**dict(enumerate(args)), **kwargs}
+        first = next(iter(given.values()))
         rows, width = first.shape[0], first.shape[axis]
         cut = partial(_cut, rows=rows, width=width, axis=axis)
         outputs = []
         for row, start, stop in _segments(numbers, ends, rows, width):
-            piece = [cut(value, row, start, stop, is_first=i == 0) for i, value in enumerate(args)]
-            named = {name: cut(value, row, start, stop, is_first=False) for name, value in kwargs.items()}
-            outputs.append((row, plain(*piece, **named)))
+            parts = {name: cut(v, row, start, stop, is_first=v is first) for name, v in given.items()}
+            named = {name: part for name, part in parts.items() if isinstance(name, str)}
+            outputs.append((row, plain(*(parts[i] for i in range(len(args))), **named)))
         return _joined(outputs, rows, axis)
 
     return apart

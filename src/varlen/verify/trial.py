@@ -122,9 +122,20 @@ class Trial:
         Args:
             arguments: for the model.
             more: besides.
+
+        Raises:
+            ModelError: the model fails, which may come in the midst of its arithmetic.
         """
         kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
-        return self.model(**kept, **more)
+        try:
+            return self.model(**kept, **more)
+        except (ModelError, NotImplementedError, ValueError):  # it refuses by a sentence of its own
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise ModelError(
+                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {text}"
+            ) from error
 
     def where(self, chosen: BoolArray) -> torch.Tensor:
         """Return a selection of tokens as a torch mask on the model's device.

@@ -32,8 +32,9 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
     config = text_config(model)
     kinds = named_kinds(config)
     if model_type(model) in TOLD:
-        full = _mask(batch, config, "full_attention", form, dtype)
-        return dict.fromkeys(("full_attention", *kinds), full) | dict.fromkeys(MASKLESS_KINDS)
+        masked = [kind for kind in dict.fromkeys(("full_attention", *kinds)) if kind not in MASKLESS_KINDS]
+        masks = {kind: _mask(batch, config, kind, form, dtype) for kind in masked}
+        return masks | dict.fromkeys(MASKLESS_KINDS)
     if kinds:
         return {kind: _mask(batch, config, kind, form, dtype) for kind in kinds}
     return _mask(batch, config, only_kind(model), form, dtype)

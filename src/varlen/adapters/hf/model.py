@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from varlen.adapters.hf.recurrent import TOLD
+from varlen.adapters.hf.recurrent import SINGLE_TOKENS, TOLD
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -17,8 +17,6 @@ SELECTING = "indexed_attention"
 """Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
-SINGLE_TOKENS = ("moe", "mlp")
-"""Kinds that mix no tokens."""
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 """Modules that aren't called where there is no encoder."""
 

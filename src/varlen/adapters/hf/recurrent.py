@@ -1,7 +1,7 @@
 """Families with recurrent or convolving layers whose kernels are told boundaries, and how.
 
-Found by running each with stand-ins for its kernels (`varlen.verify.stand_in`); `make matrix` runs them again. Where
-the kernels' packages aren't installed, transformers itself refuses boundaries, with a sentence that names them.
+Found by running each with stand-ins for its kernels (`varlen.verify.stand_in`), as the tests do again. Where the
+kernels' packages aren't installed, transformers itself refuses boundaries, with a sentence that names them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ BY_NUMBERS = frozenset(("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_
 BY_ENDS_TOO = frozenset(("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"))
 """Convolutions take `seq_idx`, and the recurrence `cu_seqlens`, of one row only."""
 TOLD = BY_NUMBERS | BY_ENDS_TOO
-MASKLESS_KINDS = ("linear_attention", "conv", "moe", "mlp")
+SINGLE_TOKENS = ("moe", "mlp")
+"""Kinds of layers that mix no tokens."""
+MASKLESS_KINDS = ("linear_attention", "conv", *SINGLE_TOKENS)
 """Layers in which no mask has a meaning: they take boundaries, or look at single tokens."""
 
 
