@@ -131,7 +131,7 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
         if numbers is None and ends is None:
             return plain(*args, **kwargs)
         axis = 2 if plain.__name__.startswith("causal_conv1d") else 1
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
         first = next(iter(given.values()))
         rows, width = first.shape[0], first.shape[axis]
         cut = partial(_cut, rows=rows, width=width, axis=axis)
