@@ -7,22 +7,25 @@ fewest steps says after which one all are compared at equal steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
 from benchmarks.strategies_feeds import Feed
 from benchmarks.strategies_models import build
-from benchmarks.strategies_sets import Shape, text_sets
-from benchmarks.strategies_train import LEARNING_RATE, Curve, one_thread, train
+from benchmarks.strategies_sets import Shape, TextSet
+from benchmarks.strategies_train import LEARNING_RATE, POINTS, Curve, one_thread, train
+from varlen.train.demo.corpus import Documents
 
 TRAINED = ("online", "grouped", "offline_large", "offline", "wrapped", "sampled", "ours")
-"""Padding trains what "online" trains, and has its losses; one run shows it."""
-FASTER = "offline_large, rate scaled"
-"""The strategy with large steps at a learning rate raised by the root of their size, as is usual for Adam."""
+"""Padding trains what "online" trains and has its losses; one run a set shows it."""
+SCALED = "offline_scaled"
+"""The strategy with large steps at a learning rate raised by the root of their size, as is usual with Adam."""
 PROCESSES = 2
+Told = Callable[[int, int, str], None]
+"""Called with the runs done, all runs, and the last one's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +36,15 @@ class Run:
     """Under which its figures are kept."""
     family: str
     set_name: str
-    strategy: str
-    seed: int
-    steps: int
-    """Of random minibatches: how many documents there are."""
-    quick: bool
-    shape: Shape | None = None
-    """Where it isn't the set's."""
-    options: dict[str, Any] = field(default_factory=dict)
+    feed: Feed
+    validation: Documents
     learning_rate: float = LEARNING_RATE
-    points: int = 8
+    points: int = POINTS
 
-
-def trained(run: Run) -> Curve:
-    """Train one run in this process."""
-    one_thread()
-    found = text_sets(run.quick)[run.set_name]
-    documents = found.draw(run.steps, run.seed)
-    feed = Feed(
-        strategy=run.strategy,
-        documents=documents,
-        shape=run.shape or found.shape,
-        seed=run.seed,
-        options=run.options,
-    )
-    model = build(run.family, run.seed, feed.attention)
-    return train(
-        model,
-        feed,
-        found.validation,
-        at_step=fewest_steps(int(documents.lengths.sum()), feed.shape),
-        points=run.points,
-        learning_rate=run.learning_rate,
-    )
+    @property
+    def at_step(self) -> int:
+        """The step after which strategies are compared at equal steps."""
+        return fewest_steps(int(self.feed.documents.lengths.sum()), self.feed.shape)
 
 
 def fewest_steps(tokens: int, shape: Shape) -> int:
@@ -73,78 +52,88 @@ def fewest_steps(tokens: int, shape: Shape) -> int:
     return max(1, tokens // (shape.documents * shape.capacity))
 
 
-def all_trained(runs: list[Run]) -> Iterator[tuple[Run, Curve]]:
+def trained(run: Run) -> Curve:
+    """Train one run in this process."""
+    one_thread()
+    return train(
+        build(run.family, run.feed.seed, run.feed.attention),
+        run.feed,
+        run.validation,
+        at_step=run.at_step,
+        points=run.points,
+        learning_rate=run.learning_rate,
+    )
+
+
+def all_trained(runs: list[Run], told: Told) -> Iterator[tuple[Run, Curve]]:
     """Train runs, some at once, one thread each; give each as it is done."""
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(trained, run): run for run in runs}
-        for done in as_completed(waiting):
-            yield waiting[done], done.result()
+        for count, done in enumerate(as_completed(waiting), start=1):
+            run = waiting[done]
+            told(count, len(runs), f"{run.family}, {run.set_name}, {run.label}, seed {run.feed.seed}")
+            yield run, done.result()
 
 
-def runs(*, families: tuple[str, ...], steps: dict[str, int], seeds: int, quick: bool) -> list[Run]:
+def runs(
+    sets: dict[str, TextSet], *, families: tuple[str, ...], steps: dict[str, int], seeds: int
+) -> list[Run]:
     """Return the runs of the comparison, the longest first.
 
     Args:
+        sets: of documents, by name.
         families: of models.
         steps: of minibatches, by set.
         seeds: of documents, weights and order.
-        quick: see `text_sets`.
     """
-    found = [
-        Run(
-            label=strategy,
-            family=family,
-            set_name=name,
-            strategy=strategy,
-            seed=seed,
-            steps=count,
-            quick=quick,
-        )
-        for name, count in steps.items()
-        for family in families
-        for seed in range(seeds)
-        for strategy in TRAINED
-    ]
-    found += [
-        Run(
-            label=FASTER,
-            family=run.family,
-            set_name=run.set_name,
-            strategy=run.strategy,
-            seed=run.seed,
-            steps=run.steps,
-            quick=quick,
-            learning_rate=LEARNING_RATE * math.sqrt(_times_larger(run)),
-        )
-        for run in found
-        if run.strategy == "offline_large"
-    ]
-    padded = [
-        Run(
-            label="padding", family="llama", set_name=name, strategy="padding", seed=0, steps=count, quick=quick
-        )
-        for name, count in steps.items()
-    ]
-    return padded + sorted(found, key=lambda run: run.set_name)
-
-
-def _times_larger(run: Run) -> float:
-    """Return by how much steps of as many packs are larger than those of as many documents."""
-    shape = text_sets(run.quick)[run.set_name].shape
-    return shape.documents / shape.packs
+    padded, found, scaled = [], [], []
+    for name, of_set in sets.items():
+        for seed in range(seeds):
+            documents = of_set.draw(steps[name], seed)
+            for family in families:
+                for strategy in TRAINED:
+                    feed = Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=seed)
+                    run = Run(
+                        label=strategy,
+                        family=family,
+                        set_name=name,
+                        feed=feed,
+                        validation=of_set.validation,
+                    )
+                    found.append(run)
+                    if family != families[0]:
+                        continue
+                    if strategy == "offline_large":
+                        larger = of_set.shape.documents / of_set.shape.packs
+                        rate = LEARNING_RATE * math.sqrt(larger)
+                        scaled.append(replace(run, label=SCALED, learning_rate=rate))
+                    if strategy == "online" and seed == 0:
+                        padded.append(replace(run, label="padding", feed=replace(feed, strategy="padding")))
+    return padded + scaled + found
 
 
 def plain(run: Run, curve: Curve) -> dict[str, Any]:
     """Return a run and what it found as plain data for the result file."""
+    held = asdict(curve)
+    tokens, documents = held.pop("tokens"), held.pop("documents")
     return {
         "label": run.label,
         "family": run.family,
         "set": run.set_name,
-        "seed": run.seed,
+        "seed": run.feed.seed,
         "learning_rate": run.learning_rate,
         "steps": len(curve.losses),
-        **{name: value for name, value in asdict(curve).items() if name not in ("tokens", "documents")},
-        "tokens": sum(curve.tokens),
-        "step_tokens": [min(curve.tokens), max(curve.tokens)],
-        "documents": sum(curve.documents),
+        "at_step": run.at_step,
+        "tokens": sum(tokens),
+        "step_tokens": [min(tokens), max(tokens)],
+        "documents": sum(documents),
+        **held,
     }
+
+
+def compare(
+    sets: dict[str, TextSet], told: Told, *, families: tuple[str, ...], steps: dict[str, int], seeds: int
+) -> list[dict[str, Any]]:
+    """Train everything; arguments as `runs` has them, and whom to tell."""
+    wanted = runs(sets, families=families, steps=steps, seeds=seeds)
+    return [plain(run, curve) for run, curve in all_trained(wanted, told)]

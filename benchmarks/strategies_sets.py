@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ def text_sets(quick: bool) -> dict[str, TextSet]:
             raise RuntimeError("the texts lie outside this repository, and aren't there; --quick needs none")
         plans = {
             "short": ("dialogues, sums and web pages", list(_short_texts()), 1024, 4, 96),
-            "long": ("source files", list(_column("code_sample.parquet")), 4096, 2, 32),
+            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 48),
         }
     tokenizer = train_bpe(
         (text[:_LEARNED_CHARACTERS] for plan in plans.values() for text in plan[1]), VOCABULARY
@@ -166,10 +167,16 @@ def described(found: TextSet) -> dict[str, float | int | str]:
 def _short_texts() -> Iterator[str]:
     """Yield grade-school sums and dialogues, a line a message, and some web pages for the tail."""
     for name in ("gsm8k_train", "taskmaster4"):
-        for line in (TEXTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
-            yield "\n".join(message["content"] or "" for message in json.loads(line)["messages"])
-    for line in (TEXTS / "c4_demo.jsonl").read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)["text"]
+        for row in _rows(name):
+            yield "\n".join(message["content"] or "" for message in row["messages"])
+    for row in _rows("c4_demo"):
+        yield row["text"]
+
+
+def _rows(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file of JSON lines."""
+    with (TEXTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
 
 
 def _column(file: str) -> Iterator[str]:

@@ -19,6 +19,8 @@ from varlen.train.demo.model import add_gradients, make_optimizer, mean_loss
 from varlen.types import IntArray
 
 LEARNING_RATE = 4e-3
+MOST_NORM = 1.0
+"""Gradients are clipped to this norm; without it the longer set's runs diverge now and then."""
 POINTS = 8
 """Times that a run is validated, at equal distances in tokens."""
 _VALIDATED_TOKENS = 16_384
@@ -104,14 +106,12 @@ def train(
         WrongResultError: a document wasn't trained exactly once.
     """
     curve, ledger = Curve(), Ledger(lengths=feed.documents.lengths)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(model, learning_rate)
     total = int(feed.documents.lengths.sum())
     begun, seen = time.perf_counter(), 0
     for step, fed in enumerate(feed.steps(model), start=1):
         curve.losses.append(gradients(model, fed))
-        optimizer.step()
-        optimizer.zero_grad()
+        update(model, optimizer)
         ledger.count(fed)
         curve.tokens.append(fed.inputs.num_tokens)
         curve.documents.append(len(fed.document_ids))
@@ -119,7 +119,6 @@ def train(
         if step == at_step or points * seen // total > points * before // total:
             curve.validation.append((step, seen, validate(model, validation)))
     ledger.check(whole=feed.strategy != "wrapped")
-    assert parameters, "something is trained"
     curve.seconds = time.perf_counter() - begun
     return curve
 
@@ -134,6 +133,13 @@ def gradients(model: Any, fed: Fed, num_targets: int | None = None) -> float:
     """
     inputs = fed.inputs
     return add_gradients(bare(model), inputs.arguments, inputs.labels, num_targets or inputs.num_targets)
+
+
+def update(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Clip gradients as transformers' Trainer does unless told otherwise, and change the weights."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def validate(model: Any, documents: Documents) -> float:

@@ -1,0 +1,199 @@
+"""`python -m benchmarks strategies`: padding and the ways of packing, by loss, throughput and memory.
+
+After "Enhancing Training Efficiency Using Packing with Flash Attention" (arXiv:2407.09105). Parts can be run one by
+one; each replaces its own figures in the result file, and `python -m benchmarks.strategies_page` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import load, machine, versions
+from benchmarks.strategies_page import FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is trained."""
+
+    quick: bool
+    families: tuple[str, ...]
+    steps: dict[str, int]
+    """Minibatches of a run of the comparison, by set."""
+    seeds: int
+    race_steps: dict[str, int]
+    density_steps: int
+    density_seeds: int
+    density_factors: tuple[int, ...]
+    rank_steps: int
+    worlds: tuple[int, ...]
+    lora_steps: tuple[int, int]
+    """Of the base, and of the adapters."""
+    factors: dict[int, int]
+    """How much longer long documents are, and for how many steps."""
+
+
+FULL = Size(
+    quick=False,
+    families=("llama", "mixtral", "gemma3"),
+    steps={"short": 80, "long": 90},
+    seeds=3,
+    race_steps={"short": 12, "long": 12},
+    density_steps=60,
+    density_seeds=6,
+    density_factors=(1, 2, 4),
+    rank_steps=60,
+    worlds=(1, 2, 4),
+    lora_steps=(90, 40),
+    factors={10: 24, 100: 24, 1000: 8},
+)
+QUICK = Size(
+    quick=True,
+    families=("llama",),
+    steps={"short": 5, "long": 5},
+    seeds=1,
+    race_steps={"short": 2, "long": 2},
+    density_steps=3,
+    density_seeds=2,
+    density_factors=(1,),
+    rank_steps=3,
+    worlds=(1, 2),
+    lora_steps=(3, 3),
+    factors={10: 2},
+)
+
+
+def _comparison(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_compare import compare
+    from benchmarks.strategies_sets import text_sets
+
+    return compare(
+        text_sets(size.quick), told, families=size.families, steps=size.steps, seeds=size.seeds
+    )
+
+
+def _throughput(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_race import races
+    from benchmarks.strategies_sets import text_sets
+
+    return races(
+        text_sets(size.quick), told, families=size.families, steps=size.race_steps, epoch=size.steps
+    )
+
+
+def _density(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_density import density
+    from benchmarks.strategies_sets import text_sets
+
+    return density(
+        text_sets(size.quick)["short"],
+        told,
+        steps=size.density_steps,
+        seeds=size.density_seeds,
+        factors=size.density_factors,
+    )
+
+
+def _ranks(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_ranks import on_ranks
+    from benchmarks.strategies_sets import text_sets
+
+    return on_ranks(
+        text_sets(size.quick)["short"],
+        told,
+        steps=size.rank_steps,
+        worlds=size.worlds,
+        peers=not size.quick,
+    )
+
+
+def _lora(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_lora import lora
+    from benchmarks.strategies_sets import text_sets
+
+    return lora(text_sets(size.quick), told, base_steps=size.lora_steps[0], steps=size.lora_steps[1])
+
+
+def _extreme(size: Size, told: Any) -> Any:
+    from benchmarks.strategies_extreme import extreme
+
+    return extreme(told, factors=size.factors)
+
+
+PARTS: dict[str, Callable[[Size, Any], Any]] = {
+    "comparison": _comparison,
+    "density": _density,
+    "ranks": _ranks,
+    "throughput": _throughput,
+    "lora": _lora,
+    "extreme": _extreme,
+}
+"""By name: those for the loss first, which nothing disturbs, then those that are timed."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts asked for and put their figures into the result file; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks strategies", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--out", type=Path, help="result file; by default results/strategies/<date>.json")
+    parser.add_argument("--quick", action="store_true", help="a few steps on the interpreter's own sources")
+    asked = parser.parse_args(arguments)
+    unknown = sorted(set(asked.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if asked.quick and asked.out is None:
+        parser.error("--quick measures nothing worth keeping; say where it goes with --out")
+
+    today = datetime.now(UTC).date().isoformat()
+    out = asked.out or FOLDER / f"{today}.json"
+    result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
+    size = QUICK if asked.quick else FULL
+    for name in PARTS:
+        if asked.parts and name not in asked.parts:
+            continue
+        result |= {"date": today, "machine": machine(), "versions": versions()}
+        result["sets"] = _described(size)
+        result["parts"][name] = _run(name, size)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(_rounded(result), indent=1) + "\n")
+    print(f"Written to {out.name}; `python -m benchmarks.strategies_page` puts it into the docs.")
+    return 0
+
+
+def _run(name: str, size: Size) -> dict[str, Any]:
+    """Run one part; returns its figures with the load of the machine around them."""
+    begun, before = time.perf_counter(), load()
+
+    def told(done: int, total: int, what: str) -> None:
+        passed = time.perf_counter() - begun
+        print(f"\r{name} {done}/{total} {passed:.0f} s  {what:<60}", end="", file=sys.stderr, flush=True)
+
+    figures = PARTS[name](size, told)
+    print(file=sys.stderr)
+    return {"seconds": round(time.perf_counter() - begun), "load": [before, load()], "figures": figures}
+
+
+def _described(size: Size) -> dict[str, Any]:
+    """Return what a reader has to know of the sets."""
+    from benchmarks.strategies_sets import described, text_sets
+
+    return {name: described(found) for name, found in text_sets(size.quick).items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Return plain data with floats of seven digits, which is what float32 has."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, dict):
+        return {str(key): _rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return value

@@ -1,0 +1,126 @@
+"""How full packs are against what is learned: capacity, window, and sorted against random composition.
+
+Every run has the same number of tokens a step, and for one seed the same documents and weights. So a setting's loss is
+told as its difference from random minibatches of the same seed, whose spread over seeds is far smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.strategies_compare import Run, Told, all_trained
+from benchmarks.strategies_feeds import Feed
+from benchmarks.strategies_sets import Shape, TextSet
+
+BASE = "online"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way of composing packs."""
+
+    label: str
+    strategy: str = "ours"
+    capacity_factor: int = 1
+    """Packs are as many times the set's capacity, and a step has as many fewer."""
+    window: int | None = None
+    """Documents packed at a time; None for the whole set."""
+    is_sorted: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def settings(factors: tuple[int, ...], windows: tuple[int, ...]) -> list[Setting]:
+    """Return the settings of the sweep, random minibatches first.
+
+    Args:
+        factors: capacities, in the set's.
+        windows: documents packed at a time, beside the whole set.
+    """
+    found = [Setting(label=BASE, strategy="online")]
+    for factor in factors:
+        for window in (*windows, None):
+            for method in ("best_fit", "best_fit_decreasing"):
+                scope = {"scope": "all"} if window is None else {"window": window}
+                found.append(
+                    Setting(
+                        label=f"{method}, window {window}, {factor}",
+                        capacity_factor=factor,
+                        window=window,
+                        is_sorted=method == "best_fit_decreasing",
+                        options={"method": method, **scope},
+                    )
+                )
+    found.append(Setting(label="next_fit", options={"method": "next_fit", "scope": "all"}))
+    return found
+
+
+def density(
+    of_set: TextSet,
+    told: Told,
+    *,
+    steps: int,
+    seeds: int,
+    factors: tuple[int, ...] = (1, 2, 4),
+    windows: tuple[int, ...] = (64,),
+) -> list[dict[str, Any]]:
+    """Train every setting on every seed.
+
+    Args:
+        of_set: the documents.
+        told: of progress.
+        steps: of minibatches.
+        seeds: of documents, weights and order.
+        factors: see `settings`.
+        windows: see `settings`.
+
+    Returns:
+        One record a setting: how full its packs are, and its losses by seed.
+    """
+    wanted: list[Run] = []
+    all_settings = {setting.label: setting for setting in settings(factors, windows)}
+    for seed in range(seeds):
+        documents = of_set.draw(steps, seed)
+        wanted += [
+            Run(
+                label=setting.label,
+                family="llama",
+                set_name=of_set.name,
+                feed=Feed(
+                    strategy=setting.strategy,
+                    documents=documents,
+                    shape=_shape(of_set.shape, setting.capacity_factor),
+                    seed=seed,
+                    options=setting.options,
+                ),
+                validation=of_set.validation,
+                points=1,
+            )
+            for setting in all_settings.values()
+        ]
+    records: dict[str, dict[str, Any]] = {
+        label: {
+            "label": label,
+            "capacity": _shape(of_set.shape, setting.capacity_factor).capacity,
+            "window": setting.window,
+            "is_sorted": setting.is_sorted,
+            "fill": {},
+            "steps": {},
+            "losses": {},
+        }
+        for label, setting in all_settings.items()
+    }
+    for run, curve in all_trained(wanted, told):
+        record, shape, seed = records[run.label], run.feed.shape, str(run.feed.seed)
+        full_steps = curve.tokens[:-1]  # the last step takes what is left
+        if full_steps and run.feed.strategy == "ours":
+            record["fill"][seed] = sum(full_steps) / (len(full_steps) * shape.capacity * shape.packs)
+        record["steps"][seed] = len(curve.losses)
+        record["losses"][seed] = curve.last_loss
+    return list(records.values())
+
+
+def _shape(shape: Shape, factor: int) -> Shape:
+    return Shape(
+        documents=shape.documents, capacity=shape.capacity * factor, packs=max(1, shape.packs // factor)
+    )

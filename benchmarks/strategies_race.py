@@ -1,0 +1,257 @@
+"""Throughput and peak memory of strategies: each in a process of its own, taking turns step by step.
+
+Turns matter: whatever else the machine does hits all alike, so that ratios hold even where seconds don't.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.strategies_compare import Told
+from benchmarks.strategies_feeds import Fed, Feed
+from benchmarks.strategies_models import build, with_lora
+from benchmarks.strategies_sets import TextSet
+from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, update, validate
+from varlen.train.demo.corpus import Documents
+from varlen.train.demo.measure import current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.model import make_optimizer
+
+RACED = ("padding_mask", "padding", "grouped", "online", "offline_large", "offline", "sampled", "ours")
+_PRELOADED = ["benchmarks.strategies_train"]
+_WARM_DOCUMENTS = 2
+_WARM_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a contestant trains; plain data, so that another process can take it."""
+
+    family: str
+    feed: Feed
+    validation: Documents | None = None
+    weights: dict[str, Any] | None = None
+    """Of the frozen base, where only adapters are trained."""
+    learning_rate: float = LEARNING_RATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One optimizer step, from documents to changed weights."""
+
+    loss: float
+    tokens: int
+    slots: int
+    """Positions computed, padding included."""
+    wall_s: float
+    cpu_s: float
+
+
+class _Runner:
+    """A contestant, in its own process."""
+
+    def __init__(self, entry: Entry) -> None:
+        one_thread()
+        feed = entry.feed
+        self._entry = entry
+        self._model = build(entry.family, feed.seed, feed.attention)
+        if entry.weights is not None:
+            self._model = with_lora(self._model, entry.weights, feed.seed)
+        self._optimizer = make_optimizer(self._model, entry.learning_rate)
+        self._warm_up()
+        self._steps: Iterator[Fed] = iter(feed.steps(self._model))
+        self._base_bytes = 0
+
+    def _warm_up(self) -> None:
+        """Load kernels and start what starts at the first use; the weights stay as they are."""
+        from benchmarks.strategies_sets import cut
+
+        feed = self._entry.feed
+        few = cut(feed.documents, _WARM_TOKENS).take(torch.arange(feed.shape.documents).numpy())
+        small = Feed(strategy=feed.strategy, documents=few, shape=feed.shape, seed=0, options=feed.options)
+        for fed in small.steps(self._model):
+            gradients(self._model, fed)
+        self._optimizer.zero_grad()
+
+    def step(self) -> dict[str, Any] | None:
+        """Train a step; None where the epoch is over."""
+        if not self._base_bytes:
+            reset_peak()
+            self._base_bytes = current_bytes()
+        start = now()
+        fed = next(self._steps, None)
+        if fed is None:
+            return None
+        loss = gradients(self._model, fed)
+        update(self._model, self._optimizer)
+        took = now() - start
+        return asdict(
+            Timed(
+                loss=loss,
+                tokens=fed.inputs.num_tokens,
+                slots=fed.inputs.num_slots,
+                wall_s=took.wall_s,
+                cpu_s=took.user_s + took.system_s,
+            )
+        )
+
+    def memory_bytes(self) -> int:
+        """Return the most memory held since the first step beyond what was held before."""
+        return max(peak_bytes() - self._base_bytes, 0)
+
+    def validate(self) -> float:
+        """Return the loss on the documents held back."""
+        assert self._entry.validation is not None
+        return validate(self._model, self._entry.validation)
+
+    def parameters(self) -> list[int]:
+        """Return how many numbers there are, and how many of them are trained."""
+        counts = [(p.numel(), p.requires_grad) for p in self._model.parameters()]
+        return [sum(n for n, _ in counts), sum(n for n, is_trained in counts if is_trained)]
+
+
+def _serve(connection: Connection, entry: Entry) -> None:
+    """Build a contestant and call its methods as asked until the other side hangs up."""
+    try:
+        runner = _Runner(entry)
+        connection.send(None)
+        while True:
+            connection.send(getattr(runner, connection.recv())())
+    except EOFError:
+        return
+    except Exception:
+        connection.send(RuntimeError(traceback.format_exc()))
+
+
+class Contestant:
+    """A contestant's process, seen from outside."""
+
+    def __init__(self, entry: Entry) -> None:
+        """Start it, and wait until it is warm."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, entry), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive()
+
+    def __enter__(self) -> Contestant:
+        """Return itself."""
+        return self
+
+    def ask(self, method: str) -> Any:
+        """Call a method of the contestant and return what it returns.
+
+        Args:
+            method: without arguments.
+
+        Raises:
+            RuntimeError: it failed or died.
+        """
+        with suppress(OSError):
+            self._connection.send(method)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=5)
+            raise RuntimeError(f"a contestant died with code {self._process.exitcode}") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._connection.close()
+        self._process.terminate()
+        self._process.join()
+
+
+@dataclass(kw_only=True)
+class Raced:
+    """What a contestant did."""
+
+    strategy: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Of `Timed`."""
+    memory_bytes: int = 0
+    validation_loss: float | None = None
+    parameters: list[int] = field(default_factory=list)
+
+
+def race(entries: dict[str, Entry], most_steps: int, told: Told) -> list[dict[str, Any]]:
+    """Let contestants train steps in turns.
+
+    Args:
+        entries: by strategy.
+        most_steps: of each, fewer where its epoch is over before.
+        told: of progress.
+
+    Returns:
+        One record a contestant, of `Raced`.
+    """
+    found = {name: Raced(strategy=name) for name in entries}
+    with ExitStack() as stack:
+        contestants = {name: stack.enter_context(Contestant(entry)) for name, entry in entries.items()}
+        running = dict(contestants)
+        for step in range(most_steps):
+            for name, contestant in list(running.items()):
+                timed = contestant.ask("step")
+                if timed is None:
+                    del running[name]
+                    continue
+                found[name].steps.append(timed)
+            told(step + 1, most_steps, "step of each")
+        for name, contestant in contestants.items():
+            found[name].memory_bytes = contestant.ask("memory_bytes")
+            found[name].parameters = contestant.ask("parameters")
+            if entries[name].validation is not None:
+                found[name].validation_loss = contestant.ask("validate")
+    return [asdict(raced) for raced in found.values()]
+
+
+def races(
+    sets: dict[str, TextSet],
+    told: Told,
+    *,
+    families: tuple[str, ...],
+    steps: dict[str, int],
+    epoch: dict[str, int],
+    raced: tuple[str, ...] = RACED,
+) -> list[dict[str, Any]]:
+    """Race all strategies on every family and set.
+
+    Args:
+        sets: of documents, by name.
+        told: of progress.
+        families: of models.
+        steps: of each contestant, by set.
+        epoch: minibatches that documents are drawn for, by set.
+        raced: strategies.
+    """
+    found = []
+    for name, of_set in sets.items():
+        documents = of_set.draw(epoch[name], 0)
+        for family in families:
+            entries = {
+                strategy: Entry(
+                    family=family,
+                    feed=Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=0),
+                )
+                for strategy in raced
+            }
+            told(0, steps[name], f"{family}, {name}: starting")
+            found.append(
+                {"family": family, "set": name, "contestants": race(entries, steps[name], told)}
+            )
+    return found
