@@ -25,15 +25,16 @@ class Size:
     """How much is trained."""
 
     quick: bool
-    families: tuple[str, ...]
+    seeds: dict[str, int]
+    """Of the comparison, by family of models."""
     steps: dict[str, int]
     """Minibatches of a run of the comparison, by set."""
-    seeds: int
     race_steps: dict[str, int]
     density_steps: int
     density_seeds: int
     density_factors: tuple[int, ...]
     rank_steps: int
+    rank_seeds: int
     worlds: tuple[int, ...]
     lora_steps: tuple[int, int]
     """Of the base, and of the adapters."""
@@ -43,28 +44,28 @@ class Size:
 
 FULL = Size(
     quick=False,
-    families=("llama", "mixtral", "gemma3"),
-    steps={"short": 80, "long": 90},
-    seeds=3,
+    seeds={"llama": 5, "mixtral": 3, "gemma3": 3},
+    steps={"short": 80, "long": 80},
     race_steps={"short": 12, "long": 12},
     density_steps=60,
     density_seeds=6,
     density_factors=(1, 2, 4),
     rank_steps=60,
+    rank_seeds=3,
     worlds=(1, 2, 4),
     lora_steps=(90, 40),
     factors={10: 24, 100: 24, 1000: 8},
 )
 QUICK = Size(
     quick=True,
-    families=("llama",),
+    seeds={"llama": 1},
     steps={"short": 5, "long": 5},
-    seeds=1,
     race_steps={"short": 2, "long": 2},
     density_steps=3,
     density_seeds=2,
     density_factors=(1,),
     rank_steps=3,
+    rank_seeds=1,
     worlds=(1, 2),
     lora_steps=(3, 3),
     factors={10: 2},
@@ -75,9 +76,7 @@ def _comparison(size: Size, told: Any) -> Any:
     from benchmarks.strategies_compare import compare
     from benchmarks.strategies_sets import text_sets
 
-    return compare(
-        text_sets(size.quick), told, families=size.families, steps=size.steps, seeds=size.seeds
-    )
+    return compare(text_sets(size.quick), told, seeds=size.seeds, steps=size.steps)
 
 
 def _throughput(size: Size, told: Any) -> Any:
@@ -85,7 +84,7 @@ def _throughput(size: Size, told: Any) -> Any:
     from benchmarks.strategies_sets import text_sets
 
     return races(
-        text_sets(size.quick), told, families=size.families, steps=size.race_steps, epoch=size.steps
+        text_sets(size.quick), told, families=tuple(size.seeds), steps=size.race_steps, epoch=size.steps
     )
 
 
@@ -110,6 +109,7 @@ def _ranks(size: Size, told: Any) -> Any:
         text_sets(size.quick)["short"],
         told,
         steps=size.rank_steps,
+        seeds=size.rank_seeds,
         worlds=size.worlds,
         peers=not size.quick,
     )

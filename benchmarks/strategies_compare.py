@@ -76,21 +76,21 @@ def all_trained(runs: list[Run], told: Told) -> Iterator[tuple[Run, Curve]]:
 
 
 def runs(
-    sets: dict[str, TextSet], *, families: tuple[str, ...], steps: dict[str, int], seeds: int
+    sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]
 ) -> list[Run]:
     """Return the runs of the comparison, the longest first.
 
     Args:
         sets: of documents, by name.
-        families: of models.
+        seeds: of documents, weights and order, by family of models.
         steps: of minibatches, by set.
-        seeds: of documents, weights and order.
     """
+    first = next(iter(seeds))
     padded, found, scaled = [], [], []
     for name, of_set in sets.items():
-        for seed in range(seeds):
+        for seed in range(max(seeds.values())):
             documents = of_set.draw(steps[name], seed)
-            for family in families:
+            for family in (family for family in seeds if seed < seeds[family]):
                 for strategy in TRAINED:
                     feed = Feed(strategy=strategy, documents=documents, shape=of_set.shape, seed=seed)
                     run = Run(
@@ -101,7 +101,7 @@ def runs(
                         validation=of_set.validation,
                     )
                     found.append(run)
-                    if family != families[0]:
+                    if family != first:
                         continue
                     if strategy == "offline_large":
                         larger = of_set.shape.documents / of_set.shape.packs
@@ -132,8 +132,8 @@ def plain(run: Run, curve: Curve) -> dict[str, Any]:
 
 
 def compare(
-    sets: dict[str, TextSet], told: Told, *, families: tuple[str, ...], steps: dict[str, int], seeds: int
+    sets: dict[str, TextSet], told: Told, *, seeds: dict[str, int], steps: dict[str, int]
 ) -> list[dict[str, Any]]:
     """Train everything; arguments as `runs` has them, and whom to tell."""
-    wanted = runs(sets, families=families, steps=steps, seeds=seeds)
+    wanted = runs(sets, seeds=seeds, steps=steps)
     return [plain(run, curve) for run, curve in all_trained(wanted, told)]

@@ -142,46 +142,53 @@ def _serve(connection: Connection, jobs: list[Job], rank: int, world: int) -> No
         connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-def on_ranks(of_set: TextSet, told: Told, *, steps: int, worlds: tuple[int, ...], peers: bool = True) -> Any:
+def on_ranks(
+    of_set: TextSet, told: Told, *, steps: int, seeds: int, worlds: tuple[int, ...], peers: bool = True
+) -> list[dict[str, Any]]:
     """Train every sampler on every number of ranks.
 
     Args:
         of_set: the documents.
         told: of progress.
         steps: of minibatches.
+        seeds: of documents, weights and order.
         worlds: numbers of ranks.
         peers: whether axolotl's sampler, which has to be installed, takes part.
 
     Returns:
-        One record a sampler and number of ranks.
+        One record a sampler, seed and number of ranks.
     """
-    samplers = (*(PEERS if peers else ()), *OURS)
-    documents = of_set.draw(steps, 0)
     found = []
     for count, world in enumerate(worlds, start=1):
         told(count, len(worlds), f"{world} ranks")
         with tempfile.TemporaryDirectory() as folder:
-            write_arrow(documents, Path(folder))
-            jobs = []
-            for number, sampler in enumerate(samplers):
-                place = Path(folder, str(number))
-                place.mkdir()
-                write_arrow(documents, place)
-                jobs.append(
-                    Job(
-                        sampler=sampler,
-                        documents=documents,
-                        validation=of_set.validation,
-                        capacity=of_set.shape.capacity,
-                        packs=of_set.shape.packs,
-                        seed=0,
-                        folder=place,
-                    )
-                )
-            told_by_ranks = _run(jobs, world)
-        for job, ranks in zip(jobs, told_by_ranks):
-            found.append({"sampler": job.sampler, "ranks": world, **_summed(ranks, len(documents.lengths))})
+            jobs = [
+                _job(of_set, sampler, steps, seed, Path(folder, f"{seed}-{number}"))
+                for number, sampler in enumerate((*(PEERS if peers else ()), *OURS))
+                for seed in range(seeds)
+            ]
+            done = _run(jobs, world)
+        found += [
+            {"sampler": job.sampler, "ranks": world, "seed": job.seed, **_summed(job, ranks)}
+            for job, ranks in zip(jobs, done)
+        ]
     return found
+
+
+def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> Job:
+    """Draw documents, and write them where the ranks of a job find them."""
+    folder.mkdir()
+    documents = of_set.draw(steps, seed)
+    write_arrow(documents, folder)
+    return Job(
+        sampler=sampler,
+        documents=documents,
+        validation=of_set.validation,
+        capacity=of_set.shape.capacity,
+        packs=of_set.shape.packs,
+        seed=seed,
+        folder=folder,
+    )
 
 
 def _run(jobs: list[Job], world: int) -> list[list[dict[str, Any]]]:
@@ -214,8 +221,9 @@ def _run(jobs: list[Job], world: int) -> list[list[dict[str, Any]]]:
     return found
 
 
-def _summed(ranks: list[dict[str, Any]], num_documents: int) -> dict[str, Any]:
-    """Return what a job did, over its ranks."""
+def _summed(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a job did, over its ranks; the last step, which takes what is left, isn't asked for balance."""
+    num_documents = len(job.documents.lengths)
     times = np.bincount(np.concatenate([rank["document_ids"] for rank in ranks]), minlength=num_documents)
     tokens, work = (np.array([rank[name] for rank in ranks], float) for name in ("tokens", "work"))
     return {
