@@ -14,7 +14,12 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
 )
 
-from benchmarks.run import main
-
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["strategies"]:  # a study of its own, with its own result file and page
+        from benchmarks import strategies
+
+        sys.exit(strategies.main(sys.argv[2:]))
+
+    from benchmarks.run import main
+
     sys.exit(main())

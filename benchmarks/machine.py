@@ -16,6 +16,7 @@ PACKAGES = (
     "torch",
     "transformers",
     "trl",
+    "peft",
     "datasets",
     "axolotl",
     "seqpack",

@@ -52,7 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
-        epilog="example: python -m benchmarks packing collating",
+        epilog="example: python -m benchmarks packing collating; see also python -m benchmarks strategies --help",
     )
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load, machine, versions
-from benchmarks.strategies_page import FOLDER
+from benchmarks.strategies_figures import FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)

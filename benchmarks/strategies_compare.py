@@ -65,9 +65,18 @@ def trained(run: Run) -> Curve:
     )
 
 
-def all_trained(runs: list[Run], told: Told) -> Iterator[tuple[Run, Curve]]:
-    """Train runs, some at once, one thread each; give each as it is done."""
-    with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iterator[tuple[Run, Curve]]:
+    """Train runs, some at once, one thread each; give each as it is done.
+
+    Args:
+        runs: to train.
+        told: of progress.
+        processes: at once; 0 trains in this process.
+    """
+    if not processes:
+        yield from ((run, trained(run)) for run in runs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(trained, run): run for run in runs}
         for count, done in enumerate(as_completed(waiting), start=1):
             run = waiting[done]
@@ -75,9 +84,7 @@ def all_trained(runs: list[Run], told: Told) -> Iterator[tuple[Run, Curve]]:
             yield run, done.result()
 
 
-def runs(
-    sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]
-) -> list[Run]:
+def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]) -> list[Run]:
     """Return the runs of the comparison, the longest first.
 
     Args:

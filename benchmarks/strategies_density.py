@@ -1,7 +1,7 @@
 """How full packs are against what is learned: capacity, window, and sorted against random composition.
 
-Every run has the same number of tokens a step, and for one seed the same documents and weights. So a setting's loss is
-told as its difference from random minibatches of the same seed, whose spread over seeds is far smaller.
+Every run has the same number of tokens a step, and for one seed the same documents and weights. So a setting's loss
+is told as its difference from random minibatches of the same seed, which varies less between seeds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.strategies_compare import Run, Told, all_trained
+from benchmarks.strategies_compare import PROCESSES, Run, Told, all_trained
 from benchmarks.strategies_feeds import Feed
 from benchmarks.strategies_sets import Shape, TextSet
 
@@ -63,6 +63,7 @@ def density(
     seeds: int,
     factors: tuple[int, ...] = (1, 2, 4),
     windows: tuple[int, ...] = (64,),
+    processes: int = PROCESSES,
 ) -> list[dict[str, Any]]:
     """Train every setting on every seed.
 
@@ -73,6 +74,7 @@ def density(
         seeds: of documents, weights and order.
         factors: see `settings`.
         windows: see `settings`.
+        processes: see `all_trained`.
 
     Returns:
         One record a setting: how full its packs are, and its losses by seed.
@@ -110,7 +112,7 @@ def density(
         }
         for label, setting in all_settings.items()
     }
-    for run, curve in all_trained(wanted, told):
+    for run, curve in all_trained(wanted, told, processes):
         record, shape, seed = records[run.label], run.feed.shape, str(run.feed.seed)
         full_steps = curve.tokens[:-1]  # the last step takes what is left
         if full_steps and run.feed.strategy == "ours":

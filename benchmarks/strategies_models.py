@@ -1,7 +1,7 @@
 """The models that strategies are compared on: a Llama, a Mixtral (routed experts) and a Gemma 3 (sliding windows).
 
-All are tiny, with weights drawn from a seed. Gemma 3 stands for its family because SDPA computes it exactly; Gemma 2's
-soft cap would force the padded runs onto eager attention.
+All are tiny, with weights drawn from a seed. Gemma 3 stands for its family because SDPA computes it exactly; the soft
+cap of Gemma 2 would force the padded runs onto eager attention.
 """
 
 from __future__ import annotations

@@ -1,3 +1,327 @@
-"""Turn the newest result into docs/strategies.md."""
-from pathlib import Path
-FOLDER = Path(__file__).resolve().parent / "results" / "strategies"
+"""Turn the newest result of the strategies into the tables of docs/strategies.md; needs nothing but Python.
+
+`python -m benchmarks.strategies_page` rewrites what stands between the page's markers; `--check` only says whether it
+is up to date, with exit code 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from benchmarks.strategies_figures import (
+    BASE,
+    FAMILIES,
+    TITLES,
+    Estimate,
+    differences,
+    estimate,
+    figures,
+    largest_difference_of_step_losses,
+    losses,
+    newest,
+    runs_of,
+    speed,
+)
+from benchmarks.table import ROOT, ratio_text
+
+PAGE = ROOT / "docs" / "strategies.md"
+_PART = re.compile(
+    r"(?P<start><!-- (?P<name>\w+): written by `python -m benchmarks.strategies_page` -->\n)"
+    r".*?(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Rewrite or check the page; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies_page", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where it is stale")
+    is_check = parser.parse_args(arguments).check
+    page = PAGE.read_text(encoding="utf-8")
+    fresh = written(page, newest())
+    if fresh == page:
+        return 0
+    if is_check:
+        print(f"{PAGE.name} is stale; run `python -m benchmarks.strategies_page`", file=sys.stderr)
+        return 1
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+def written(page: str, result: dict[str, Any]) -> str:
+    """Return a page whose marked parts say what the result says.
+
+    Raises:
+        KeyError: a part that nothing writes.
+    """
+    return _PART.sub(lambda part: f"{part['start']}\n{TABLES[part['name']](result)}\n\n{part['end']}", page)
+
+
+def signed(found: Estimate | None) -> str:
+    """Return a difference with its interval; in bold where that leaves zero out."""
+    if found is None:
+        return ""
+    text = f"{found.mean:+.3f}"
+    if found.half_width is not None:
+        text += f" ± {found.half_width:.3f}"
+    return f"**{text}**" if found.is_clear else text
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a markdown table; all columns but the first stand to the right."""
+    names = list(head)
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _origin(result: dict[str, Any]) -> str:
+    """Say on what and when everything was measured."""
+    held, versions = result["machine"], result["versions"]
+    names = ("torch", "transformers", "trl", "peft", "axolotl", "datasets", "numpy")
+    parts = ", ".join(
+        f"{name} {part['seconds'] / 60:.0f} min at a load of {part['load'][0]} to {part['load'][1]}"
+        for name, part in result["parts"].items()
+    )
+    return (
+        f"Measured on {result['date']}: {held['cpu']}, {held['cores']} cores, {held['memory_gib']} GiB, "
+        f"{held['system']}, Python {held['python']}; varlen {versions['varlen']} ({versions['commit']}), "
+        + ", ".join(f"{name} {versions.get(name, 'absent')}" for name in names)
+        + f". {parts}."
+    )
+
+
+def _sets(result: dict[str, Any]) -> str:
+    """Describe the sets and the sizes of steps."""
+    head = (
+        "set", "documents", "tokens, mean", "median", "longest", "std / mean", "cut", "capacity", "packs a step",
+        "documents a minibatch", "validation",
+    )  # fmt: skip
+    return _table(
+        head,
+        (
+            (
+                f"{name}: {of_set['title']}",
+                f"{of_set['documents']:,}",
+                f"{of_set['mean']:.0f}",
+                f"{of_set['median']:.0f}",
+                f"{of_set['longest']:,}",
+                f"{of_set['variation']:.2f}",
+                f"{100 * of_set['cut_share']:.1f} %",
+                f"{of_set['capacity']:,}",
+                f"{of_set['packs']}",
+                f"{of_set['minibatch']}",
+                f"{of_set['validation_documents']} documents",
+            )
+            for name, of_set in result["sets"].items()
+        ),
+    )
+
+
+def _comparison(result: dict[str, Any], set_name: str) -> str:
+    """Return the losses of one set: the base's as they are, all others as differences from it."""
+    found = [
+        family for family in FAMILIES if runs_of(result, set_name, family, BASE)
+    ]  # those that were trained
+    head = ["strategy", "steps", "tokens a step"]
+    head += [f"{FAMILIES[family]}, equal {what}" for family in found for what in ("steps", "tokens")]
+    rows = []
+    for label, title in TITLES.items():
+        runs = runs_of(result, set_name, found[0], label) if found else {}
+        if not runs or label == "padding":
+            continue
+        least = min(run["step_tokens"][0] for run in runs.values())
+        most = max(run["step_tokens"][1] for run in runs.values())
+        steps = sorted({run["steps"] for run in runs.values()})
+        row = [
+            "padding; online minibatch" if label == BASE else title,
+            str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
+            f"{least:,} to {most:,}",
+        ]
+        for family in found:
+            for what in ("steps", "tokens"):
+                if label == BASE:
+                    level = losses(result, set_name, family, label, what)
+                    row.append(f"{level.mean:.3f}" if level else "")
+                else:
+                    row.append(signed(differences(result, set_name, family, label, what)))
+        rows.append(row)
+    return _table(head, rows)
+
+
+def _seeds(result: dict[str, Any]) -> str:
+    """Say how many runs there are, after which step they are compared, and how well padding is matched."""
+    counts = ", ".join(
+        f"{len(runs_of(result, 'short', family, BASE))} of {title}" for family, title in FAMILIES.items()
+    )
+    at = {run["set"]: set() for run in figures(result, "comparison")}  # type: dict[str, set[int]]
+    for run in figures(result, "comparison"):
+        at[run["set"]].add(run["at_step"])
+    steps = ", ".join(
+        f"{min(found)} to {max(found)} for the {name} set"
+        if len(found) > 1
+        else f"{min(found)} for the {name} set"
+        for name, found in at.items()
+    )
+    return (
+        f"Seeds: {counts}. “Equal steps” are {steps}. Padding's losses are the online minibatch's: over all steps "
+        f"that both trained, the largest difference is {largest_difference_of_step_losses(result):.1e} nats."
+    )
+
+
+def _throughput(result: dict[str, Any], set_name: str) -> str:
+    """Return rates, ratios and memory of one set."""
+    found = [race for race in figures(result, "throughput") if race["set"] == set_name]
+    head = ["strategy", "positions a token"]
+    head += [f"{FAMILIES[race['family']]}: tokens/s" for race in found]
+    head += [f"{FAMILIES[race['family']]}: peak MB" for race in found]
+    rows = []
+    for name in [contestant["strategy"] for contestant in found[0]["contestants"]] if found else []:
+        speeds = [speed(race["contestants"], name) for race in found]
+        row = [TITLES[name], f"{speeds[0].slots_per_token:.2f}"]
+        row += [
+            f"{one.tokens_per_s:,.0f}" + ("" if name == "padding" else f", {_between(one.ratio, one.ratios)}")
+            for one in speeds
+        ]
+        row += [f"{one.memory_mb:,.0f}" for one in speeds]
+        rows.append(row)
+    return _table(head, rows)
+
+
+def _between(ratio: float, ratios: tuple[float, float]) -> str:
+    return f"**{ratio_text(ratio)}** ({ratio_text(ratios[0])} to {ratio_text(ratios[1])})"
+
+
+def _density(result: dict[str, Any]) -> str:
+    """Return the sweep: how full packs are, and the loss against random minibatches."""
+    found = figures(result, "density")
+    base = next(record for record in found if record["label"] == BASE)["losses"]
+    rows = []
+    for record in found:
+        is_base = record["label"] == BASE
+        fill = estimate(record["fill"].values()).mean if record["fill"] else None
+        steps = estimate(record["steps"].values()).mean
+        composition = (
+            "next fit" if record["label"] == "next_fit" else ("sorted" if record["is_sorted"] else "random")
+        )
+        rows.append(
+            (
+                "random minibatches" if is_base else composition,
+                "" if is_base else f"{record['capacity']:,}",
+                "" if is_base else ("all" if record["window"] is None else f"{record['window']:,}"),
+                "" if fill is None else f"{100 * fill:.1f} %",
+                f"{steps:.1f}",
+                f"{estimate(base.values()).mean:.3f}"
+                if is_base
+                else signed(estimate(value - base[seed] for seed, value in record["losses"].items())),
+            )
+        )
+    return _table(("composition", "capacity", "window", "full", "steps", "validation loss"), rows)
+
+
+def _ranks(result: dict[str, Any]) -> str:
+    """Return what each sampler did on each number of ranks, over seeds."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in figures(result, "ranks"):
+        groups.setdefault((record["sampler"], record["ranks"]), []).append(record)
+    rows = []
+    for (sampler, world), records in groups.items():
+        alone = {record["seed"]: record["losses"] for record in groups[sampler, 1]}
+        apart = max(abs(a - b) for record in records for a, b in zip(record["losses"], alone[record["seed"]]))
+        level = estimate(record["validation_loss"] for record in records)
+        steps = sorted({record["steps"] for record in records})
+        rows.append(
+            (
+                sampler,
+                str(world),
+                str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
+                ", ".join(str(record["dropped"]) for record in records),
+                ", ".join(str(record["repeated"]) for record in records),
+                f"{level.mean:.3f} ± {level.half_width or 0:.3f}",
+                "" if world == 1 else f"{apart:.1e}",
+                "" if world == 1 else f"{_mean(records, 'tokens_imbalance'):.3f}",
+                "" if world == 1 else f"{_mean(records, 'work_imbalance'):.2f}",
+            )
+        )
+    head = (
+        "sampler", "ranks", "steps", "documents dropped", "repeated", "validation loss",
+        "a step's loss, from 1 rank's", "tokens, most / mean", "attention, most / mean",
+    )  # fmt: skip
+    return _table(head, rows)
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float:
+    return estimate(record[name] for record in records).mean
+
+
+def _lora(result: dict[str, Any]) -> str:
+    """Return the adapters' race."""
+    found = figures(result, "lora")
+    if not found:
+        return ""
+    contestants = found["contestants"]
+    total, adapters = contestants[0]["parameters"]
+    rows = []
+    for contestant in contestants:
+        one = speed(contestants, contestant["strategy"])
+        rows.append(
+            (
+                TITLES[contestant["strategy"]],
+                str(len(contestant["steps"])),
+                f"{one.slots_per_token:.2f}",
+                f"{one.tokens_per_s:,.0f}"
+                + ("" if contestant["strategy"] == "padding" else f", {_between(one.ratio, one.ratios)}"),
+                f"{one.memory_mb:,.0f}",
+                f"{contestant['validation_loss']:.4f}",
+            )
+        )
+    head = ("strategy", "steps", "positions a token", "tokens/s", "peak MB", "validation loss")
+    return (
+        f"{adapters:,} of {total:,} numbers are trained (rank {found['rank']}), at a rate of "
+        f"{found['learning_rate']}; before, the base's loss is {found['base_loss']:.4f}.\n\n"
+        + _table(head, rows)
+    )
+
+
+def _extreme(result: dict[str, Any]) -> str:
+    """Return the races on documents of extreme lengths."""
+    rows = []
+    for race in figures(result, "extreme"):
+        for contestant in race["contestants"]:
+            one = speed(race["contestants"], contestant["strategy"])
+            rows.append(
+                (
+                    f"{race['factor']:,}x",
+                    TITLES[contestant["strategy"]],
+                    f"{one.slots_per_token:.2f}",
+                    f"{one.tokens_per_s:,.0f}"
+                    + ("" if contestant["strategy"] == "padding" else f", **{ratio_text(one.ratio)}**"),
+                    f"{one.memory_mb:,.0f}",
+                    f"{one.slowest:.1f}",
+                )
+            )
+    head = ("longer by", "strategy", "positions a token", "tokens/s", "peak MB", "slowest / median step")
+    return _table(head, rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "origin": _origin,
+    "sets": _sets,
+    "seeds": _seeds,
+    "losses_short": lambda result: _comparison(result, "short"),
+    "losses_long": lambda result: _comparison(result, "long"),
+    "throughput_short": lambda result: _throughput(result, "short"),
+    "throughput_long": lambda result: _throughput(result, "long"),
+    "density": _density,
+    "ranks": _ranks,
+    "lora": _lora,
+    "extreme": _extreme,
+}
+"""By the name in a page's marker."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Bin-packed sampling on several ranks over gloo: who trains what, how evenly, and with which loss.
 
-A step has as many tokens on any number of ranks: each rank's share shrinks as ranks grow. Processes share the cores of
-one machine, so nothing is timed.
+A step has as many tokens on any number of ranks: each rank's share shrinks as ranks grow. Processes share the cores
+of one machine, so nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The documents that strategies are compared on: a short set and a longer one of real text, and mixed extremes.
 
-The sets lie outside this repository, in `../shared/data`; `quick=True` takes sources of the interpreter instead, which
-every machine has, and far fewer of them.
+The sets lie outside this repository, in `../shared/data`; `quick=True` takes sources of the interpreter instead,
+which every machine has, and far fewer of them.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 from svg import ACCENT, DOCUMENTS, INK, PADDING, RULE, SOFT, WARM, Drawing
 
 import varlen as vl
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # `benchmarks`, whose results some show
+import draw_strategies
 
 IMAGES = Path(__file__).resolve().parent / "images"
 METHODS = (
@@ -355,6 +359,7 @@ PICTURES = {
     "mask": mask,
     "zigzag": zigzag,
     "feeding": feeding,
+    **draw_strategies.PICTURES,
 }
 
 
