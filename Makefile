@@ -54,9 +54,10 @@ types: setup
 docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
 	$(PYTEST) tests/test_docs.py tests/test_readme.py
 	$(RUN) -m benchmarks.table --check
+	$(RUN) -m benchmarks.strategies_page --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
-	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies_page
 
 soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)

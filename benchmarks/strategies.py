@@ -1,7 +1,8 @@
 """`python -m benchmarks strategies`: padding and the ways of packing, by loss, throughput and memory.
 
 After "Enhancing Training Efficiency Using Packing with Flash Attention" (arXiv:2407.09105). Parts can be run one by
-one; each replaces its own figures in the result file, and `python -m benchmarks.strategies_page` writes the page.
+one. Every record is kept as it comes, so that a run that was stopped goes on where it was; `--again` starts anew.
+`python -m benchmarks.strategies_page` writes the page.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any
 
 from benchmarks.machine import load, machine, versions
 from benchmarks.strategies_figures import FOLDER
+
+Told = Callable[[int, int, str], None]
+Records = Iterator[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ class Size:
 FULL = Size(
     quick=False,
     seeds={"llama": 5, "mixtral": 3, "gemma3": 3},
-    steps={"short": 80, "long": 80},
+    steps={"short": 60, "long": 70},
     race_steps={"short": 12, "long": 12},
     density_steps=60,
     density_seeds=6,
@@ -53,8 +57,8 @@ FULL = Size(
     rank_steps=60,
     rank_seeds=3,
     worlds=(1, 2, 4),
-    lora_steps=(90, 40),
-    factors={10: 24, 100: 24, 1000: 8},
+    lora_steps=(70, 40),
+    factors={10: 24, 100: 24, 1000: 5},
 )
 QUICK = Size(
     quick=True,
@@ -72,42 +76,49 @@ QUICK = Size(
 )
 
 
-def _comparison(size: Size, told: Any) -> Any:
+def _comparison(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_compare import compare
     from benchmarks.strategies_sets import text_sets
 
-    return compare(text_sets(size.quick), told, seeds=size.seeds, steps=size.steps)
+    return compare(text_sets(size.quick), told, known, seeds=size.seeds, steps=size.steps)
 
 
-def _throughput(size: Size, told: Any) -> Any:
+def _throughput(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_race import races
     from benchmarks.strategies_sets import text_sets
 
     return races(
-        text_sets(size.quick), told, families=tuple(size.seeds), steps=size.race_steps, epoch=size.steps
+        text_sets(size.quick),
+        told,
+        known,
+        families=tuple(size.seeds),
+        steps=size.race_steps,
+        epoch=size.steps,
     )
 
 
-def _density(size: Size, told: Any) -> Any:
+def _density(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_density import density
     from benchmarks.strategies_sets import text_sets
 
     return density(
         text_sets(size.quick)["short"],
         told,
+        known,
         steps=size.density_steps,
         seeds=size.density_seeds,
         factors=size.density_factors,
     )
 
 
-def _ranks(size: Size, told: Any) -> Any:
+def _ranks(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_ranks import on_ranks
     from benchmarks.strategies_sets import text_sets
 
     return on_ranks(
         text_sets(size.quick)["short"],
         told,
+        known,
         steps=size.rank_steps,
         seeds=size.rank_seeds,
         worlds=size.worlds,
@@ -115,20 +126,20 @@ def _ranks(size: Size, told: Any) -> Any:
     )
 
 
-def _lora(size: Size, told: Any) -> Any:
+def _lora(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_lora import lora
     from benchmarks.strategies_sets import text_sets
 
-    return lora(text_sets(size.quick), told, base_steps=size.lora_steps[0], steps=size.lora_steps[1])
+    return lora(text_sets(size.quick), told, known, base_steps=size.lora_steps[0], steps=size.lora_steps[1])
 
 
-def _extreme(size: Size, told: Any) -> Any:
+def _extreme(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_extreme import extreme
 
-    return extreme(told, factors=size.factors)
+    return extreme(told, known, factors=size.factors)
 
 
-PARTS: dict[str, Callable[[Size, Any], Any]] = {
+PARTS: dict[str, Callable[[Size, Told, Container[str]], Records]] = {
     "comparison": _comparison,
     "density": _density,
     "ranks": _ranks,
@@ -144,6 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks strategies", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--out", type=Path, help="result file; by default results/strategies/<date>.json")
+    parser.add_argument(
+        "--again", action="store_true", help="throw away what the result file holds of the parts"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps on the interpreter's own sources")
     asked = parser.parse_args(arguments)
     unknown = sorted(set(asked.parts) - set(PARTS))
@@ -156,29 +170,37 @@ def main(arguments: list[str] | None = None) -> int:
     out = asked.out or FOLDER / f"{today}.json"
     result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
     size = QUICK if asked.quick else FULL
+    result |= {"date": today, "machine": machine(), "versions": versions(), "sets": _described(size)}
+    out.parent.mkdir(parents=True, exist_ok=True)
     for name in PARTS:
-        if asked.parts and name not in asked.parts:
-            continue
-        result |= {"date": today, "machine": machine(), "versions": versions()}
-        result["sets"] = _described(size)
-        result["parts"][name] = _run(name, size)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(_rounded(result), indent=1) + "\n")
+        if not asked.parts or name in asked.parts:
+            if asked.again:
+                result["parts"].pop(name, None)
+            _run(name, size, result, out)
     print(f"Written to {out.name}; `python -m benchmarks.strategies_page` puts it into the docs.")
     return 0
 
 
-def _run(name: str, size: Size) -> dict[str, Any]:
-    """Run one part; returns its figures with the load of the machine around them."""
-    begun, before = time.perf_counter(), load()
+def _run(name: str, size: Size, result: dict[str, Any], out: Path) -> None:
+    """Run what is missing of a part; keep each record as it comes, with the load of the machine meanwhile."""
+    part = result["parts"].setdefault(name, {"seconds": 0.0, "load": [], "figures": []})
+    begun = time.perf_counter()
+    said = [begun]
 
     def told(done: int, total: int, what: str) -> None:
         passed = time.perf_counter() - begun
         print(f"\r{name} {done}/{total} {passed:.0f} s  {what:<60}", end="", file=sys.stderr, flush=True)
 
-    figures = PARTS[name](size, told)
+    known = {record["key"] for record in part["figures"]}
+    for record in PARTS[name](size, told, known):
+        part["figures"].append(_rounded(record))
+        part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
+        part["seconds"] += round(time.perf_counter() - said[-1], 1)
+        said.append(time.perf_counter())
+        new = out.with_suffix(".new")
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.replace(out)
     print(file=sys.stderr)
-    return {"seconds": round(time.perf_counter() - begun), "load": [before, load()], "figures": figures}
 
 
 def _described(size: Size) -> dict[str, Any]:

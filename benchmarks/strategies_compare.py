@@ -7,7 +7,7 @@ fewest steps says after which one all are compared at equal steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -80,12 +80,12 @@ def all_trained(runs: list[Run], told: Told, processes: int = PROCESSES) -> Iter
         waiting = {pool.submit(trained, run): run for run in runs}
         for count, done in enumerate(as_completed(waiting), start=1):
             run = waiting[done]
-            told(count, len(runs), f"{run.family}, {run.set_name}, {run.label}, seed {run.feed.seed}")
+            told(count, len(runs), key_of(run))
             yield run, done.result()
 
 
 def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, int]) -> list[Run]:
-    """Return the runs of the comparison, the longest first.
+    """Return the runs of the comparison, seed by seed, so that it may be stopped and gone on with.
 
     Args:
         sets: of documents, by name.
@@ -94,8 +94,8 @@ def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, in
     """
     first = next(iter(seeds))
     padded, found, scaled = [], [], []
-    for name, of_set in sets.items():
-        for seed in range(max(seeds.values())):
+    for seed in range(max(seeds.values())):
+        for name, of_set in sets.items():
             documents = of_set.draw(steps[name], seed)
             for family in (family for family in seeds if seed < seeds[family]):
                 for strategy in TRAINED:
@@ -116,7 +116,12 @@ def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, in
                         scaled.append(replace(run, label=SCALED, learning_rate=rate))
                     if strategy == "online" and seed == 0:
                         padded.append(replace(run, label="padding", feed=replace(feed, strategy="padding")))
-    return padded + scaled + found
+    return sorted(padded + scaled + found, key=lambda run: run.feed.seed)
+
+
+def key_of(run: Run) -> str:
+    """Return the name under which a run's record is kept."""
+    return f"{run.family}, {run.set_name}, {run.label}, seed {run.feed.seed}"
 
 
 def plain(run: Run, curve: Curve) -> dict[str, Any]:
@@ -124,6 +129,7 @@ def plain(run: Run, curve: Curve) -> dict[str, Any]:
     held = asdict(curve)
     tokens, documents = held.pop("tokens"), held.pop("documents")
     return {
+        "key": key_of(run),
         "label": run.label,
         "family": run.family,
         "set": run.set_name,
@@ -133,14 +139,21 @@ def plain(run: Run, curve: Curve) -> dict[str, Any]:
         "at_step": run.at_step,
         "tokens": sum(tokens),
         "step_tokens": [min(tokens), max(tokens)],
+        "full_step_tokens": sum(tokens[:-1]) / max(1, len(tokens) - 1),
         "documents": sum(documents),
         **held,
     }
 
 
 def compare(
-    sets: dict[str, TextSet], told: Told, *, seeds: dict[str, int], steps: dict[str, int]
-) -> list[dict[str, Any]]:
-    """Train everything; arguments as `runs` has them, and whom to tell."""
-    wanted = runs(sets, seeds=seeds, steps=steps)
-    return [plain(run, curve) for run, curve in all_trained(wanted, told)]
+    sets: dict[str, TextSet],
+    told: Told,
+    known: Container[str],
+    *,
+    seeds: dict[str, int],
+    steps: dict[str, int],
+) -> Iterator[dict[str, Any]]:
+    """Train everything that isn't known; arguments as `runs` has them, and whom to tell."""
+    wanted = [run for run in runs(sets, seeds=seeds, steps=steps) if key_of(run) not in known]
+    for run, curve in all_trained(wanted, told):
+        yield plain(run, curve)

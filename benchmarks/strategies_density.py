@@ -6,10 +6,11 @@ is told as its difference from random minibatches of the same seed, which varies
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.strategies_compare import PROCESSES, Run, Told, all_trained
+from benchmarks.strategies_compare import PROCESSES, Run, Told, all_trained, key_of
 from benchmarks.strategies_feeds import Feed
 from benchmarks.strategies_sets import Shape, TextSet
 
@@ -58,29 +59,31 @@ def settings(factors: tuple[int, ...], windows: tuple[int, ...]) -> list[Setting
 def density(
     of_set: TextSet,
     told: Told,
+    known: Container[str],
     *,
     steps: int,
     seeds: int,
     factors: tuple[int, ...] = (1, 2, 4),
     windows: tuple[int, ...] = (64,),
     processes: int = PROCESSES,
-) -> list[dict[str, Any]]:
-    """Train every setting on every seed.
+) -> Iterator[dict[str, Any]]:
+    """Train every setting on every seed, seed by seed.
 
     Args:
         of_set: the documents.
         told: of progress.
+        known: keys of records that there are already.
         steps: of minibatches.
         seeds: of documents, weights and order.
         factors: see `settings`.
         windows: see `settings`.
         processes: see `all_trained`.
 
-    Returns:
-        One record a setting: how full its packs are, and its losses by seed.
+    Yields:
+        A record of each run: how full its packs are, and its loss.
     """
-    wanted: list[Run] = []
     all_settings = {setting.label: setting for setting in settings(factors, windows)}
+    wanted: list[Run] = []
     for seed in range(seeds):
         documents = of_set.draw(steps, seed)
         wanted += [
@@ -100,26 +103,20 @@ def density(
             )
             for setting in all_settings.values()
         ]
-    records: dict[str, dict[str, Any]] = {
-        label: {
-            "label": label,
-            "capacity": _shape(of_set.shape, setting.capacity_factor).capacity,
+    for run, curve in all_trained([run for run in wanted if key_of(run) not in known], told, processes):
+        setting, shape = all_settings[run.label], run.feed.shape
+        full_steps = curve.tokens[:-1]  # the last step takes what is left
+        yield {
+            "key": key_of(run),
+            "label": run.label,
+            "seed": run.feed.seed,
+            "capacity": shape.capacity,
             "window": setting.window,
             "is_sorted": setting.is_sorted,
-            "fill": {},
-            "steps": {},
-            "losses": {},
+            "fill": sum(full_steps) / (len(full_steps) * shape.capacity * shape.packs),
+            "steps": len(curve.losses),
+            "loss": curve.last_loss,
         }
-        for label, setting in all_settings.items()
-    }
-    for run, curve in all_trained(wanted, told, processes):
-        record, shape, seed = records[run.label], run.feed.shape, str(run.feed.seed)
-        full_steps = curve.tokens[:-1]  # the last step takes what is left
-        if full_steps and run.feed.strategy == "ours":
-            record["fill"][seed] = sum(full_steps) / (len(full_steps) * shape.capacity * shape.packs)
-        record["steps"][seed] = len(curve.losses)
-        record["losses"][seed] = curve.last_loss
-    return list(records.values())
 
 
 def _shape(shape: Shape, factor: int) -> Shape:

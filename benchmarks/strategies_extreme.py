@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 from benchmarks.strategies_compare import Told
@@ -15,16 +16,23 @@ BASE = 8
 """Tokens of a short document."""
 
 
-def extreme(told: Told, *, factors: dict[int, int], base: int = BASE) -> list[dict[str, Any]]:
+def extreme(
+    told: Told, known: Container[str], *, factors: dict[int, int], base: int = BASE
+) -> Iterator[dict[str, Any]]:
     """Race strategies on such documents.
 
     Args:
         told: of progress.
+        known: keys of records that there are already.
         factors: how much longer the long documents are, and for how many steps.
         base: tokens of a short document.
+
+    Yields:
+        A record of each race.
     """
-    found = []
     for factor, steps in factors.items():
+        if f"{factor}x" in known:
+            continue
         minibatch_tokens = base * (MINIBATCH - 1 + factor)
         shape = Shape(documents=MINIBATCH, capacity=minibatch_tokens, packs=1)
         documents = extremes(factor, steps, shape, base)
@@ -35,13 +43,11 @@ def extreme(told: Told, *, factors: dict[int, int], base: int = BASE) -> list[di
             for strategy in RACED
         }
         told(0, steps, f"{factor}x: starting")
-        found.append(
-            {
-                "factor": factor,
-                "base": base,
-                "minibatch": MINIBATCH,
-                "capacity": minibatch_tokens,
-                "contestants": race(entries, 2 * steps, told),
-            }
-        )
-    return found
+        yield {
+            "key": f"{factor}x",
+            "factor": factor,
+            "base": base,
+            "minibatch": MINIBATCH,
+            "capacity": minibatch_tokens,
+            "contestants": race(entries, 2 * steps, told),
+        }

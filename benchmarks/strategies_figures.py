@@ -105,10 +105,39 @@ def differences(
 ) -> Estimate | None:
     """Return how far a strategy's loss lies above the base's of the same seeds; None where it wasn't run."""
     found, base = (runs_of(result, set_name, family, name) for name in (label, BASE))
-    if not found:
+    if not found.keys() & base.keys():
         return None
     return estimate(
-        loss(run, at_equal=at_equal) - loss(base[seed], at_equal=at_equal) for seed, run in found.items()
+        loss(run, at_equal=at_equal) - loss(base[seed], at_equal=at_equal)
+        for seed, run in found.items()
+        if seed in base
+    )
+
+
+def by_setting(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of the sweep by setting, random minibatches first, the others by capacity and window."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in figures(result, "density"):
+        found.setdefault(record["label"], []).append(record)
+
+    def place(label: str) -> tuple[Any, ...]:
+        record = found[label][0]
+        is_last = label == "next_fit"
+        return label != BASE, is_last, record["capacity"], record["window"] is None, record["is_sorted"]
+
+    return {label: found[label] for label in sorted(found, key=place)}
+
+
+def above_base(found: dict[str, list[dict[str, Any]]], label: str) -> Estimate:
+    """Return how far a setting's loss lies above random minibatches of the same seed.
+
+    Args:
+        found: of `by_setting`.
+        label: the setting.
+    """
+    base = {record["seed"]: record["loss"] for record in found[BASE]}
+    return estimate(
+        record["loss"] - base[record["seed"]] for record in found[label] if record["seed"] in base
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 from benchmarks.strategies_compare import Told
@@ -16,15 +17,23 @@ RATE = 8e-3
 """Adapters learn at a higher rate than weights do."""
 
 
-def lora(sets: dict[str, TextSet], told: Told, *, base_steps: int, steps: int) -> dict[str, Any]:
+def lora(
+    sets: dict[str, TextSet], told: Told, known: Container[str], *, base_steps: int, steps: int
+) -> Iterator[dict[str, Any]]:
     """Train a base, then race adapters on it, over one epoch of the short set.
 
     Args:
         sets: of documents, by name.
         told: of progress.
+        known: keys of records that there are already.
         base_steps: minibatches of the longer set that the base learns.
         steps: minibatches of the short set that adapters learn.
+
+    Yields:
+        The record of the race.
     """
+    if "lora" in known:
+        return
     one_thread()
     told(0, steps, "training the base")
     long, short = sets["long"], sets["short"]
@@ -42,7 +51,8 @@ def lora(sets: dict[str, TextSet], told: Told, *, base_steps: int, steps: int) -
         )
         for strategy in RACED
     }
-    return {
+    yield {
+        "key": "lora",
         "rank": LORA_RANK,
         "learning_rate": RATE,
         "base_loss": validate(base, short.validation),

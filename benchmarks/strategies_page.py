@@ -17,6 +17,8 @@ from benchmarks.strategies_figures import (
     FAMILIES,
     TITLES,
     Estimate,
+    above_base,
+    by_setting,
     differences,
     estimate,
     figures,
@@ -197,26 +199,22 @@ def _between(ratio: float, ratios: tuple[float, float]) -> str:
 
 def _density(result: dict[str, Any]) -> str:
     """Return the sweep: how full packs are, and the loss against random minibatches."""
-    found = figures(result, "density")
-    base = next(record for record in found if record["label"] == BASE)["losses"]
+    found = by_setting(result)
     rows = []
-    for record in found:
-        is_base = record["label"] == BASE
-        fill = estimate(record["fill"].values()).mean if record["fill"] else None
-        steps = estimate(record["steps"].values()).mean
-        composition = (
-            "next fit" if record["label"] == "next_fit" else ("sorted" if record["is_sorted"] else "random")
-        )
+    for label, records in found.items():
+        record, is_base = records[0], label == BASE
+        steps = estimate(one["steps"] for one in records).mean
+        composition = "next fit" if label == "next_fit" else ("sorted" if record["is_sorted"] else "random")
         rows.append(
             (
                 "random minibatches" if is_base else composition,
                 "" if is_base else f"{record['capacity']:,}",
                 "" if is_base else ("all" if record["window"] is None else f"{record['window']:,}"),
-                "" if fill is None else f"{100 * fill:.1f} %",
+                "" if is_base else f"{100 * estimate(one['fill'] for one in records).mean:.1f} %",
                 f"{steps:.1f}",
-                f"{estimate(base.values()).mean:.3f}"
+                f"{estimate(one['loss'] for one in records).mean:.3f}"
                 if is_base
-                else signed(estimate(value - base[seed] for seed, value in record["losses"].items())),
+                else signed(above_base(found, label)),
             )
         )
     return _table(("composition", "capacity", "window", "full", "steps", "validation loss"), rows)
@@ -259,9 +257,9 @@ def _mean(records: list[dict[str, Any]], name: str) -> float:
 
 def _lora(result: dict[str, Any]) -> str:
     """Return the adapters' race."""
-    found = figures(result, "lora")
-    if not found:
+    if not figures(result, "lora"):
         return ""
+    (found,) = figures(result, "lora")
     contestants = found["contestants"]
     total, adapters = contestants[0]["parameters"]
     rows = []

@@ -6,7 +6,7 @@ Turns matter: whatever else the machine does hits all alike, so that ratios hold
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -225,26 +225,33 @@ def race(entries: dict[str, Entry], most_steps: int, told: Told) -> list[dict[st
 def races(
     sets: dict[str, TextSet],
     told: Told,
+    known: Container[str],
     *,
     families: tuple[str, ...],
     steps: dict[str, int],
     epoch: dict[str, int],
     raced: tuple[str, ...] = RACED,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Race all strategies on every family and set.
 
     Args:
         sets: of documents, by name.
         told: of progress.
+        known: keys of records that there are already.
         families: of models.
         steps: of each contestant, by set.
         epoch: minibatches that documents are drawn for, by set.
         raced: strategies.
+
+    Yields:
+        A record of each race.
     """
-    found = []
     for name, of_set in sets.items():
         documents = of_set.draw(epoch[name], 0)
         for family in families:
+            key = f"{family}, {name}"
+            if key in known:
+                continue
             entries = {
                 strategy: Entry(
                     family=family,
@@ -252,6 +259,6 @@ def races(
                 )
                 for strategy in raced
             }
-            told(0, steps[name], f"{family}, {name}: starting")
-            found.append({"family": family, "set": name, "contestants": race(entries, steps[name], told)})
-    return found
+            told(0, steps[name], f"{key}: starting")
+            contestants = race(entries, steps[name], told)
+            yield {"key": key, "family": family, "set": name, "contestants": contestants}

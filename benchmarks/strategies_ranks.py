@@ -6,8 +6,9 @@ of one machine, so nothing is timed.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -143,36 +144,47 @@ def _serve(connection: Connection, jobs: list[Job], rank: int, world: int) -> No
 
 
 def on_ranks(
-    of_set: TextSet, told: Told, *, steps: int, seeds: int, worlds: tuple[int, ...], peers: bool = True
-) -> list[dict[str, Any]]:
+    of_set: TextSet,
+    told: Told,
+    known: Container[str],
+    *,
+    steps: int,
+    seeds: int,
+    worlds: tuple[int, ...],
+    peers: bool = True,
+) -> Iterator[dict[str, Any]]:
     """Train every sampler on every number of ranks.
 
     Args:
         of_set: the documents.
         told: of progress.
+        known: keys of records that there are already.
         steps: of minibatches.
         seeds: of documents, weights and order.
         worlds: numbers of ranks.
         peers: whether axolotl's sampler, which has to be installed, takes part.
 
-    Returns:
-        One record a sampler, seed and number of ranks.
+    Yields:
+        A record of each sampler, seed and number of ranks.
     """
-    found = []
-    for count, world in enumerate(worlds, start=1):
-        told(count, len(worlds), f"{world} ranks")
+    samplers = (*(PEERS if peers else ()), *OURS)
+    for count, (world, seed) in enumerate(itertools.product(worlds, range(seeds)), start=1):
+        told(count, len(worlds) * seeds, f"{world} ranks, seed {seed}")
+        keys = {sampler: f"{sampler}, {world} ranks, seed {seed}" for sampler in samplers}
         with tempfile.TemporaryDirectory() as folder:
             jobs = [
-                _job(of_set, sampler, steps, seed, Path(folder, f"{seed}-{number}"))
-                for number, sampler in enumerate((*(PEERS if peers else ()), *OURS))
-                for seed in range(seeds)
+                _job(of_set, sampler, steps, seed, Path(folder, str(number)))
+                for number, (sampler, key) in enumerate(keys.items())
+                if key not in known
             ]
-            done = _run(jobs, world)
-        found += [
-            {"sampler": job.sampler, "ranks": world, "seed": job.seed, **_summed(job, ranks)}
-            for job, ranks in zip(jobs, done)
-        ]
-    return found
+            for job, ranks in zip(jobs, _run(jobs, world) if jobs else ()):
+                yield {
+                    "key": keys[job.sampler],
+                    "sampler": job.sampler,
+                    "ranks": world,
+                    "seed": seed,
+                    **_summed(job, ranks),
+                }
 
 
 def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> Job:

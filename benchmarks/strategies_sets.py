@@ -86,7 +86,7 @@ def text_sets(quick: bool) -> dict[str, TextSet]:
             raise RuntimeError("the texts lie outside this repository, and aren't there; --quick needs none")
         plans = {
             "short": ("dialogues, sums and web pages", list(_short_texts()), 1024, 4, 96),
-            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 48),
+            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 32),
         }
     tokenizer = train_bpe(
         (text[:_LEARNED_CHARACTERS] for plan in plans.values() for text in plan[1]), VOCABULARY

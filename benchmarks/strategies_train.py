@@ -21,7 +21,7 @@ from varlen.types import IntArray
 LEARNING_RATE = 4e-3
 MOST_NORM = 1.0
 """Gradients are clipped to this norm; without it the longer set's runs diverge now and then."""
-POINTS = 8
+POINTS = 6
 """Times that a run is validated, at equal distances in tokens."""
 _VALIDATED_TOKENS = 16_384
 """Validated at a time, so that it takes no more memory than training."""

@@ -10,6 +10,8 @@ from benchmarks.strategies_figures import (
     BASE,
     TITLES,
     Estimate,
+    above_base,
+    by_setting,
     estimate,
     figures,
     newest,
@@ -63,10 +65,10 @@ def _mean_curve(result: dict[str, Any], label: str) -> list[tuple[float, float, 
     curves = []
     for run in runs:
         total = run["tokens"]
-        places = [8 * tokens // total for _, tokens, _ in run["validation"]]
-        # Where two lie between the same eighths, the first one is the regular one, and the last is the end.
+        places = [6 * tokens // total for _, tokens, _ in run["validation"]]
+        # Where two lie between the same sixths, the first one is the regular one, and the last is the end.
         kept = dict(reversed(list(zip(places, run["validation"]))))
-        kept[8] = run["validation"][-1]
+        kept[6] = run["validation"][-1]
         curves.append({place: row for place, row in kept.items() if place})
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     return [
@@ -119,16 +121,11 @@ def _line(d: Drawing, points: Sequence[Point], stroke: str) -> None:
 
 def density() -> Drawing:
     """The sweep: each setting's validation loss against random minibatches, with its interval."""
-    found = figures(newest(), "density")
-    base = next(record for record in found if record["label"] == BASE)["losses"]
+    found = by_setting(newest())
     rows = [
-        (
-            record,
-            estimate(record["fill"].values()).mean,
-            estimate(loss - base[seed] for seed, loss in record["losses"].items()),
-        )
-        for record in found
-        if record["label"] != BASE
+        (records[0], estimate(one["fill"] for one in records).mean, above_base(found, label))
+        for label, records in found.items()
+        if label != BASE
     ]
     ends = [end for _, _, one in rows for end in _ends(one)]
     d = Drawing(860, 112 + 24 * len(rows), "validation loss above that of random minibatches, by composition")
@@ -158,7 +155,7 @@ def density() -> Drawing:
         low, high = (axes.at(end, 0.0)[0] for end in _ends(one))
         d.line(low, y - 4, high, y - 4, stroke=stroke, width=2)
         d.curve([(axes.at(one.mean, 0.0)[0], y - 4)], stroke=stroke)
-    seeds = len(base)
+    seeds = len(found[BASE])
     d.text(820, 104 + 24 * len(rows), f"Llama, short set, {seeds} seeds", size=12, fill=SOFT, anchor="end")
     return d
 
