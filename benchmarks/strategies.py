@@ -48,11 +48,11 @@ class Size:
 
 FULL = Size(
     quick=False,
-    seeds={"llama": 5, "mixtral": 3, "gemma3": 3},
+    seeds={"llama": 3, "mixtral": 3, "gemma3": 3},
     steps={"short": 60, "long": 70},
     race_steps={"short": 12, "long": 12},
     density_steps=60,
-    density_seeds=6,
+    density_seeds=5,
     density_factors=(1, 2, 4),
     rank_steps=60,
     rank_seeds=3,

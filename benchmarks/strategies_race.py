@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,13 +18,12 @@ from benchmarks.strategies_compare import Told
 from benchmarks.strategies_feeds import Fed, Feed
 from benchmarks.strategies_models import build, with_lora
 from benchmarks.strategies_sets import TextSet
-from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, update, validate
+from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, processes, update, validate
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.measure import current_bytes, now, peak_bytes, reset_peak
 from varlen.train.demo.model import make_optimizer
 
 RACED = ("padding_mask", "padding", "grouped", "online", "offline_large", "offline", "sampled", "ours")
-_PRELOADED = ["benchmarks.strategies_train"]
 _WARM_TOKENS = 32
 _PATIENCE_S = 10.0
 
@@ -136,8 +134,7 @@ class Contestant:
 
     def __init__(self, entry: Entry) -> None:
         """Start it, and wait until it is warm."""
-        context = get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = processes()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, entry), daemon=True)
         self._process.start()

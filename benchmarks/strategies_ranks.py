@@ -10,7 +10,6 @@ import itertools
 import tempfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from benchmarks.strategies_compare import Told
 from benchmarks.strategies_feeds import Fed, flattened, from_batch, write_arrow
 from benchmarks.strategies_models import build
 from benchmarks.strategies_sets import TextSet
-from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, update, validate
+from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, processes, update, validate
 from varlen.adapters.multipack import MultipackDistributedBatchSampler
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.model import make_optimizer
@@ -209,15 +208,15 @@ def _run(jobs: list[Job], world: int) -> list[list[dict[str, Any]]]:
     Raises:
         RuntimeError: a rank failed.
     """
-    context = get_context("spawn")
-    links, processes = [], []
+    context = processes()
+    links, ranks = [], []
     for rank in range(world):
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, jobs, rank, world), daemon=True)
         process.start()
         theirs.close()
         links.append(ours)
-        processes.append(process)
+        ranks.append(process)
     found = []
     try:
         for _ in jobs:
@@ -227,7 +226,7 @@ def _run(jobs: list[Job], world: int) -> list[list[dict[str, Any]]]:
                 raise failed[0]
             found.append(answers)
     finally:
-        for process in processes:
+        for process in ranks:
             process.terminate()
             process.join()
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import numpy as np
@@ -160,6 +162,13 @@ def _at_a_time(lengths: IntArray) -> Iterator[IntArray]:
     """Cut documents into runs of about as many tokens."""
     rounds = np.cumsum(lengths) // _VALIDATED_TOKENS
     yield from np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(rounds)) + 1)
+
+
+def processes() -> ForkServerContext:
+    """Return a context whose processes start from a server that has imported torch and transformers once."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def one_thread() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from benchmarks import strategies_figures as figures_of
 from benchmarks import strategies_page as page
 from benchmarks.checks import WrongResultError
@@ -28,6 +29,14 @@ STEPS = 4
 
 def nobody(done, total, what):
     """Is told of progress and doesn't care."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
