@@ -40,8 +40,7 @@ class Size:
     rank_steps: int
     rank_seeds: int
     worlds: tuple[int, ...]
-    lora_steps: tuple[int, int]
-    """Of the base, and of the adapters."""
+    lora_steps: int
     factors: dict[int, int]
     """How much longer long documents are, and for how many steps."""
 
@@ -49,15 +48,15 @@ class Size:
 FULL = Size(
     quick=False,
     seeds={"llama": 3, "mixtral": 3, "gemma3": 3},
-    steps={"short": 60, "long": 70},
+    steps={"short": 40, "long": 50},
     race_steps={"short": 12, "long": 12},
-    density_steps=60,
+    density_steps=40,
     density_seeds=5,
     density_factors=(1, 2, 4),
-    rank_steps=60,
+    rank_steps=40,
     rank_seeds=3,
     worlds=(1, 2, 4),
-    lora_steps=(70, 40),
+    lora_steps=40,
     factors={10: 24, 100: 24, 1000: 5},
 )
 QUICK = Size(
@@ -71,7 +70,7 @@ QUICK = Size(
     rank_steps=3,
     rank_seeds=1,
     worlds=(1, 2),
-    lora_steps=(3, 3),
+    lora_steps=3,
     factors={10: 2},
 )
 
@@ -130,7 +129,7 @@ def _lora(size: Size, told: Told, known: Container[str]) -> Records:
     from benchmarks.strategies_lora import lora
     from benchmarks.strategies_sets import text_sets
 
-    return lora(text_sets(size.quick), told, known, base_steps=size.lora_steps[0], steps=size.lora_steps[1])
+    return lora(text_sets(size.quick), told, known, steps=size.lora_steps)
 
 
 def _extreme(size: Size, told: Told, known: Container[str]) -> Records:

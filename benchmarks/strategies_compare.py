@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
+from benchmarks.strategies_base import base_of, started
 from benchmarks.strategies_feeds import Feed
-from benchmarks.strategies_models import build
 from benchmarks.strategies_sets import Shape, TextSet
 from benchmarks.strategies_train import LEARNING_RATE, POINTS, Curve, one_thread, train
 from varlen.train.demo.corpus import Documents
@@ -36,6 +36,8 @@ class Run:
     """Under which its figures are kept."""
     family: str
     set_name: str
+    weights: str
+    """File of the base that it begins with."""
     feed: Feed
     validation: Documents
     learning_rate: float = LEARNING_RATE
@@ -56,7 +58,7 @@ def trained(run: Run) -> Curve:
     """Train one run in this process."""
     one_thread()
     return train(
-        build(run.family, run.feed.seed, run.feed.attention),
+        started(run.family, run.feed.attention, run.weights),
         run.feed,
         run.validation,
         at_step=run.at_step,
@@ -89,10 +91,11 @@ def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, in
 
     Args:
         sets: of documents, by name.
-        seeds: of documents, weights and order, by family of models.
+        seeds: of documents and their order, by family of models.
         steps: of minibatches, by set.
     """
     first = next(iter(seeds))
+    weights = {(family, name): base_of(family, of_set) for name, of_set in sets.items() for family in seeds}
     padded, found, scaled = [], [], []
     for seed in range(max(seeds.values())):
         for name, of_set in sets.items():
@@ -104,6 +107,7 @@ def runs(sets: dict[str, TextSet], *, seeds: dict[str, int], steps: dict[str, in
                         label=strategy,
                         family=family,
                         set_name=name,
+                        weights=weights[family, name],
                         feed=feed,
                         validation=of_set.validation,
                     )

@@ -1,6 +1,6 @@
 """How full packs are against what is learned: capacity, window, and sorted against random composition.
 
-Every run has the same number of tokens a step, and for one seed the same documents and weights. So a setting's loss
+Every run has the same number of tokens a step, and for one seed the same documents. So a setting's loss
 is told as its difference from random minibatches of the same seed, which varies less between seeds.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.strategies_base import base_of
 from benchmarks.strategies_compare import PROCESSES, Run, Told, all_trained, key_of
 from benchmarks.strategies_feeds import Feed
 from benchmarks.strategies_sets import Shape, TextSet
@@ -74,7 +75,7 @@ def density(
         told: of progress.
         known: keys of records that there are already.
         steps: of minibatches.
-        seeds: of documents, weights and order.
+        seeds: of documents and their order.
         factors: see `settings`.
         windows: see `settings`.
         processes: see `all_trained`.
@@ -83,6 +84,7 @@ def density(
         A record of each run: how full its packs are, and its loss.
     """
     all_settings = {setting.label: setting for setting in settings(factors, windows)}
+    weights = base_of("llama", of_set)
     wanted: list[Run] = []
     for seed in range(seeds):
         documents = of_set.draw(steps, seed)
@@ -91,6 +93,7 @@ def density(
                 label=setting.label,
                 family="llama",
                 set_name=of_set.name,
+                weights=weights,
                 feed=Feed(
                     strategy=setting.strategy,
                     documents=documents,

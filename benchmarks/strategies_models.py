@@ -74,17 +74,15 @@ def build(family: str, seed: int, attention: str) -> Any:
     return model
 
 
-def with_lora(model: Any, weights: dict[str, torch.Tensor], seed: int) -> Any:
+def with_lora(model: Any, seed: int) -> Any:
     """Return a model whose weights are frozen, with adapters at every projection, which alone are trained.
 
     Args:
-        model: of `build`.
-        weights: of the trained base.
+        model: a trained base.
         seed: of the adapters.
     """
     from peft import LoraConfig, get_peft_model
 
-    model.load_state_dict(weights)
     torch.manual_seed(seed)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=names))

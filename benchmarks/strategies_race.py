@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.strategies_base import started
 from benchmarks.strategies_compare import Told
 from benchmarks.strategies_feeds import Fed, Feed
 from benchmarks.strategies_models import build, with_lora
@@ -35,8 +36,8 @@ class Entry:
     family: str
     feed: Feed
     validation: Documents | None = None
-    weights: dict[str, Any] | None = None
-    """Of the frozen base, where only adapters are trained."""
+    weights: str | None = None
+    """File of the frozen base, where only adapters are trained."""
     learning_rate: float = LEARNING_RATE
 
 
@@ -59,9 +60,10 @@ class _Runner:
         one_thread()
         feed = entry.feed
         self._entry = entry
-        self._model = build(entry.family, feed.seed, feed.attention)
-        if entry.weights is not None:
-            self._model = with_lora(self._model, entry.weights, feed.seed)
+        if entry.weights is None:
+            self._model = build(entry.family, feed.seed, feed.attention)
+        else:
+            self._model = with_lora(started(entry.family, feed.attention, entry.weights), feed.seed)
         self._optimizer = make_optimizer(self._model, entry.learning_rate)
         self._warm_up()
         self._steps: Iterator[Fed] = iter(feed.steps(self._model))

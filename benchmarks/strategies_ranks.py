@@ -19,9 +19,9 @@ import torch
 from torch import distributed
 
 import varlen as vl
+from benchmarks.strategies_base import base_of, started
 from benchmarks.strategies_compare import Told
 from benchmarks.strategies_feeds import Fed, flattened, from_batch, write_arrow
-from benchmarks.strategies_models import build
 from benchmarks.strategies_sets import TextSet
 from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, processes, update, validate
 from varlen.adapters.multipack import MultipackDistributedBatchSampler
@@ -37,6 +37,7 @@ class Job:
     """What all ranks of a job train; plain data."""
 
     sampler: str
+    weights: str
     documents: Documents
     validation: Documents
     capacity: int
@@ -104,7 +105,7 @@ def _by_axolotl(lengths: np.ndarray, tokens: int, rank: int, world: int, seed: i
 
 def _train(job: Job, rank: int, world: int) -> dict[str, Any]:
     """Train an epoch as one rank, and return what it trained."""
-    model = build("llama", job.seed, "varlen")
+    model = started("llama", "varlen", job.weights)
     shares = list(_shares(job, model, rank, world))
     place = f"file://{job.folder / f'meet-{world}'}"
     distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
@@ -159,7 +160,7 @@ def on_ranks(
         told: of progress.
         known: keys of records that there are already.
         steps: of minibatches.
-        seeds: of documents, weights and order.
+        seeds: of documents and their order.
         worlds: numbers of ranks.
         peers: whether axolotl's sampler, which has to be installed, takes part.
 
@@ -193,6 +194,7 @@ def _job(of_set: TextSet, sampler: str, steps: int, seed: int, folder: Path) -> 
     write_arrow(documents, folder)
     return Job(
         sampler=sampler,
+        weights=base_of("llama", of_set),
         documents=documents,
         validation=of_set.validation,
         capacity=of_set.shape.capacity,

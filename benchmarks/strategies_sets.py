@@ -41,10 +41,12 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSet:
-    """One set, shuffled once: documents to train on, and others to validate."""
+    """One set, shuffled once: documents for a base, others to train on, and others to validate."""
 
     name: str
     title: str
+    base: Documents
+    """What models know before a comparison begins; trained again by nobody."""
     train: Documents
     validation: Documents
     shape: Shape
@@ -78,42 +80,45 @@ def text_sets(quick: bool) -> dict[str, TextSet]:
     if quick:
         texts = list(itertools.islice(interpreter_texts(), 500))
         plans = {
-            "short": ("sources, cut short", texts[:250], 128, 4, 24),
-            "long": ("sources", texts[250:], 512, 2, 16),
+            "short": ("sources, cut short", texts[:250], 128, 4, 24, 4),
+            "long": ("sources", texts[250:], 512, 2, 16, 4),
         }
     else:
         if not TEXTS.exists():
             raise RuntimeError("the texts lie outside this repository, and aren't there; --quick needs none")
         plans = {
-            "short": ("dialogues, sums and web pages", list(_short_texts()), 1024, 4, 96),
-            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 32),
+            "short": ("dialogues, sums and web pages", list(_short_texts()), 1024, 4, 96, 150),
+            "long": ("source files", list(_column("code_sample.parquet")), 2048, 2, 32, 200),
         }
     tokenizer = train_bpe(
         (text[:_LEARNED_CHARACTERS] for plan in plans.values() for text in plan[1]), VOCABULARY
     )
     encode = load_tokenizer(tokenizer).encode
     found = {}
-    for name, (title, texts, capacity, packs, held_out) in plans.items():
+    for name, (title, texts, capacity, packs, held_out, base_steps) in plans.items():
         tokens, offsets = encode([text[: _CHARACTERS_OF_TOKEN * capacity] for text in texts])
         documents = Documents(tokens=tokens, offsets=offsets)
-        found[name] = _text_set(name, title, documents, capacity, packs, held_out)
+        found[name] = _text_set(name, title, documents, capacity, packs, held_out, base_steps)
     return found
 
 
 def _text_set(
-    name: str, title: str, documents: Documents, capacity: int, packs: int, held_out: int
+    name: str, title: str, documents: Documents, capacity: int, packs: int, held_out: int, base_steps: int
 ) -> TextSet:
-    """Cut documents to the capacity, leave out those without a target, shuffle, and hold some back."""
+    """Cut documents to the capacity, leave out those without a target, shuffle, and deal them."""
     is_cut = documents.lengths > capacity
     usable = np.flatnonzero(documents.lengths >= 2)
     whole = cut(documents, capacity).take(np.random.default_rng(0).permutation(usable))
     mean = float(whole.lengths.mean())
+    minibatch = max(2, round(packs * capacity / mean))
+    begin = held_out + base_steps * minibatch
     return TextSet(
         name=name,
         title=title,
-        train=whole.take(np.arange(held_out, len(usable))),
+        base=whole.take(np.arange(held_out, begin)),
+        train=whole.take(np.arange(begin, len(usable))),
         validation=whole.take(np.arange(held_out)),
-        shape=Shape(documents=max(2, round(packs * capacity / mean)), capacity=capacity, packs=packs),
+        shape=Shape(documents=minibatch, capacity=capacity, packs=packs),
         cut_share=float(is_cut[usable].mean()),
     )
 
@@ -151,6 +156,7 @@ def described(found: TextSet) -> dict[str, float | int | str]:
     return {
         "title": found.title,
         "documents": len(lengths),
+        "base_documents": len(found.base.lengths),
         "mean": float(lengths.mean()),
         "median": float(np.median(lengths)),
         "longest": int(lengths.max()),
