@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,7 @@ class Feed:
         Args:
             model: that is trained, its attention being `attention`.
         """
-        return STRATEGIES[self.strategy].deal(self, model)
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """A way of feeding, and the words for it."""
-
-    title: str
-    what: str
-    deal: Callable[[Feed, Any], Iterator[Fed]]
+        return STRATEGIES[self.strategy](self, model)
 
 
 def _padded(feed: Feed, model: Any, *, with_mask: bool = False, by_length: bool = False) -> Iterator[Fed]:
@@ -122,14 +114,14 @@ def flattened(documents: Documents, ids: IntArray) -> Fed:
     return _fed(arguments, arguments["labels"], ids, documents.lengths[ids])
 
 
-def _offline(feed: Feed, model: Any, *, kind: str, packs: int | None = None) -> Iterator[Fed]:
+def _offline(feed: Feed, model: Any, *, kind: str, as_tokens: bool = False) -> Iterator[Fed]:
     """Pack everything beforehand with TRL, then train packs in random order.
 
     Args:
         feed: the documents.
         model: not asked.
         kind: TRL's strategy.
-        packs: of a step; None for as many packs as a minibatch has documents.
+        as_tokens: a step has the tokens of a minibatch; else as many packs as a minibatch has documents.
     """
     del model
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -138,7 +130,7 @@ def _offline(feed: Feed, model: Any, *, kind: str, packs: int | None = None) -> 
     order = np.random.default_rng([feed.seed, 3]).permutation(len(rows)).tolist()
     is_flat = kind != "wrapped"
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=is_flat)
-    size = packs or feed.shape.documents
+    size = feed.shape.packs if as_tokens else feed.shape.documents
     for first in range(0, len(order), size):
         chosen = [dict(rows[i]) for i in order[first : first + size]]
         owners = [np.asarray(row.pop("document_ids")) for row in chosen]
@@ -227,40 +219,16 @@ def _fed(arguments: Any, labels: torch.Tensor, document_ids: IntArray, lengths: 
     return Fed(inputs=inputs, document_ids=document_ids, lengths=lengths)
 
 
-STRATEGIES = {
-    "padding_mask": Strategy(
-        "padding, with mask",
-        "random minibatches, padded to the longest; the mask as collators give it",
-        lambda feed, model: _padded(feed, model, with_mask=True),
-    ),
-    "padding": Strategy("padding", "random minibatches, padded to the longest, no mask", _padded),
-    "grouped": Strategy(
-        "padding, grouped by length",
-        "minibatches of neighbours by length, padded; minibatches in random order",
-        lambda feed, model: _padded(feed, model, by_length=True),
-    ),
-    "online": Strategy("online minibatch", "the random minibatches, flattened", _online),
-    "offline_large": Strategy(
-        "offline, as many packs",
-        "TRL `bfd` beforehand; as many packs a step as a minibatch has documents",
-        lambda feed, model: _offline(feed, model, kind="bfd"),
-    ),
-    "offline": Strategy(
-        "offline, as many tokens",
-        "TRL `bfd` beforehand; as many tokens a step as a minibatch",
-        lambda feed, model: _offline(feed, model, kind="bfd", packs=feed.shape.packs),
-    ),
-    "wrapped": Strategy(
-        "offline, wrapped",
-        "TRL `wrapped`: end to end and cut, documents see each other; as many tokens a step",
-        lambda feed, model: _offline(feed, model, kind="wrapped", packs=feed.shape.packs),
-    ),
-    "sampled": Strategy(
-        "bin-packed sampling", "a multipack sampler fills each step with documents, flattened", _sampled
-    ),
-    "ours": Strategy(
-        "`vl.PackedLoader`", "best fit in random order over a window; the same number of packs a step", _ours
-    ),
+STRATEGIES: dict[str, Callable[[Feed, Any], Iterator[Fed]]] = {
+    "padding_mask": partial(_padded, with_mask=True),
+    "padding": _padded,
+    "grouped": partial(_padded, by_length=True),
+    "online": _online,
+    "offline_large": partial(_offline, kind="bfd"),
+    "offline": partial(_offline, kind="bfd", as_tokens=True),
+    "wrapped": partial(_offline, kind="wrapped", as_tokens=True),
+    "sampled": _sampled,
+    "ours": _ours,
 }
-"""By name."""
+"""By name; `strategies_figures.TITLES` has the words for them, and docs/strategies.md says what they are."""
 _RECTANGLES = ("padding_mask", "padding", "grouped", "wrapped")

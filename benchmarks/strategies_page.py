@@ -298,7 +298,7 @@ def _extreme(result: dict[str, Any]) -> str:
                     f"{one.tokens_per_s:,.0f}"
                     + ("" if contestant["strategy"] == "padding" else f", **{ratio_text(one.ratio)}**"),
                     f"{one.memory_mb:,.0f}",
-                    f"{one.slowest:.1f}",
+                    f"{one.slowest:,.0f}" if one.slowest >= 10 else f"{one.slowest:.1f}",
                 )
             )
     head = ("longer by", "strategy", "positions a token", "tokens/s", "peak MB", "slowest / median step")

@@ -43,7 +43,7 @@ def curves() -> Drawing:
     panels = ((70, "validation loss by thousands of tokens", 1, 1e-3), (470, "and by steps", 0, 1.0))
     for left, title, column, scale in panels:
         most = max(curve[-1][column] for curve in by_label.values()) * scale
-        axes = _Axes(left, 60, 340, 230, 0.0, most, lowest - 0.05, highest + 0.05)
+        axes = _Axes(left, 60, 340, 230, 0.0, most, lowest - 0.01, highest + 0.01)
         d.text(left, 34, title, size=15, bold=True)
         axes.draw(d)
         for label, curve in by_label.items():
@@ -105,8 +105,8 @@ class _Axes:
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """Return four to eight round values within an interval."""
-    rough = (high - low) / 5
+    """Return some round values within an interval, eight at most."""
+    rough = (high - low) / 8
     unit = 10 ** int(log10(rough) // 1)
     step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
     first = int(-(-low // step))
@@ -191,10 +191,12 @@ def extreme() -> Drawing:
     for group, race in enumerate(races):
         d.text(104, 98 + 96 * group, f"{race['factor']:,}x longer", size=13, anchor="end")
     bottom = 86 + 96 * len(races)
-    for place, name in enumerate(names):
-        x = 30 + 215 * place
+    x = 30.0
+    for name in names:
+        title = TITLES[name].replace("`", "")
         d.box(x, bottom - 11, 14, 14, strokes[name], radius=2)
-        d.text(x + 20, bottom, TITLES[name].replace("`", ""), size=13)
+        d.text(x + 20, bottom, title, size=13)
+        x += 64 + 7 * len(title)
     d.text(830, bottom + 26, "logarithmic scales", size=12, fill=SOFT, anchor="end")
     return d
 
