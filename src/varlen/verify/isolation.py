@@ -17,7 +17,7 @@ from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.sample import sample_batch
 from varlen.verify.trial import Inputs, Trial, untouched
 
-Verdict = Literal["isolated", "leaks", "refuses", "blind"]
+Verdict = Literal["isolated", "leaks", "coupled", "refuses", "blind"]
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """How far rounding takes logits from those of a document alone, relative to the largest logit. In float64
@@ -26,6 +26,8 @@ too, because transformers' eager attention and many norms compute in float32 wha
 
 EXPERT_MARGIN = 1000
 """With routed experts, other documents may move by the control's difference over this, and no further."""
+COUPLING_MARGIN = 10
+"""A movement above this many times what rows do to each other without any packing is a leak of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,9 @@ class Movements:
     """How far any document's logits moved when padding was changed; 0.0 without padding."""
     control_difference: float | None = None
     """How far other documents' logits move without boundaries; None where no row holds two documents."""
+    row_coupling: float | None = None
+    """How far a document moved when one in another row of a plain batch, without packing, was changed; None where
+    nothing else moved, so that nobody asked."""
     attention_across: float | None = None
     """Largest attention weight out of a document; None where the attention shows no weights."""
     alone_difference: float = 0.0
@@ -60,7 +65,8 @@ class IsolationReport:
     """What was done to a model, what moved, and what follows from it."""
 
     verdict: Verdict
-    """isolated; leaks; refuses (varlen or the model won't run the batch); blind (a leak would be missed)."""
+    """isolated; leaks; coupled (rows of any batch move each other, packed or not); refuses (varlen or the model won't
+    run the batch); blind (a leak would be missed)."""
     reason: str
     """Why the verdict isn't "isolated"; empty if it is."""
     model: str
@@ -188,6 +194,13 @@ def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Ve
         tolerance: the largest `alone_difference` that counts as rounding.
         rounding: the largest movement of other documents that counts as rounding; 0 where nothing may move.
     """
+    moves = max(moved.largest_difference, moved.padding_difference)
+    coupling = moved.row_coupling or 0.0
+    if moves > rounding and not moved.attention_across and moves <= coupling * COUPLING_MARGIN:
+        return "coupled", (
+            f"documents move each other by {moves:.3g}, and rows of a batch without packing by {coupling:.3g}: the "
+            "model computes something over its whole batch (expert capacity, scales of quantised activations)"
+        )
     if moved.largest_difference > rounding:
         return "leaks", f"changing one document moved another's logits by {moved.largest_difference:.3g}"
     if moved.padding_difference > rounding:
@@ -240,6 +253,7 @@ def _movements(trial: Trial, before: torch.Tensor, max_changed: int) -> Movement
         own_difference=min(own),
         largest_difference=max(others),
         padding_difference=padding,
+        row_coupling=trial.row_coupling() if max(*others, padding) > 0 else None,
         control_difference=_control(trial),
         attention_across=trial.attention_across() if hf.implementation(trial.model) == "eager" else None,
         **_against_alone(trial, before, chosen),

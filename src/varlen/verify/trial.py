@@ -191,6 +191,21 @@ class Trial:
         ).logits[0]
         return logits
 
+    def row_coupling(self) -> float:
+        """Return how far a document moves when another, in a row of its own and just as long, is changed.
+
+        Where rows move each other without any packing, packing isn't to blame.
+        """
+        longest = int(np.bincount(self.owner[self.owner >= 0]).argmax())
+        first = self.tokens[self.owner == longest]
+        device = hf.unwrap(self.model).device
+        found = []
+        for second in (first, (first + 1) % self.vocabulary):
+            ids = torch.as_tensor(np.stack([first, second])).to(device)
+            found.append(self.call(hf.plain_inputs(ids, self.model)).logits[0].double())
+        before, after = found
+        return float((after - before).abs().max() / before.abs().max().clamp(min=1e-300))
+
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
         """Return the summed loss of one document's targets, in float64, and how many targets it has.
 
