@@ -44,6 +44,7 @@ def verify(
     gradients: bool = True,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     seed: int = 0,
 ) -> VerifyReport:
     """Find out whether a model keeps packed documents apart, with which attention, and called how.
@@ -66,6 +67,7 @@ def verify(
         gradients: whether to compare gradients; it takes memory for them twice.
         tokenizer: refused if it has ids that the model doesn't embed; None for a folder's own.
         dtype: of weights that are made or loaded.
+        device: for the model, where verify makes or loads it; a live one stays where it is.
         seed: of the tokens.
 
     Returns:
@@ -87,7 +89,7 @@ def verify(
     ('isolated', (('softmax', 2),))
     """
     layouts = _checked_layouts(layouts, batch)
-    loaded = load_model(model, tokenizer=tokenizer, dtype=dtype)
+    loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     model = loaded.model
     names = backends_for(model, backends)
     batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from varlen.adapters.hf import attention
+from varlen.adapters.hf.code import drops_boundaries
 from varlen.adapters.hf.model import (
     check_family,
     implementation,
@@ -55,6 +56,7 @@ def facts_of(model: Any) -> ModelFacts:
         reads_positions=code.reads_positions,
         mrope=code.mrope,
         reads_boundaries=code.reads_boundaries,
+        drops_boundaries=drops_boundaries(model) is not None,
         recurrent_read=_recurrent_read(model_type(model)),
         recurrent_in_one_row=model_type(model) in BY_ENDS_TOO,
         learned_positions=_has_table_of_positions(decoder, limit),

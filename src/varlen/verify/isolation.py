@@ -132,7 +132,7 @@ def check_isolation(
 
     Args:
         model: a transformers model, on any device.
-        batch: the batch to try; None for eight short documents of random tokens. Only documents longer than
+        batch: the batch to try; None for ten short documents of random tokens. Only documents longer than
             the model's window, or chunk, show whether that is counted from the document's start.
         inputs: turns batch and model into the model's keyword arguments, so that another way of calling the
             model can be checked as well.

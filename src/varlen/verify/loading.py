@@ -9,7 +9,7 @@ import copy
 import difflib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ class LoadedModel:
     """Makes it again with another attention, which some families choose once for all; None where it is too large."""
 
 
-def load_model(model: Any, *, tokenizer: Any = None, dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> LoadedModel:
     """Return the model that was named.
 
     Args:
@@ -43,6 +49,7 @@ def load_model(model: Any, *, tokenizer: Any = None, dtype: torch.dtype | None =
         tokenizer: its largest id must have an embedding; None for a folder's own, if it has one.
         dtype: of the weights that are made or loaded; None for float32, and for a folder's own. Of no effect on a
             live model.
+        device: for models that are made or loaded; None for the CPU.
 
     Raises:
         ModelError: no such family or folder; a model that needs code or packages that aren't here; a tokenizer with
@@ -58,9 +65,23 @@ def load_model(model: Any, *, tokenizer: Any = None, dtype: torch.dtype | None =
     else:
         hf.implementation(model)  # says what it takes where it's no transformers model
         loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=_copies(model))
+    if device is not None and loaded.model is not model:
+        loaded = _moved(loaded, device)
     if tokenizer is not None:
         _check_tokenizer(loaded.model, tokenizer)
     return loaded
+
+
+def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
+    """Return the model on a device, and made there whenever it is made again."""
+    try:
+        model = loaded.model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"the model can't be moved to {device}: {_sentence(error)}") from None
+    again = loaded.remade
+    return replace(
+        loaded, model=model, remade=None if again is None else lambda attention: again(attention).to(device)
+    )
 
 
 def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:

@@ -52,29 +52,59 @@ def _head(report: VerifyReport) -> str:
 
 def _backends(report: VerifyReport) -> list[str]:
     """Return a line for every backend, and below them what must be said of their verdicts."""
+    said = (*stand_ins(report), *reasons(report))
+    return [*_aligned(backend_rows(report)), *map(_wrapped, said)]
+
+
+def backend_rows(report: VerifyReport) -> list[list[str]]:
+    """Return the cells of a table: a head, and a row for every backend.
+
+    Args:
+        report: of one model.
+    """
     layouts = list(dict.fromkeys(cell.layout for cell in report.cells))
-    by_backend = _grouped(report.cells)
     rows = [["backend", *layouts, "moved by", "control", "gradients", "kernel"]]
-    marked = False
-    for backend, cells in by_backend.items():
-        has_stand_in = any(cell.stand_in for cell in cells)
-        marked |= has_stand_in
-        name = backend + (" *" if has_stand_in else "")
+    for backend, cells in _grouped(report.cells).items():
+        name = backend + (" *" if any(cell.stand_in for cell in cells) else "")
         verdicts = {cell.layout: cell.verdict for cell in cells}
         rows.append([name, *(verdicts.get(layout, "") for layout in layouts), *_measured(cells)])
-    lines = _aligned(rows)
-    if marked:
-        missing = sorted({name for cell in report.cells for name in cell.stand_in})
-        told = (
-            f"* plain PyTorch stood in for {', '.join(missing)}, which this machine lacks: boundaries are followed "
-            "as far as the kernel, and no further"
-        )
-        lines.append(_wrapped(told))
-    reasons: dict[str, list[str]] = {}
+    return rows
+
+
+def stand_ins(report: VerifyReport) -> list[str]:
+    """Return a sentence about what stood in for kernels that weren't there, if anything did.
+
+    Args:
+        report: of one model.
+    """
+    missing = sorted({name for cell in report.cells for name in cell.stand_in})
+    if not missing:
+        return []
+    return [
+        f"* plain PyTorch stood in for {', '.join(missing)}, which this machine lacks: boundaries are followed as "
+        "far as the kernel, and no further"
+    ]
+
+
+def reasons(report: VerifyReport) -> list[str]:
+    """Return why backends aren't isolated, each reason once.
+
+    Args:
+        report: of one model.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
     for cell in report.cells:
         if cell.reason:
-            reasons.setdefault(cell.reason, []).append(f"{cell.backend} {cell.layout}")
-    return lines + [_wrapped(f"{', '.join(places)}: {reason}") for reason, places in reasons.items()]
+            found.setdefault(cell.reason, {}).setdefault(cell.backend, []).append(cell.layout)
+    layouts = {cell.layout for cell in report.cells}
+
+    def named(backend: str, where: list[str]) -> str:
+        return backend if len(where) == len(layouts) else f"{backend} {' '.join(where)}"
+
+    return [
+        f"{', '.join(named(backend, where) for backend, where in places.items())}: {reason}"
+        for reason, places in found.items()
+    ]
 
 
 def _measured(cells: Sequence[Cell]) -> list[str]:
@@ -100,11 +130,7 @@ def _measured(cells: Sequence[Cell]) -> list[str]:
 
 def _calls(report: VerifyReport) -> list[str]:
     """Return a line for every way of calling, with what each backend made of it."""
-    backends = list(dict.fromkeys(cell.backend for cell in report.calls))
-    rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
-    for call, cells in _by_call(report.calls).items():
-        found = [_verdicts([cell for cell in cells if cell.backend == backend]) for backend in backends]
-        rows.append([_shortened(call, rows), *found])
+    rows = call_rows(report)
     lines = _aligned(rows)
     if any("/" in cell for row in rows[1:] for cell in row[1:]):
         layouts = list(dict.fromkeys(cell.layout for cell in report.calls))
@@ -112,19 +138,46 @@ def _calls(report: VerifyReport) -> list[str]:
     return lines
 
 
+def call_rows(report: VerifyReport) -> list[list[str]]:
+    """Return the cells of a table: a head, and a row for every way of calling.
+
+    Args:
+        report: of one model.
+    """
+    backends = list(dict.fromkeys(cell.backend for cell in report.calls))
+    rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
+    for call, cells in _by_call(report.calls).items():
+        found = [_verdicts([cell for cell in cells if cell.backend == backend]) for backend in backends]
+        rows.append([_shortened(call, rows), *found])
+    return rows
+
+
 def _whys(report: VerifyReport) -> list[str]:
-    """Return each reason for a leak once, with the backends that it is true of, as the first of them saw it."""
+    lines = []
+    for what, remedy in explanations(report):
+        lines.append(_wrapped(what))
+        if remedy:
+            lines.append(_wrapped(f"  {remedy}"))
+    return lines
+
+
+def explanations(report: VerifyReport) -> list[tuple[str, str]]:
+    """Return each reason for a leak once, as the first backend saw it, with the fix, or an empty string.
+
+    Args:
+        report: of one model.
+    """
     found: dict[str, list[CallCell]] = {}
     for cell in report.leaks:
         found.setdefault(cell.kind or cell.why or "unexplained", []).append(cell)
-    lines = []
+    explained = []
     for cells in found.values():
+        first = cells[0]
         backends = dict.fromkeys(_SHORT.get(cell.backend, cell.backend) for cell in cells)
         calls = "; ".join(dict.fromkeys(cell.call.removeprefix(_KEPT) for cell in cells))
-        lines.append(_wrapped(f"{calls} ({', '.join(backends)}): {cells[0].why or cells[0].reason}"))
-        if cells[0].fix:
-            lines.append(_wrapped(f"  fix: {cells[0].fix}"))
-    return lines
+        what = f"{calls} ({', '.join(backends)}): {first.why or first.reason}"
+        explained.append((what, f"fix: {first.fix}" if first.fix else ""))
+    return explained
 
 
 def _verdicts(cells: Sequence[CallCell]) -> str:

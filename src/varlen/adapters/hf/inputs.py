@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from varlen.adapters.hf import attention
+from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
 from varlen.adapters.hf.masks import explicit_masks
 from varlen.adapters.hf.model import (
     SELECTING,
@@ -69,6 +70,7 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
+    _check_code(batch, model, inputs)
     if "attention_mask" not in inputs and SELECTING in named_kinds(text_config(model)):
         raise ModelError(
             f"{type(unwrap(model)).__name__} selects by a mask which tokens are attended to, and "
@@ -81,6 +83,28 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             "kept apart; give it one document a row (padded)"
         )
     return inputs
+
+
+def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a model whose own code loses what it is told on the way to attention.
+
+    Raises:
+        ModelError: names the layer, and what to use instead.
+    """
+    name, kind = type(unwrap(model)).__name__, implementation(model)
+    if kind == "flex_attention" and drops_block_masks(model):
+        raise ModelError(
+            f"{name} makes its masks over and drops those of FlexAttention; use "
+            'model.set_attn_implementation("sdpa"), or "eager"'
+        )
+    layer = drops_boundaries(model) if "attention_mask" not in inputs else None
+    # FlashAttention then looks at the positions, which do reach it, of a batch of one row.
+    if layer and (kind == attention.NAME or len(batch.input_ids) > 1):
+        flat = "" if kind == attention.NAME else ', or collate with layout="flat"'
+        raise ModelError(
+            f"{name} doesn't hand boundaries on to attention ({layer} drops its keyword arguments); use "
+            f'model.set_attn_implementation("sdpa"){flat}'
+        )
 
 
 def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
@@ -106,7 +130,9 @@ def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
         check_family(model)
     except ModelError:
         return plain_inputs(tensors.input_ids, model)
-    inputs = _arguments(erased, model) | {"position_ids": tensors.position_ids}
+    inputs = _arguments(erased, model)
+    if not drops_boundaries(model):  # where boundaries are read from positions, those must run on as well
+        inputs["position_ids"] = tensors.position_ids + first_position(model)
     return {name: value for name, value in inputs.items() if accepts(model, name)}
 
 
