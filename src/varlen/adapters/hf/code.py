@@ -10,8 +10,12 @@ import inspect
 import textwrap
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from varlen.adapters.hf.model import text_decoder
+
+_READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
+"""Decoders whose code was read, each with what was found."""
 
 
 def drops_boundaries(model: Any) -> str | None:
@@ -22,8 +26,7 @@ def drops_boundaries(model: Any) -> str | None:
     Args:
         model: a transformers model, bare or wrapped.
     """
-    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in text_decoder(model).modules())
-    return next((kind.__name__ for kind in kinds if _swallows(kind)), None)
+    return _read(model)[0]
 
 
 def drops_block_masks(model: Any) -> bool:
@@ -32,8 +35,17 @@ def drops_block_masks(model: Any) -> bool:
     Args:
         model: a transformers model, bare or wrapped.
     """
-    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in text_decoder(model).modules())
-    return any(_passes_over(kind) for kind in kinds)
+    return _read(model)[1]
+
+
+def _read(model: Any) -> tuple[str | None, bool]:
+    """Read the code of a decoder's modules, once a model: there are thousands, and a batch comes every step."""
+    decoder = text_decoder(model)
+    if decoder not in _READ:
+        kinds: dict[Any, None] = dict.fromkeys(type(module) for module in decoder.modules())
+        swallowing = next((kind.__name__ for kind in kinds if _swallows(kind)), None)
+        _READ[decoder] = swallowing, any(map(_passes_over, kinds))
+    return _READ[decoder]
 
 
 @lru_cache(maxsize=4096)
