@@ -1,8 +1,8 @@
 """Verify every causal family of the installed transformers, and write what was found into docs/compatibility.md.
 
-`python docs/compatibility.py` runs the families side by side, writes compatibility.json and the part of the page between
-the markers. `--families a,b` runs only these and keeps the others' last results; `--page` writes the page from the
-JSON, and `--check` says with exit code 1 whether it is what the JSON says.
+`python docs/compatibility.py` runs the families side by side, writes compatibility.json and the part of the page
+between the markers. `--families a,b` runs only these and keeps the others' last results; `--page` writes the page
+from the JSON, and `--check` says with exit code 1 whether it is what the JSON says.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", help="separated by commas; all where it isn't said")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="side by side")
     parser.add_argument("--page", action="store_true", help="run nothing; write the page from the JSON")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where the page is stale")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit with 1 where the page is stale"
+    )
     chosen = parser.parse_args(arguments)
     if not (chosen.page or chosen.check):
         _run(chosen.families.split(",") if chosen.families else None, chosen.processes)
     page = PAGE.read_text(encoding="utf-8")
     fresh = spliced(page, render(json.loads(RESULTS.read_text(encoding="utf-8"))))
     if fresh != page and chosen.check:
-        print(f"{PAGE.name} is not what {RESULTS.name} says; run `python docs/compatibility.py --page`", file=sys.stderr)
+        print(
+            f"{PAGE.name} is not what {RESULTS.name} says; run `python docs/compatibility.py --page`",
+            file=sys.stderr,
+        )
         return 1
     if fresh != page:
         PAGE.write_text(fresh, encoding="utf-8")
@@ -51,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(families: list[str] | None, processes: int) -> None:
     """Verify families and write the JSON."""
     from benchmarks.machine import machine, versions
+
     from varlen.verify.families import families as known
     from varlen.verify.matrix import matrix_row
 
@@ -113,7 +119,11 @@ def _summary(found: dict[str, Any], backends: list[str]) -> list[str]:
             for layout in LAYOUTS:
                 cell = row["cells"].get(backend, {}).get(layout, _ABSENT)
                 counts[backend][cell["verdict"]] += 1
-    verdicts = [v for v in ("isolated", "coupled", "leaks", "refuses", "not run") if any(c[v] for c in counts.values())]
+    verdicts = [
+        v
+        for v in ("isolated", "coupled", "leaks", "refuses", "not run")
+        if any(c[v] for c in counts.values())
+    ]
     plain = Counter(_plain(row) for row in families.values())
     told = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [
@@ -127,8 +137,8 @@ def _summary(found: dict[str, Any], backends: list[str]) -> list[str]:
             for verdict in verdicts
         ),
         "",
-        f"Called with `position_ids` alone, as transformers' collator does: {plain['isolated']} families are isolated, "
-        f"{plain['**leaks**']} leak, {plain['in part']} leak with some attention or layout, "
+        f"Called with `position_ids` alone, as transformers' collator does: {plain['isolated']} families are "
+        f"isolated, {plain['**leaks**']} leak, {plain['in part']} leak with some attention or layout, "
         f"{plain['refuses'] + plain['not run']} refuse or weren't run.",
     ]
 
@@ -140,7 +150,9 @@ def _line(name: str, row: dict[str, Any], backends: list[str], reasons: dict[str
         by_layout = row["cells"].get(backend, {})
         said = [_cell(by_layout.get(layout, _ABSENT), row.get("model", ""), reasons) for layout in LAYOUTS]
         same = said[0] == said[1]
-        cells.append(said[0] if same else "<br>".join(f"{layout}: {word}" for layout, word in zip(LAYOUTS, said)))
+        cells.append(
+            said[0] if same else "<br>".join(f"{layout}: {word}" for layout, word in zip(LAYOUTS, said))
+        )
     return "| " + " | ".join([f"`{name}`", *cells, _plain(row)]) + " |"
 
 

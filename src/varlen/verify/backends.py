@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -112,7 +113,11 @@ def _uncompiled_flex_attention() -> Iterator[None]:
     before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # PyTorch's own, when its compiler is imported
+            yield
     finally:
         module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 

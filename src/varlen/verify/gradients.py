@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +69,22 @@ def gradient_parity(trial: Trial) -> GradientParity:
     weights = {name: p for name, p in trial.model.named_parameters() if p.requires_grad}
     if not weights:
         return GradientParity(reason="no parameter asks for a gradient")
-    with torch.enable_grad():
+    with torch.enable_grad(), warnings.catch_warnings():
+        # Where a kernel has no backward PyTorch only warns, and goes on with less than the gradient.
+        warnings.filterwarnings("error", ".*an autograd kernel was not registered")
         try:
             packed, loss = _gradients(weights, _packed_loss(trial))
         except NotImplementedError as error:
             return GradientParity(reason=" ".join(str(error).split())[:200])
-        except RuntimeError as error:
+        except (RuntimeError, UserWarning) as error:
             return GradientParity(reason=f"no backward: {' '.join(str(error).split())[:200]}")
         alone, alone_loss = _one_by_one(trial, weights)
         control = None
         if trial.followed() is not None:
             open_loss = _packed_loss(trial, hf.inputs_without_boundaries)
             control = _furthest(_gradients(weights, open_loss)[0], alone)[0]
+    if not alone:
+        return GradientParity(reason="no gradient reaches any parameter")
     difference, worst = _furthest(packed, alone)
     targets = max(1, trial.batch.num_targets)
     return GradientParity(

@@ -26,7 +26,7 @@ too, because transformers' eager attention and many norms compute in float32 wha
 
 EXPERT_MARGIN = 1000
 """With routed experts, other documents may move by the control's difference over this, and no further."""
-COUPLING_MARGIN = 10
+COUPLING_MARGIN = 3
 """A movement above this many times what rows do to each other without any packing is a leak of its own."""
 
 

@@ -16,6 +16,8 @@ from varlen.verify.api import verify
 from varlen.verify.backends import CPU_BACKENDS
 from varlen.verify.model_report import CallCell, VerifyReport
 
+FAULT = "the check itself failed"
+
 
 def matrix_row(family: str) -> dict[str, Any]:
     """Verify one family, and return all verdicts.
@@ -36,9 +38,15 @@ def matrix_row(family: str) -> dict[str, Any]:
         try:
             return _row(verify(family))
         except ModelError as error:
-            cell = {"verdict": "not run", "reason": str(error)}
-            cells = {backend: {"rows": cell, "flat": cell} for backend in CPU_BACKENDS}
-            return {"verdict": "not run", "reason": str(error), "cells": cells, "calls": {}}
+            return _not_run(str(error))
+        except Exception as error:  # one family must not cost the others; a test looks for these words
+            return _not_run(f"{FAULT}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def _not_run(reason: str) -> dict[str, Any]:
+    cell = {"verdict": "not run", "reason": reason}
+    cells = {backend: {"rows": cell, "flat": cell} for backend in CPU_BACKENDS}
+    return {"verdict": "not run", "reason": reason, "cells": cells, "calls": {}}
 
 
 def _row(report: VerifyReport) -> dict[str, Any]:

@@ -169,12 +169,14 @@ class Trial:
         return others
 
     def attention_across(self) -> float | None:
-        """Return the largest attention weight from a document's token to another document or to padding."""
+        """Return the largest attention weight from a document to another or to padding; None where none is shown."""
         outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
-        weights = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
+        owner = self.owner
+        given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
+        # Where keys are compressed or joined by others, columns are no tokens.
+        weights = [w for w in given if w.ndim == 4 and w.shape[-2:] == (owner.shape[1],) * 2]
         if not weights:
             return None
-        owner = self.owner
         across = (owner[:, :, None] != owner[:, None, :]) & (owner >= 0)[:, :, None]
         outside = self.where(across)[:, None]
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)

@@ -15,6 +15,7 @@ from varlen.adapters.hf.model import (
     check_family,
     check_size,
     first_position,
+    has_experts,
     implementation,
     model_type,
     named_kinds,
@@ -96,6 +97,15 @@ def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
         raise ModelError(
             f"{name} makes its masks over and drops those of FlexAttention; use "
             'model.set_attn_implementation("sdpa"), or "eager"'
+        )
+    if (
+        "attention_mask" in inputs
+        and has_experts(model)
+        and getattr(text_config(model), "output_router_logits", False)
+    ):
+        raise ModelError(
+            f"{name} adds its router's loss (config.output_router_logits), for which it reads the attention_mask as "
+            "one of padding; use varlen.adapters.hf.use_varlen_attention(model) or FlashAttention, which take no mask"
         )
     layer = drops_boundaries(model) if "attention_mask" not in inputs else None
     # FlashAttention then looks at the positions, which do reach it, of a batch of one row.
