@@ -80,7 +80,11 @@ def _others(report: VerifyReport) -> list[str]:
     """Return the table of other calls, and why they leak."""
     head, *rows = call_rows(report)
     parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows])]
-    return parts + [paragraph(f"{what} {remedy}".strip()) for what, remedy in explanations(report)]
+    if any("/" in cell for row in rows for cell in row[1:]):
+        parts.append(paragraph("Where layouts differ, the first word is for rows and the second for flat."))
+    return parts + [
+        paragraph(f"{what}. {remedy[:1].upper()}{remedy[1:]}".strip()) for what, remedy in explanations(report)
+    ]
 
 
 def _facts(report: VerifyReport) -> list[tuple[str, str]]:
@@ -98,7 +102,7 @@ def _attention(picture: AttentionPicture) -> str:
     """Draw the weights with boundaries beside those without."""
     caption = (
         "Attention weights of one packed row, the largest of all layers and heads: each line is a token, each column "
-        "one that it may look at; lines part the documents. With boundaries nothing lies outside a document's own "
+        "one that it may look at; lines part the documents, the last of which may be padding. With boundaries nothing lies outside a document's own "
         "triangle; without, the same model looks across."
     )
     return figure(_weights(picture, WIDE), _weights(picture, NARROW), caption)

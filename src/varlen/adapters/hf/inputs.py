@@ -10,6 +10,7 @@ from varlen.adapters.hf import attention
 from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
 from varlen.adapters.hf.masks import explicit_masks
 from varlen.adapters.hf.model import (
+    BY_DISTANCE,
     SELECTING,
     accepts,
     check_family,
@@ -40,7 +41,7 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     - "varlen" and FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and no
       mask, which would turn boundaries off.
 
-    In all cases `position_ids` restart at every document, and `use_cache=False`. Labels aren't shifted: the
+    In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and `use_cache=False`. Labels aren't shifted: the
     model shifts them, and every document's first label is -100, so no loss crosses a boundary. The loss that
     the model returns is the mean over this batch's targets; across micro-batches and ranks, multiply it by
     `batch.num_targets * batch.loss_scale()`.
@@ -71,6 +72,9 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
+    if model_type(model) in BY_DISTANCE:
+        _check_width(batch, model)
+        del inputs["position_ids"]
     _check_code(batch, model, inputs)
     if "attention_mask" not in inputs and SELECTING in named_kinds(text_config(model)):
         raise ModelError(
@@ -84,6 +88,20 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             "kept apart; give it one document a row (padded)"
         )
     return inputs
+
+
+def _check_width(batch: PackedBatch, model: Any) -> None:
+    """Refuse rows wider than a model's table of distances.
+
+    Raises:
+        ModelError: names the limit.
+    """
+    limit, width = getattr(text_config(model), BY_DISTANCE[model_type(model)]), batch.input_ids.shape[1]
+    if width > limit:
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} weighs distances of up to {limit:,} tokens, and the batch's rows have "
+            f'{width:,}; pack with capacity at most {limit:,} and collate with layout="rows"'
+        )
 
 
 def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
