@@ -121,7 +121,12 @@ def verify(
         print()
     else:
         _print(str(report), output)
-    if report.verdict == "leaks":
+    _end(report.verdict)
+
+
+def _end(verdict: str) -> None:
+    """End with an exit code that a script can act on."""
+    if verdict == "leaks":
         raise typer.Exit(LEAKS)
 
 

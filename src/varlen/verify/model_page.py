@@ -83,7 +83,8 @@ def _others(report: VerifyReport) -> list[str]:
     if any("/" in cell for row in rows for cell in row[1:]):
         parts.append(paragraph("Where layouts differ, the first word is for rows and the second for flat."))
     return parts + [
-        paragraph(f"{what}. {remedy[:1].upper()}{remedy[1:]}".strip()) for what, remedy in explanations(report)
+        paragraph(f"{what}. {remedy[:1].upper()}{remedy[1:]}".strip())
+        for what, remedy in explanations(report)
     ]
 
 
