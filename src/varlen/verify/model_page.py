@@ -103,8 +103,8 @@ def _attention(picture: AttentionPicture) -> str:
     """Draw the weights with boundaries beside those without."""
     caption = (
         "Attention weights of one packed row, the largest of all layers and heads: each line is a token, each column "
-        "one that it may look at; lines part the documents, the last of which may be padding. With boundaries nothing lies outside a document's own "
-        "triangle; without, the same model looks across."
+        "one that it may look at; lines part the documents, of which the last may be padding. With boundaries "
+        "nothing lies outside a document's own triangle; without, the same model looks across."
     )
     return figure(_weights(picture, WIDE), _weights(picture, NARROW), caption)
 

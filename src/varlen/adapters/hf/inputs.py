@@ -41,10 +41,10 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     - "varlen" and FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and no
       mask, which would turn boundaries off.
 
-    In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and `use_cache=False`. Labels aren't shifted: the
-    model shifts them, and every document's first label is -100, so no loss crosses a boundary. The loss that
-    the model returns is the mean over this batch's targets; across micro-batches and ranks, multiply it by
-    `batch.num_targets * batch.loss_scale()`.
+    In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and
+    `use_cache=False`. Labels aren't shifted: the model shifts them, and every document's first label is -100, so no
+    loss crosses a boundary. The loss that the model returns is the mean over this batch's targets; across
+    micro-batches and ranks, multiply it by `batch.num_targets * batch.loss_scale()`.
 
     Args:
         batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
