@@ -353,3 +353,11 @@ def test_settings_that_there_are_not_are_refused(settings: Any, error: Any, word
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(ModelError, match="no transformers config"):
         vl.verify(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"])
+def test_what_check_batch_says_of_every_call_is_what_a_run_finds(family: str) -> None:
+    """All backends, layouts and calls: an error without a leak, or a leak without an error, would be a wrong word."""
+    for cell in vl.verify(family, gradients=False).calls:
+        if cell.verdict in ("isolated", "leaks") and cell.call != "input_ids alone":
+            assert (cell.kind != "") is (cell.verdict == "leaks"), cell
