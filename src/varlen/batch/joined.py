@@ -67,7 +67,8 @@ def as_whole(joined: Joined, name: str) -> Joined:
     values = joined.values
     if values.dtype in (np.int64, np.int32):
         return joined
-    check_integers(values, name)
+    if values.size:  # of no values the dtype says nothing: torch makes floats of an empty list
+        check_integers(values, name)
     if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
         raise DocumentsError(
             f"{name} run up to {int(values.max()):,}, outside of int64; these are no token ids"
