@@ -7,6 +7,7 @@ try:
     from varlen.adapters.hf.collator import DataCollatorWithFlattening
     from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
     from varlen.adapters.hf.model import has_experts, implementation, logits_size, unwrap, vocabulary_size
+    from varlen.adapters.hf.mrope import mrope_positions
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -21,6 +22,7 @@ __all__ = [
     "inputs_without_boundaries",
     "logits_size",
     "model_inputs",
+    "mrope_positions",
     "plain_inputs",
     "register",
     "unwrap",

@@ -1,0 +1,306 @@
+"""Packed documents with images and videos: each computes what it computes alone, in every family with M-RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig
+from vision_models import FAMILIES, IMAGE, MARKED_ALIKE, VOCABULARY, Document, alone, document, packed, tiny
+
+import varlen as vl
+from varlen.adapters import hf
+from varlen.adapters.hf.mrope import mrope_positions, reads_text_positions
+from varlen.batch.packed import Layout, PackedBatch
+from varlen.errors import DocumentsError, ModelError
+
+LAYOUTS: tuple[Layout, ...] = ("rows", "flat")
+GRIDS = st.tuples(st.just(1), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4]))
+VIDEOS = st.tuples(st.sampled_from([2, 4]), st.just(4), st.sampled_from([2, 4]))
+
+
+@cache
+def model_of(family: str, attention: str) -> Any:
+    return tiny(family, attention)
+
+
+def rounding(family: str, attention: str) -> float:
+    """Largest difference of logits about 1: eager attention takes its softmax in float32, GLM routes in it."""
+    return 2e-6 if attention == "eager" or family == "glm4v_moe" else 1e-12
+
+
+def with_images(family: str) -> list[Document]:
+    """Text, one image, several, and videos."""
+    documents = [
+        document(family, [5], 1),
+        document(family, [3, ("image", (1, 4, 6)), 4], 2),
+        document(family, [("image", (1, 2, 2)), 2, ("image", (1, 4, 4)), 3], 3),
+        document(family, [7], 4),
+    ]
+    videos = [
+        document(family, [2, ("video", (2, 4, 4)), 3], 5),
+        document(family, [("video", (4, 2, 2)), 1, ("video", (2, 4, 2))], 6),
+    ]
+    return documents + videos
+
+
+def of_family(family: str) -> list[list[Document]]:
+    """The same, in as many batches as the family needs."""
+    documents = with_images(family)
+    return [documents[:4], [documents[3], *documents[4:]]] if family in MARKED_ALIKE else [documents]
+
+
+def by_document(batch: PackedBatch, values: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Values `[rows, width, ...]` of each document."""
+    flat, kept = values.flatten(0, 1), torch.from_numpy(batch.segment_ids).flatten() >= 0
+    parts = flat[kept].split(batch.document_lengths.tolist())
+    return dict(zip(batch.document_ids.tolist(), parts))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_document_computes_what_it_computes_alone(
+    family: str, attention: str, layout: Layout
+) -> None:
+    model = model_of(family, attention)
+    for documents in of_family(family):
+        batch = packed(documents, layout, capacity=40)
+
+        with torch.no_grad():
+            logits = model(**hf.model_inputs(batch, model, [one.media for one in documents])).logits
+            expected = [alone(model, one) for one in documents]
+
+        assert batch.num_rows == (1 if layout == "flat" else len(batch.pack_ids))
+        for number, found in by_document(batch, logits).items():
+            torch.testing.assert_close(found, expected[number], rtol=0, atol=rounding(family, attention))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_changing_one_document_moves_no_other_by_a_bit(family: str, attention: str) -> None:
+    model = model_of(family, attention)
+    documents = of_family(family)[0]
+    changed = list(documents)
+    changed[1] = document(family, [3, ("image", (1, 4, 6)), 4], 99)
+
+    logits = []
+    for given_documents in (documents, changed):
+        batch = packed(given_documents, "flat")
+        with torch.no_grad():
+            inputs = hf.model_inputs(batch, model, [one.media for one in given_documents])
+            logits.append(by_document(batch, model(**inputs).logits))
+
+    for number, found in logits[0].items():
+        assert torch.equal(found, logits[1][number]) is (number != 1)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_gradients_are_those_of_one_by_one(family: str) -> None:
+    model = model_of(family, "sdpa")
+    documents = of_family(family)[0]
+    batch = packed(documents, "rows", capacity=40)
+
+    def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits[:-1], labels[1:], reduction="sum")
+
+    inputs = hf.model_inputs(batch, model, [one.media for one in documents])
+    labels = inputs.pop("labels").flatten()
+    together = gradients(loss(model(**inputs).logits.flatten(0, 1), labels))
+    losses = [loss(alone(model, one), torch.from_numpy(one.ids).long()) for one in documents]
+    one_by_one = gradients(torch.stack(losses).sum())
+
+    assert together.keys() == one_by_one.keys()
+    for name, expected in one_by_one.items():
+        torch.testing.assert_close(
+            together[name], expected, rtol=1e-9, atol=1e-12 * float(expected.abs().max() + 1)
+        )
+    model.zero_grad(set_to_none=True)
+
+
+PARTS = st.lists(
+    st.integers(1, 4) | st.tuples(st.just("image"), GRIDS) | st.tuples(st.just("video"), VIDEOS),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12)
+@given(parts=st.lists(PARTS, min_size=1, max_size=4), layout=st.sampled_from(LAYOUTS))
+def test_positions_are_those_that_the_family_gives_each_document_alone(
+    family: str, parts: list[list[Any]], layout: Layout
+) -> None:
+    model = model_of(family, "sdpa")
+    kinds = ("image",) if family in MARKED_ALIKE else ("image", "video")
+    parts = [[part for part in some if isinstance(part, int) or part[0] in kinds] or [1] for some in parts]
+    documents = [document(family, some, seed) for seed, some in enumerate(parts)]
+    batch = packed(documents, layout, capacity=max(len(one.ids) for one in documents))
+
+    positions = mrope_positions(batch, model, [one.media for one in documents])
+
+    assert positions.dtype == torch.int64
+    assert positions.shape == (4, *batch.input_ids.shape)
+    assert (positions[:, torch.from_numpy(batch.segment_ids) < 0] == 0).all()
+    for number, found in by_document(batch, positions.permute(1, 2, 0)).items():
+        one = documents[number]
+        assert found[:, 0].tolist() == list(range(len(one.ids)))
+        grids = {name: values for name, values in one.media.items() if not name.startswith(("pixel", "mm"))}
+        expected, _ = model.model.get_rope_index(
+            input_ids=torch.from_numpy(one.ids).long()[None],
+            mm_token_type_ids=torch.from_numpy(one.kinds)[None],
+            **grids,
+        )
+        assert found[:, 1:].T.tolist() == expected[:, 0].tolist()
+
+
+def test_without_the_text_positions_in_front_documents_leak() -> None:
+    model = model_of("qwen2_5_vl", "sdpa")
+    batch = packed([document("qwen2_5_vl", [5], seed) for seed in range(3)], "flat")
+    inputs = {"input_ids": torch.from_numpy(batch.input_ids).long(), "use_cache": False}
+    moved = inputs | {"input_ids": inputs["input_ids"].clone()}
+    moved["input_ids"][0, 0] = 7
+    positions = mrope_positions(batch, model)
+
+    with torch.no_grad():
+        for rows, leaks in ((positions[1:], True), (positions[0], True), (positions, False)):
+            before, after = (model(**call, position_ids=rows).logits for call in (inputs, moved))
+            assert torch.equal(before[0, 5:], after[0, 5:]) is not leaks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_alone_needs_no_images_and_passes_the_check(family: str) -> None:
+    model = model_of(family, "sdpa")
+    documents = [document(family, [length], length) for length in (5, 9, 1, 12)]
+    batch = packed(documents, "rows", capacity=16)
+
+    inputs = hf.model_inputs(batch, model)
+
+    assert inputs["position_ids"].shape == (4, *batch.input_ids.shape)
+    assert vl.check_batch(inputs, model).ok
+    with torch.no_grad():
+        for number, found in by_document(batch, model(**inputs).logits).items():
+            expected = alone(model, documents[number])
+            torch.testing.assert_close(found, expected, rtol=0, atol=rounding(family, "sdpa"))
+
+
+def test_our_attention_takes_the_text_and_sdpa_the_images() -> None:
+    documents = of_family("qwen2_vl")[0]
+    media = [one.media for one in documents]
+    batch = packed(documents, "rows", capacity=40)
+    model = tiny("qwen2_vl", "varlen")
+
+    with pytest.raises(ModelError, match=r'vision part .* is set to "varlen" as well'):
+        hf.model_inputs(batch, model, media)
+    model.set_attn_implementation({"text_config": "varlen", "vision_config": "sdpa"})
+    with torch.no_grad():
+        logits = model(**hf.model_inputs(batch, model, media)).logits
+        sdpa = model_of("qwen2_vl", "sdpa")
+        for number, found in by_document(batch, logits).items():
+            torch.testing.assert_close(found, alone(sdpa, documents[number]), rtol=0, atol=1e-9)
+
+
+def test_images_come_in_the_order_of_the_documents_whatever_their_packs() -> None:
+    model = model_of("qwen2_vl", "sdpa")
+    documents = with_images("qwen2_vl")
+    packing = vl.pack([len(one.ids) for one in documents], capacity=40, seed=3)
+    batch = vl.collate([one.ids for one in documents], packing, pack_ids=range(packing.num_packs)[::-1])
+    by_number = {number: one.media for number, one in enumerate(documents) if one.media}
+
+    with torch.no_grad():
+        logits = model(**hf.model_inputs(batch, model, by_number)).logits
+
+        assert batch.document_ids.tolist() != sorted(batch.document_ids.tolist())
+        for number, found in by_document(batch, logits).items():
+            torch.testing.assert_close(found, alone(model, documents[number]), rtol=0, atol=1e-12)
+
+
+def one_image(change: Callable[[dict[str, Any]], Any]) -> tuple[PackedBatch, list[Any]]:
+    """A text, and a document with an image whose arrays are changed."""
+    documents = [document("qwen2_vl", [5], 1), document("qwen2_vl", [3, ("image", (1, 4, 4)), 2], 2)]
+    return packed(documents, "flat"), [{}, change(dict(documents[1].media))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda media: None, "document 1 has 4 tokens of images and 0 of videos, and there are none"),
+        (lambda media: {}, "document 1 has 4 tokens of images and 0 of videos, and there are none"),
+        (lambda media: media | {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}, "has 2 images .* 1 runs"),
+        (
+            lambda media: media | {"image_grid_thw": torch.tensor([[1, 4, 6]])},
+            "document 1: Qwen2VLModel.get_rope_index can't number its 11 tokens",
+        ),
+        (lambda media: media | {"mm_token_type_ids": torch.zeros(7)}, "has 7 entries, and 11"),
+        (lambda media: media | {"video_grid_thw": torch.tensor([[1, 4, 4]])}, "1 images and 1 videos"),
+    ],
+)
+def test_images_that_do_not_belong_to_the_tokens_are_refused(change: Any, message: str) -> None:
+    batch, media = one_image(change)
+
+    with pytest.raises(DocumentsError, match=message):
+        hf.model_inputs(batch, model_of("qwen2_vl", "sdpa"), media)
+
+
+def test_a_document_with_images_must_be_whole() -> None:
+    one = document("qwen2_vl", [3, ("image", (1, 4, 4)), 8, ("image", (1, 2, 2))], 2)
+    packing = vl.pack([len(one.ids)], capacity=10, overlong="split")
+    by_ids = {name: values for name, values in one.media.items() if name != "mm_token_type_ids"}
+    model = model_of("qwen2_vl", "sdpa")
+
+    for pack in (0, 1):
+        with pytest.raises(DocumentsError, match=r"must not be cut|must be whole"):
+            hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[pack]), model, [one.media])
+        with pytest.raises(DocumentsError, match="must be whole"):
+            hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[pack]), model, [by_ids])
+
+
+def test_images_and_videos_of_one_token_are_refused_in_one_batch() -> None:
+    documents = with_images("glm4v")
+    batch = packed(documents, "flat")
+
+    with pytest.raises(DocumentsError, match="marks images and videos with the same token"):
+        hf.model_inputs(batch, model_of("glm4v", "sdpa"), [one.media for one in documents])
+
+
+def test_a_model_without_m_rope_takes_no_images() -> None:
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_hidden_layers=1))
+    batch, media = one_image(lambda media: media)
+
+    assert not reads_text_positions(model)
+    with pytest.raises(ModelError, match="doesn't number tokens in time, height and width"):
+        hf.model_inputs(batch, model, media)
+    assert hf.model_inputs(batch, model)["position_ids"].ndim == 2
+
+
+def test_what_the_model_does_not_take_is_named() -> None:
+    batch, media = one_image(lambda media: media | {"pixels_of_depth": torch.zeros(1)})
+
+    with pytest.raises(ModelError, match="takes no pixels_of_depth"):
+        hf.model_inputs(batch, model_of("qwen2_vl", "sdpa"), media)
+
+
+def test_padding_may_have_the_token_of_images() -> None:
+    documents = [document("qwen2_vl", [length], length) for length in (5, 9)]
+    packing = vl.pack([5, 9], capacity=16)
+    batch = vl.collate([one.ids for one in documents], packing, pad_id=IMAGE)
+
+    positions = mrope_positions(batch, model_of("qwen2_vl", "sdpa"))
+
+    assert positions[:, 0, 14:].tolist() == [[0, 0]] * 4
+    assert np.array_equal(positions[0].numpy(), batch.position_ids)
