@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -215,14 +214,14 @@ def test_our_attention_takes_the_text_and_sdpa_the_images() -> None:
 def test_images_come_in_the_order_of_the_documents_whatever_their_packs() -> None:
     model = model_of("qwen2_vl", "sdpa")
     documents = with_images("qwen2_vl")
-    packing = vl.pack([len(one.ids) for one in documents], capacity=40, seed=3)
+    packing = vl.pack([len(one.ids) for one in documents], capacity=40, max_documents=1)
     batch = vl.collate([one.ids for one in documents], packing, pack_ids=range(packing.num_packs)[::-1])
     by_number = {number: one.media for number, one in enumerate(documents) if one.media}
 
     with torch.no_grad():
         logits = model(**hf.model_inputs(batch, model, by_number)).logits
 
-        assert batch.document_ids.tolist() != sorted(batch.document_ids.tolist())
+        assert batch.document_ids.tolist() == [5, 4, 3, 2, 1, 0]
         for number, found in by_document(batch, logits).items():
             torch.testing.assert_close(found, alone(model, documents[number]), rtol=0, atol=1e-12)
 
@@ -267,6 +266,15 @@ def test_a_document_with_images_must_be_whole() -> None:
             hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[pack]), model, [by_ids])
 
 
+def test_an_image_behind_the_cut_would_be_numbered_from_there_and_is_refused() -> None:
+    one = document("qwen2_vl", [12, ("image", (1, 4, 4))], 2)
+    packing = vl.pack([len(one.ids)], capacity=10, overlong="split")
+    media = {name: values for name, values in one.media.items() if name != "mm_token_type_ids"}
+
+    with pytest.raises(DocumentsError, match="from token 10 on; documents with images must be whole"):
+        hf.model_inputs(vl.collate([one.ids], packing, pack_ids=[1]), model_of("qwen2_vl", "sdpa"), [media])
+
+
 def test_images_and_videos_of_one_token_are_refused_in_one_batch() -> None:
     documents = with_images("glm4v")
     batch = packed(documents, "flat")
@@ -296,11 +304,11 @@ def test_what_the_model_does_not_take_is_named() -> None:
 
 
 def test_padding_may_have_the_token_of_images() -> None:
-    documents = [document("qwen2_vl", [length], length) for length in (5, 9)]
-    packing = vl.pack([5, 9], capacity=16)
-    batch = vl.collate([one.ids for one in documents], packing, pad_id=IMAGE)
+    one = document("glm4v", [2, ("video", (2, 4, 4)), 3], 1)
+    packing = vl.pack([len(one.ids)], capacity=32)
+    batch = vl.collate([one.ids], packing, pad_id=IMAGE)
 
-    positions = mrope_positions(batch, model_of("qwen2_vl", "sdpa"))
+    positions = mrope_positions(batch, model_of("glm4v", "sdpa"), [one.media])
 
-    assert positions[:, 0, 14:].tolist() == [[0, 0]] * 4
-    assert np.array_equal(positions[0].numpy(), batch.position_ids)
+    assert (positions[:, 0, len(one.ids) :] == 0).all()
+    assert positions[1:, 0, : len(one.ids)].max() > 0
