@@ -19,6 +19,7 @@ from varlen.adapters import hf
 from varlen.adapters.hf.mrope import mrope_positions, reads_text_positions
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError
+from varlen.verify import stand_in
 
 LAYOUTS: tuple[Layout, ...] = ("rows", "flat")
 GRIDS = st.tuples(st.just(1), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4]))
@@ -73,10 +74,12 @@ def test_a_packed_document_computes_what_it_computes_alone(
     for documents in of_family(family):
         batch = packed(documents, layout, capacity=40)
 
+        inputs = hf.model_inputs(batch, model, [one.media for one in documents])
         with torch.no_grad():
-            logits = model(**hf.model_inputs(batch, model, [one.media for one in documents])).logits
+            logits = model(**inputs).logits
             expected = [alone(model, one) for one in documents]
 
+        assert vl.check_batch(inputs, model).ok
         assert batch.num_rows == (1 if layout == "flat" else len(batch.pack_ids))
         for number, found in by_document(batch, logits).items():
             torch.testing.assert_close(found, expected[number], rtol=0, atol=rounding(family, attention))
@@ -211,6 +214,38 @@ def test_our_attention_takes_the_text_and_sdpa_the_images() -> None:
             torch.testing.assert_close(found, alone(sdpa, documents[number]), rtol=0, atol=1e-9)
 
 
+def test_boundaries_reach_flash_attention_in_the_text_and_not_the_images() -> None:
+    documents = of_family("qwen2_vl")[0]
+    media = [one.media for one in documents]
+    sdpa, model = model_of("qwen2_vl", "sdpa"), tiny("qwen2_vl", "sdpa")
+    # transformers refuses the name where the package isn't there.
+    model.config.text_config._attn_implementation_internal = "flash_attention_2"
+
+    for layout in LAYOUTS:
+        batch = packed(documents, layout, capacity=40)
+        with stand_in.flash_attention(), torch.no_grad():
+            inputs = hf.model_inputs(batch, model, media)
+            logits = model(**inputs).logits
+        assert "cu_seq_lens_q" in inputs
+        assert "attention_mask" not in inputs
+        with torch.no_grad():
+            for number, found in by_document(batch, logits).items():
+                torch.testing.assert_close(found, alone(sdpa, documents[number]), rtol=0, atol=1e-9)
+
+
+def test_recurrent_layers_take_images_where_their_kernels_are_told_boundaries() -> None:
+    documents = of_family("qwen3_5")[0]
+    model = tiny("qwen3_5", "sdpa")
+    batch = packed(documents, "flat")
+
+    with stand_in.recurrence(model), torch.no_grad():
+        logits = model(**hf.model_inputs(batch, model, [one.media for one in documents])).logits
+    with torch.no_grad():
+        for number, found in by_document(batch, logits).items():
+            # Their recurrence is computed in float32.
+            torch.testing.assert_close(found, alone(model, documents[number]), rtol=0, atol=2e-6)
+
+
 def test_images_come_in_the_order_of_the_documents_whatever_their_packs() -> None:
     model = model_of("qwen2_vl", "sdpa")
     documents = with_images("qwen2_vl")
@@ -294,6 +329,37 @@ def test_a_model_without_m_rope_takes_no_images() -> None:
     with pytest.raises(ModelError, match="doesn't number tokens in time, height and width"):
         hf.model_inputs(batch, model, media)
     assert hf.model_inputs(batch, model)["position_ids"].ndim == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, of sizes that it would choose otherwise
+def test_a_model_that_numbers_audio_takes_text_alone() -> None:
+    from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    given_config = tiny("qwen2_5_vl", "sdpa").config.to_dict()
+    audio = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 16,
+        "output_dim": 32,
+    }
+    config = Qwen2_5OmniThinkerConfig(
+        text_config=given_config["text_config"] | {"model_type": "qwen2_5_omni_text"},
+        vision_config=given_config["vision_config"] | {"model_type": "qwen2_5_omni_vision_encoder"},
+        audio_config=audio | {"output_dim": 32},
+    )
+    model = Qwen2_5OmniThinkerForConditionalGeneration(config).double().eval()
+    texts = [document("qwen2_5_vl", [length], length) for length in (5, 9, 3)]
+    batch, media = one_image(lambda media: media)
+
+    with torch.no_grad():
+        text_batch = packed(texts, "rows", capacity=12)
+        for number, found in by_document(
+            text_batch, model(**hf.model_inputs(text_batch, model)).logits
+        ).items():
+            torch.testing.assert_close(found, alone(model, texts[number]), rtol=0, atol=1e-12)
+    with pytest.raises(ModelError, match="numbers tokens by more than images and videos"):
+        hf.model_inputs(batch, model, media)
 
 
 def test_what_the_model_does_not_take_is_named() -> None:

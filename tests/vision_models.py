@@ -75,12 +75,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {"temporal_merge_size": 2, "hidden_size": 16},
     },
 }
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": {
+            "layer_types": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        "vision_config": {"num_position_embeddings": 64},
+    }
+}
+"""A family whose recurrent kernels, which need a GPU, are told boundaries."""
 
 
 def tiny(family: str, attention: Any, dtype: torch.dtype = torch.float64) -> Any:
     """Return a tiny model with weights large enough that every token matters to those that see it."""
     hf.register()
-    given = FAMILIES[family]
+    given = (FAMILIES | RECURRENT)[family]
     config = AutoConfig.for_model(
         family,
         text_config=_TEXT | given.get("text_config", {}),
