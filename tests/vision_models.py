@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -175,3 +176,31 @@ def alone(model: Any, one: Document) -> torch.Tensor:
     ids = torch.from_numpy(one.ids).long()[None]
     kinds = {"mm_token_type_ids": torch.from_numpy(one.kinds)[None]} if one.media else {}
     return model(input_ids=ids, use_cache=False, **{**one.media, **kinds}).logits[0]
+
+
+@cache
+def model_of(family: str, attention: str) -> Any:
+    """Return one for several tests, which don't change it."""
+    return tiny(family, attention)
+
+
+def with_images(family: str) -> list[Document]:
+    """Text, one image, several, and videos."""
+    documents = [
+        document(family, [5], 1),
+        document(family, [3, ("image", (1, 4, 6)), 4], 2),
+        document(family, [("image", (1, 2, 2)), 2, ("image", (1, 4, 4)), 3], 3),
+        document(family, [7], 4),
+    ]
+    videos = [
+        document(family, [2, ("video", (2, 4, 4)), 3], 5),
+        document(family, [("video", (4, 2, 2)), 1, ("video", (2, 4, 2))], 6),
+    ]
+    return documents + videos
+
+
+def by_document(batch: PackedBatch, values: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Values `[rows, width, ...]` of each document."""
+    flat, kept = values.flatten(0, 1), torch.from_numpy(batch.segment_ids).flatten() >= 0
+    parts = flat[kept].split(batch.document_lengths.tolist())
+    return dict(zip(batch.document_ids.tolist(), parts))

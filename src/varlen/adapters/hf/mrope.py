@@ -8,9 +8,11 @@ text positions, from which transformers reads boundaries.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,6 +25,10 @@ from varlen.types import IntArray
 
 Media: TypeAlias = Mapping[int, Mapping[str, Any] | None] | Sequence[Mapping[str, Any] | None]
 """For each document of the data set, by its number, what the model's processor made of its images and videos."""
+
+_log = logging.getLogger(__name__)
+_WARNED: WeakSet[Any] = WeakSet()
+"""Models of whose tokens without images it was said."""
 
 AXES = 3
 """Time, height and width."""
@@ -62,6 +68,7 @@ def mrope_positions(batch: PackedBatch, model: Any, media: Media | None = None) 
         model: a transformers model, bare or wrapped, that `reads_text_positions`.
         media: by document, mappings with `image_grid_thw`, `video_grid_thw` and what else `get_rope_index` takes; of
             their tokens, `mm_token_type_ids` say which are an image's or a video's, else the model's config does.
+            None for text alone: the model then takes tokens of images for text as well, and a warning says so once.
 
     Returns:
         int64 `[4, rows, width]` in host memory: text positions, time, height, width.
@@ -78,7 +85,8 @@ def mrope_positions(batch: PackedBatch, model: Any, media: Media | None = None) 
     ids = on_host(batch.input_ids).reshape(-1)
     base = unwrap(model)
     kinds = np.where(on_host(batch.segment_ids).reshape(-1) >= 0, _kinds(ids, base.config), 0)
-    if not media and not kinds.any():
+    if media is None:  # then the model itself takes all tokens for text
+        _say_once(base, int(np.count_nonzero(kinds)))
         return torch.from_numpy(positions.reshape(AXES + 1, *text.shape))
     for document, start, at, length in _segments(batch):
         given, piece = _given(media, document), slice(at, at + length)
@@ -125,10 +133,20 @@ def _segments(batch: PackedBatch) -> list[tuple[int, int, int, int]]:
     return list(zip(*(on_host(values).tolist() for values in of_segments)))
 
 
-def _given(media: Media | None, document: int) -> Mapping[str, Any] | None:
+def _say_once(base: Any, tokens: int) -> None:
+    """Warn, once a model, of tokens that stand for images which nobody gave."""
+    if tokens and base not in _WARNED:
+        _WARNED.add(base)
+        _log.warning(
+            "the batch holds %s tokens of images or videos and no images, so that %s takes them for text; pass "
+            "model_inputs(batch, model, media), with what the processor made of each document",
+            f"{tokens:,}",
+            type(base).__name__,
+        )
+
+
+def _given(media: Media, document: int) -> Mapping[str, Any] | None:
     """What there is of a document's images, None where there is none."""
-    if media is None:
-        return None
     try:
         given = media[document]
     except (KeyError, IndexError):
