@@ -51,8 +51,10 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 @given(documents=DOCUMENTS)
 def test_every_form_gives_the_same_values_and_sizes(form: str, documents: list[list[int]]) -> None:
-    values, sizes, is_fresh = as_whole(join(FORMS[form](documents), "input_ids"), "input_ids")
+    joined = join(FORMS[form](documents), "input_ids")
 
+    values, sizes, is_fresh = as_whole(joined, "input_ids")
+    assert joined.values.dtype.isnative
     assert values.tolist() == [token for document in documents for token in document]
     assert (sizes.dtype, sizes.tolist()) == (np.int64, [len(document) for document in documents])
     assert values.dtype in (np.int32, np.int64)

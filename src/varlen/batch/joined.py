@@ -127,11 +127,10 @@ def _from_arrays(arrays: list[Any]) -> Joined | None:
     dtype = dtypes.pop()
     if dtypes or dtype.kind not in "biuf" or not dtype.isnative:
         return None
-    if (
-        len(joined) != int(sizes.sum()) * dtype.itemsize
-    ):  # of more dimensions there are more values than entries
+    values = np.frombuffer(joined, dtype)
+    if values.size != int(sizes.sum()):  # of more dimensions there are more values than entries
         return None
-    return Joined(np.frombuffer(joined, dtype), sizes, is_fresh=True)
+    return Joined(values, sizes, is_fresh=True)
 
 
 def _from_tensors(tensors: list[Any]) -> Joined | None:
