@@ -17,6 +17,7 @@ try:
         unwrap,
         vocabulary_size,
     )
+    from varlen.adapters.hf.mrope import mrope_positions
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -34,6 +35,7 @@ __all__ = [
     "logits_size",
     "model_inputs",
     "model_type",
+    "mrope_positions",
     "plain_inputs",
     "register",
     "text_config",

@@ -24,6 +24,7 @@ from varlen.adapters.hf.model import (
     unwrap,
     uses_registry,
 )
+from varlen.adapters.hf.mrope import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.adapters.hf.recurrent import TOLD, segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
@@ -31,7 +32,7 @@ from varlen.errors import DocumentsError, ModelError
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
 
 
-def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which this model treats every document as if it were alone.
 
     Which they are depends on the attention the model is set to (`config._attn_implementation`):
@@ -46,16 +47,23 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     loss crosses a boundary. The loss that the model returns is the mean over this batch's targets; across
     micro-batches and ranks, multiply it by `batch.num_targets * batch.loss_scale()`.
 
+    Vision-language models with M-RoPE (Qwen2-VL and later, GLM-4V, ERNIE 4.5 VL and others) get positions in time,
+    height and width for each document as if it were alone, behind the text positions, from which transformers reads
+    boundaries.
+
     Args:
         batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
         model: a decoder-only transformers model, bare or in DDP, FSDP, PEFT or `torch.compile`.
+        media: for such models, what the processor made of the images and videos of each document of the data set,
+            by its number: `{"pixel_values": ..., "image_grid_thw": ...}`; None or nothing for documents of text.
 
     Returns:
         `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
-        `shift_labels` where the batch has them.
+        `shift_labels` where the batch has them. With M-RoPE `position_ids` are `[4, rows, width]`, and the arrays
+        of all images come along, in the order of the documents in the batch.
 
     Raises:
-        DocumentsError: not a PackedBatch.
+        DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
         ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
             and encoder-decoder models, unknown attention functions), or it has too few positions or too
             small a vocabulary.
@@ -66,7 +74,7 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
         )
     check_size(batch, model)
-    inputs = _arguments(batch, model)
+    inputs = _arguments(batch, model) | _of_vision(batch, model, media)
     if "cu_seq_lens_q" in inputs and not uses_registry(model):
         raise ModelError(
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
@@ -133,6 +141,33 @@ def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
             f"{name} doesn't hand boundaries on to attention ({layer} drops its keyword arguments); use "
             f'model.set_attn_implementation("sdpa"){flat}'
         )
+
+
+def _of_vision(batch: PackedBatch, model: Any, media: Media | None) -> dict[str, Any]:
+    """Return the positions of a model with M-RoPE, and the images.
+
+    Raises:
+        ModelError: images for another model, or a vision part that would be told the boundaries of the text.
+    """
+    base, device = unwrap(model), _input_device(model)
+    if not reads_text_positions(model):
+        if media:
+            raise ModelError(
+                f"{type(base).__name__} doesn't number tokens in time, height and width (M-RoPE), and only with "
+                "such models can documents with images be packed; give it one document a row"
+            )
+        return {}
+    inputs: dict[str, Any] = {"position_ids": mrope_positions(batch, model, media)}
+    if media is not None:
+        inputs |= media_arguments(batch, model, media)
+    vision = getattr(getattr(base.config, "vision_config", None), "_attn_implementation", None) or "eager"
+    if len(inputs) > 1 and vision not in MASK_FORMS and _takes_boundaries(implementation(model)):
+        raise ModelError(
+            f'the vision part of {type(base).__name__} is set to "{vision}" as well, and would be told the text\'s '
+            f'boundaries; use model.set_attn_implementation({{"text_config": "{implementation(model)}", '
+            '"vision_config": "sdpa"})'
+        )
+    return {name: value if device is None else value.to(device) for name, value in inputs.items()}
 
 
 def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
