@@ -7,6 +7,7 @@ step is divided by its targets over all ranks, which the loader knows, so ranks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -232,7 +233,7 @@ def loader_for(
 ) -> PackedLoader:
     """Return a loader with the settings that TrainingArguments say in their own words.
 
-    `per_device_train_batch_size` counts packs. A step holds that many for each of `gradient_accumulation_steps` and of
+    `per_device_train_batch_size` counts packs. A step holds so many for each of `gradient_accumulation_steps` and of
     the processes; `num_train_epochs` and `max_steps` say when the data ends, and `data_seed` or `seed` how it is
     shuffled.
 
@@ -254,7 +255,7 @@ def loader_for(
         "global_batch_size": a_batch * batches * args.world_size,
         "dp_rank": args.process_index,
         "dp_world_size": args.world_size,
-        "epochs": None if args.max_steps > 0 else -int(-args.num_train_epochs // 1),
+        "epochs": None if args.max_steps > 0 else math.ceil(args.num_train_epochs),
         "seed": args.seed if args.data_seed is None else args.data_seed,
         "ring_slots": max(4, batches + 2),  # a step's batches are held at once
     }
@@ -290,18 +291,18 @@ def check_settings(trainer: PackedTraining) -> None:
         raise SettingError(
             f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
         )
+    _check_ranks(trainer, loader)
     if args.gradient_accumulation_steps != loader.micro_batches:
         raise SettingError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps:,}, but the loader gives each rank "
             f"{loader.micro_batches:,} batches a step; pass gradient_accumulation_steps={loader.micro_batches}, or "
             "another micro_batch_size to the loader"
         )
-    _check_ranks(trainer, loader)
     epochs = loader.settings.epochs
     if args.max_steps <= 0 and epochs is not None and args.num_train_epochs > epochs:
         raise SettingError(
             f"num_train_epochs={args.num_train_epochs:g}, but the loader ends after epochs={epochs:,}; pass "
-            f"num_train_epochs={epochs}, or epochs={-int(-args.num_train_epochs // 1)} to the loader"
+            f"num_train_epochs={epochs}, or epochs={math.ceil(args.num_train_epochs)} to the loader"
         )
     if args.auto_find_batch_size:
         raise SettingError(
