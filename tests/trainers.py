@@ -28,6 +28,17 @@ def tiny_llama(attention: str = "varlen", dtype: torch.dtype = torch.float32) ->
     return hf_models.make(LlamaConfig(**{**hf_models.GROUPED, "vocab_size": VOCABULARY}), attention, dtype)
 
 
+def word_tokenizer() -> Any:
+    """A tokenizer that knows the words <0> to <255>, and three tokens of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"<{n}>": n for n in range(256)} | {"<eos>": 256, "<pad>": 257, "<other>": 258}
+    made = Tokenizer(models.WordLevel(names, unk_token="<other>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
+
+
 def arguments(folder: Any, kind: Any = TrainingArguments, **changes: Any) -> Any:
     """Quiet arguments for a short run on a CPU: 4 batches of 6 packs a step, without warm-up or clipping."""
     usual: dict[str, Any] = {
