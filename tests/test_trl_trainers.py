@@ -157,6 +157,7 @@ def test_a_loader_has_the_loss_and_gradients_of_its_documents(
     loss = torch.cat(losses_one_by_one(model, batches)).mean()
     assert logged(trainer) == pytest.approx([float(loss.detach())], rel=1e-5)
     assert furthest(recorder.gradients[0], gradients_of(model, loss)) < 5e-5
+    assert trainer.state.log_history[0]["num_tokens"] == sum(batch.num_tokens for batch in batches)
 
 
 def test_a_loader_goes_on_from_a_checkpoint_and_no_document_comes_twice(store: Path, tmp_path: Path) -> None:

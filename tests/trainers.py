@@ -20,6 +20,8 @@ import varlen as vl
 from varlen.adapters.hf.trainer import PackedTrainer, loader_for
 
 VOCABULARY = 260
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""For processes side by side with models this small, in which a second thread would do nothing but wait."""
 CAPACITY = 32
 
 
@@ -170,7 +172,7 @@ def as_ranks(*words: Any, folder: Path, ranks: int = 2) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     told = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    usual = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    usual = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ONE_THREAD}
     started = []
     for rank in range(ranks):
         here = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
