@@ -132,7 +132,7 @@ def test_a_model_that_is_told_no_number_of_items_has_the_same_loss(store: Path, 
 def test_every_document_comes_once_an_epoch_and_the_learning_rate_ends_with_the_data(
     store: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_for(tmp_path, store)
+    trainer = trainer_for(tmp_path, store, include_num_input_tokens_seen="non_padding")
     trainer.train()
 
     took = Counter(piece for _, held in trainer.taken for piece in held)
@@ -140,6 +140,7 @@ def test_every_document_comes_once_an_epoch_and_the_learning_rate_ends_with_the_
     assert trainer.state.global_step == trainer.state.max_steps == len(trainer.train_loader) // 4 > 4
     assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
     assert trainer.state.epoch == pytest.approx(2, abs=0.2)
+    assert trainer.state.num_input_tokens_seen == trainer.train_loader.stats().tokens
 
 
 def test_from_every_checkpoint_the_rest_is_the_same_and_nothing_is_drawn_again(
