@@ -135,9 +135,11 @@ def losses_one_by_one(model: Any, batches: Any) -> list[torch.Tensor]:
             document = torch.tensor(ids[first:last].tolist())[None]
             targets = torch.tensor(labels[first:last].tolist())
             boundaries = torch.tensor([0, last - first], dtype=torch.int32)
-            told = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-            longest = {"max_length_q": last - first, "max_length_k": last - first}
-            logits = model(input_ids=document, use_cache=False, **told, **longest).logits[0, :-1]
+            told: dict[str, Any] = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            told |= {"max_length_q": last - first, "max_length_k": last - first}
+            if model.config._attn_implementation != "varlen":
+                told = {}
+            logits = model(input_ids=document, use_cache=False, **told).logits[0, :-1]
             losses = cross_entropy(logits.float(), targets[1:], reduction="none", ignore_index=-100)
             found.append(losses[targets[1:] != -100])
     return found
