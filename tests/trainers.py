@@ -185,5 +185,10 @@ def as_ranks(*words: Any, folder: Path, ranks: int = 2) -> None:
                     command, stdout=subprocess.DEVNULL, stderr=errors, cwd=folder, env={**usual, **here}
                 )
             )
-    for rank, process in enumerate(started):
-        assert process.wait(timeout=300) == 0, (folder / f"errors-{rank}").read_text()[-4000:]
+    try:
+        for rank, process in enumerate(started):
+            assert process.wait(timeout=300) == 0, (folder / f"errors-{rank}").read_text()[-4000:]
+    finally:
+        for process in started:  # a rank waits for one that has failed
+            process.kill()
+            process.wait()
