@@ -1,0 +1,60 @@
+"""What a packed step must equal: each document alone in the model, and the sum over all of them by hand."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+GRADIENTS_JOB = ROOT / "tests" / "gradients_job.py"
+EOS = 256  # of the tokenizer "bytes"
+
+
+def ids_of(texts, numbers):
+    """The token ids of some lines of a file of texts, as the tokenizer "bytes" has them."""
+    rows = [json.loads(line)["text"] for line in Path(texts).read_text().splitlines()]
+    return [[*rows[number].encode(), EOS] for number in numbers]
+
+
+def loss_and_gradients(model, documents):
+    """The mean loss over the targets of all documents, each alone in the model, and its gradients by name."""
+    import torch
+
+    model.zero_grad()
+    total = sum(len(ids) - 1 for ids in documents)
+    loss = 0.0
+    for ids in documents:
+        one = torch.tensor([ids])
+        logits = model(input_ids=one).logits[0, :-1]
+        part = torch.nn.functional.cross_entropy(logits, one[0, 1:], reduction="sum") / total
+        part.backward()
+        loss += float(part)
+    return loss, {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+def assert_same_gradients(found, expected):
+    """Every parameter's gradient is the expected one, up to the rounding of float32."""
+    import torch
+
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert float(value.abs().max()) > 0, name
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=2e-6 * float(value.abs().max()), msg=name
+        )
+
+
+def python(*arguments, ranks=1, **variables):
+    """Run a program, on several ranks under torchrun; returns what it printed."""
+    run = [sys.executable]
+    if ranks > 1:
+        run += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    paths = [str(ROOT / "tests"), str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        [*run, *map(str, arguments)], capture_output=True, text=True, env=os.environ | settings, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
