@@ -58,3 +58,8 @@ def python(*arguments, ranks=1, **variables):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def seen_in(folder):
+    """The documents that each rank has trained on."""
+    return [[int(line) for line in file.read_text().split()] for file in sorted(folder.glob("seen-*.txt"))]

@@ -3,10 +3,16 @@
 import shutil
 
 import pytest
-
-pytest.importorskip("accelerate")
 import torch
-from one_by_one import EXAMPLES, GRADIENTS_JOB, assert_same_gradients, ids_of, loss_and_gradients, python
+from one_by_one import (
+    EXAMPLES,
+    GRADIENTS_JOB,
+    assert_same_gradients,
+    ids_of,
+    loss_and_gradients,
+    python,
+    seen_in,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 PROGRAM = EXAMPLES / "accelerate_loop.py"
@@ -16,11 +22,6 @@ class Alone:
     """What the example asks an accelerator for."""
 
     process_index, num_processes = 0, 1
-
-
-def seen_in(folder):
-    """The documents that each rank has trained on."""
-    return [[int(line) for line in file.read_text().split()] for file in sorted(folder.glob("seen-*.txt"))]
 
 
 @pytest.fixture
