@@ -46,7 +46,7 @@ def assert_same_gradients(found, expected):
         )
 
 
-def python(*arguments, ranks=1, **variables):
+def python(*arguments, ranks=1, cwd=None, **variables):
     """Run a program, on several ranks under torchrun; returns what it printed."""
     run = [sys.executable]
     if ranks > 1:
@@ -54,7 +54,12 @@ def python(*arguments, ranks=1, **variables):
     paths = [str(ROOT / "tests"), str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
-        [*run, *map(str, arguments)], capture_output=True, text=True, env=os.environ | settings, timeout=300
+        [*run, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | settings,
+        timeout=300,
+        cwd=cwd,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

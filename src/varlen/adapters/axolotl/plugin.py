@@ -55,6 +55,18 @@ class VarlenPlugin(BasePlugin):  # type: ignore[misc]
         if cfg.varlen.attention == "varlen":
             use_varlen_attention(model)
 
+    def get_training_args(self, cfg: Any) -> dict[str, Any]:
+        """Return what differs from the training arguments that axolotl makes.
+
+        Args:
+            cfg: axolotl's configuration.
+        """
+        return {
+            "max_steps": cfg.max_steps
+            or -1,  # axolotl writes in its count of steps; the loader knows its own
+            "average_tokens_across_devices": True,  # the mean over the targets of a step is that over all ranks
+        }
+
     def get_trainer_cls(self, cfg: Any) -> type[Any]:
         """Return axolotl's trainer with a loader under it.
 

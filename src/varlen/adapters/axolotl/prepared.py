@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 
 _COLUMNS = ("input_ids", "labels")
+_ROWS_AT_ONCE = 10_000
 
 
 def saved(dataset: Any, folder: str | Path) -> Path:
     """Return a folder that holds the ids and labels of a data set; it is written where it isn't there yet.
 
     Every rank may call it at once: a copy is made beside it, and takes its place whole.
+
+    Cost: reading all tokens once, and where they aren't there yet, writing them.
 
     Args:
         dataset: of Hugging Face's `datasets`.
@@ -32,15 +38,27 @@ def saved(dataset: Any, folder: str | Path) -> Path:
             f"varlen packs data sets of {' and '.join(_COLUMNS)} whose lengths are known, and axolotl has prepared a "
             f"{type(dataset).__name__} without {' and '.join(missing) or 'a length'}"
         )
-    place = Path(folder) / f"varlen-{dataset._fingerprint}"
+    chosen = dataset.select_columns(list(_COLUMNS))
+    place = Path(folder) / f"varlen-{_digest(chosen)}"
     if not place.exists():
         made = place.with_name(f"{place.name}.{os.getpid()}")
-        dataset.select_columns(list(_COLUMNS)).save_to_disk(str(made), num_shards=1)
+        chosen.save_to_disk(str(made), num_shards=1)
         try:
             made.rename(place)
         except OSError:  # another rank was faster
             shutil.rmtree(made)
     return place
+
+
+def _digest(dataset: Any) -> str:
+    """Name what a data set holds, row by row, in the same way on every rank and in every run."""
+    found = hashlib.blake2b(digest_size=8)
+    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for column in table.columns:
+            whole = column.combine_chunks()
+            for part in (whole.value_lengths(), whole.flatten()):
+                found.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64))
+    return found.hexdigest()
 
 
 def loader_settings(cfg: Any) -> dict[str, Any]:

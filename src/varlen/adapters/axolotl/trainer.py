@@ -9,6 +9,7 @@ from axolotl.integrations.base import PluginManager
 
 from varlen.adapters.axolotl.prepared import folder_of, loader_settings, saved
 from varlen.adapters.hf.trainer import PackedTraining, loader_for
+from varlen.errors import SettingError
 
 
 class VarlenTrainer(PackedTraining, AxolotlTrainer):  # type: ignore[misc]
@@ -25,7 +26,14 @@ class VarlenTrainer(PackedTraining, AxolotlTrainer):  # type: ignore[misc]
 
     def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:
         cfg = PluginManager.get_instance().cfg
-        args.max_steps = cfg.max_steps or -1  # axolotl has written in how many steps there are; the loader knows
+        if cfg.world_size != args.world_size:
+            raise SettingError(
+                f"this is one of {cfg.world_size:,} processes (WORLD_SIZE), and accelerate knows of "
+                f"{args.world_size:,}, so each would train on all of the data; on CPUs set ACCELERATE_USE_CPU=true"
+            )
+        args.max_steps = (
+            cfg.max_steps or -1
+        )  # axolotl has written in how many steps there are; the loader knows
         loader = loader_for(args, saved(train_dataset, folder_of(cfg)), **loader_settings(cfg))
         super().__init__(
             args=args,
