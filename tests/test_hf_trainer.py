@@ -376,6 +376,6 @@ def test_the_arguments_say_the_loader_s_settings(store: Path, tmp_path: Path) ->
         settings = loader.settings
 
         assert (settings.micro_batch_size, settings.global_batch_size, settings.epochs) == (6, 24, 2)
-        assert (settings.seed, settings.ring_slots, settings.ranks) == (7, 6, (0, 1))
+        assert (settings.seed, settings.ring_slots, settings.ranks) == (7, 10, (0, 1))
         assert endless.settings.epochs is None
         assert isinstance(loader, vl.PackedLoader)

@@ -27,6 +27,9 @@ from trainers import (
 from varlen.batch.packed import PackedBatch
 from varlen.feed.loader import PackedLoader
 
+# TRL asks transformers for what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
 JOB = Path(__file__).parent / "trainer_job.py"
 
 
@@ -96,6 +99,24 @@ def test_one_rank_goes_on_where_two_were(job: Path, tmp_path: Path) -> None:
     assert logged(single) == pytest.approx(
         [entry["loss"] for entry in resumed[0]["log"] if "loss" in entry], rel=1e-6
     )
+
+
+def test_two_ranks_with_packs_of_pairs_take_each_once_and_have_the_loss_of_one(
+    job: Path, tmp_path: Path
+) -> None:
+    from preferences import trained
+    from trl import DPOTrainer
+
+    ranks = taken_by(job, "pairs")
+    theirs = trained(DPOTrainer, tmp_path)
+
+    batches = [[tuple(chosen) for chosen in batch] for rank in ranks for batch in rank["taken"]]
+    assert len({len(batch) for batch in batches}) > 1
+    took = Counter(chosen for batch in batches for chosen in batch)
+    rows = theirs.train_dataset
+    assert took == Counter(tuple(row["prompt_ids"] + row["chosen_ids"]) for row in rows)
+    assert len(ranks[0]["taken"]) == len(ranks[1]["taken"])
+    assert ranks[0]["log"][0]["loss"] == pytest.approx(logged(theirs)[0], rel=1e-5)
 
 
 class Bare(IterableDataset[PackedBatch]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from trainers import CountingTrainer, StopAt, arguments, packed_loader, tiny_llama
@@ -18,6 +19,7 @@ def main() -> None:
     loader = packed_loader(args, store)
     trainer = CountingTrainer(model=tiny_llama(), args=args, train_loader=loader)
     if not checkpoint:
+        train_on_pairs(out, args.process_index)
         trainer.add_callback(StopAt(4))
     trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     when, rank = "resumed" if checkpoint else "begun", args.process_index
@@ -25,6 +27,30 @@ def main() -> None:
     Path(out, f"{when}-{rank}.json").write_text(json.dumps(found))
     if rank == 0:
         torch.save(trainer.model.state_dict(), f"{out}/weights.pt")
+
+
+def train_on_pairs(out: str, rank: int) -> None:
+    """Train a step on packs of pairs, of which each rank's batches hold different numbers."""
+    from preferences import trained
+
+    from varlen.adapters.trl.dpo import PackedDPOTrainer
+
+    class Counting(PackedDPOTrainer):
+        """Writes down the prompts of the pairs that it takes."""
+
+        taken: ClassVar[list[list[Any]]] = []
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:
+            rows, half = inputs["packed"], len(inputs["input_ids"]) // 2
+            ends = rows.cu_seqlens[: half + 1].tolist()
+            ids = rows.input_ids[0].tolist()
+            self.taken.append([ids[first:last] for first, last in zip(ends, ends[1:])])
+            return super().compute_loss(model, inputs, *args, **rest)
+
+    settings = {"capacity": 160, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 100}
+    trainer = trained(Counting, f"{out}/pairs", attention="varlen", **settings)
+    found = {"taken": trainer.taken, "log": trainer.state.log_history}
+    Path(out, f"pairs-{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

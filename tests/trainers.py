@@ -20,12 +20,25 @@ import varlen as vl
 from varlen.adapters.hf.trainer import PackedTrainer, loader_for
 
 VOCABULARY = 260
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+"""For processes side by side with models this small, in which a second thread would do nothing but wait."""
 CAPACITY = 32
 
 
 def tiny_llama(attention: str = "varlen", dtype: torch.dtype = torch.float32) -> Any:
     """A Llama of two layers."""
     return hf_models.make(LlamaConfig(**{**hf_models.GROUPED, "vocab_size": VOCABULARY}), attention, dtype)
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer that knows the words <0> to <255>, and three tokens of its own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = {f"<{n}>": n for n in range(256)} | {"<eos>": 256, "<pad>": 257, "<other>": 258}
+    made = Tokenizer(models.WordLevel(names, unk_token="<other>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>")
 
 
 def arguments(folder: Any, kind: Any = TrainingArguments, **changes: Any) -> Any:
@@ -159,7 +172,7 @@ def as_ranks(*words: Any, folder: Path, ranks: int = 2) -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     told = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    usual = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    usual = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ONE_THREAD}
     started = []
     for rank in range(ranks):
         here = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}

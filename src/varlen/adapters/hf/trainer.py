@@ -257,7 +257,7 @@ def loader_for(
         "dp_world_size": args.world_size,
         "epochs": None if args.max_steps > 0 else math.ceil(args.num_train_epochs),
         "seed": args.seed if args.data_seed is None else args.data_seed,
-        "ring_slots": max(4, batches + 2),  # a step's batches are held at once
+        "ring_slots": 2 * batches + 2,  # the batches of a step are held, and those of the one before
     }
     return PackedLoader(source, tokenizer, capacity=capacity, **{**said, **settings})
 

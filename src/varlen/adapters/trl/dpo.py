@@ -118,10 +118,7 @@ class PackedDPOTrainer(DPOTrainer):
                 self.ref_model = cast(Any, FlatCall(model=reference, **row))
             if accelerator.num_processes > 1:
                 self.accelerator = cast(Any, UnevenGather(accelerator))
-            yield (
-                FlatCall(model=model, bare=self.model if reference is not model else reference, **row),
-                padded,
-            )
+            yield FlatCall(model=model, **row), padded
         finally:
             self.ref_model, self.accelerator = reference, accelerator
 

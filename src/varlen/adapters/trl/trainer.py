@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -35,10 +34,26 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
         if len(args) <= _BEFORE_DATASET and rest.get("train_dataset") is None:
             # SFTTrainer looks at a first row, and would refuse to have none.
             rest["train_dataset"] = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
+        self._real_tokens: torch.Tensor | None = None
         super().__init__(*args, **rest)
 
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> torch.Tensor:
+        """Compute one batch's loss and gradients, as PackedTraining does.
+
+        Args:
+            model: as the Trainer has wrapped it.
+            inputs: of `get_batch_samples`.
+            args: as the Trainer passes them.
+            rest: as the Trainer passes it.
+        """
+        self._real_tokens = inputs["attention_mask"]
+        try:
+            return super().training_step(model, inputs, *args, **rest)
+        finally:
+            self._real_tokens = None
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:
-        """Return the loss as SFTTrainer does, which counts tokens by the `attention_mask` and so must not see ours.
+        """Return the loss as SFTTrainer does, which counts tokens by a mask `[rows, width]`; the model gets its own.
 
         Args:
             model: as the Trainer has wrapped it.
@@ -46,8 +61,12 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
             args: as the Trainer passes them.
             rest: as the Trainer passes it.
         """
-        mask = inputs.get("attention_mask")
-        if mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2):
-            inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-            model = functools.partial(model, attention_mask=mask)
-        return super().compute_loss(model, inputs, *args, **rest)
+        if self._real_tokens is None:
+            return super().compute_loss(model, inputs, *args, **rest)
+        wanted = inputs.get("attention_mask")
+        counted = {**inputs, "attention_mask": self._real_tokens.to(inputs["input_ids"].device)}
+
+        def called(**given: Any) -> Any:
+            return model(**{**given, "attention_mask": wanted})
+
+        return super().compute_loss(called, counted, *args, **rest)
