@@ -37,6 +37,7 @@ def config_of(folder, varlen=None, **changes):
     [
         ({"sample_packing": True}, "leave out `sample_packing`"),
         ({"rl": "dpo", "streaming": True}, "`rl` .*`streaming`"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2 cuts rows"),
         ({"varlen": {"capacty": 8192}}, "capacty"),
         ({"varlen": {"attention": "flash"}}, "attention"),
     ],

@@ -57,7 +57,7 @@ def _digest(dataset: Any) -> str:
         for column in table.columns:
             whole = column.combine_chunks()
             for part in (whole.value_lengths(), whole.flatten()):
-                found.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64))
+                found.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64).data)
     return found.hexdigest()
 
 
@@ -95,4 +95,4 @@ def count_steps(cfg: Any, dataset: Any) -> int:
     settings |= {"dp_rank": 0, "dp_world_size": 1, "epochs": math.ceil(cfg.num_epochs), "seed": cfg.seed or 0}
     with PackedLoader(saved(dataset, folder_of(cfg)), **settings) as loader:
         steps = math.ceil(len(loader) * cfg.num_epochs / math.ceil(cfg.num_epochs))
-    return min(steps, cfg.max_steps) if cfg.max_steps else steps
+    return min(steps, int(cfg.max_steps or steps))

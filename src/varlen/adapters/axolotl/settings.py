@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from varlen.adapters.hf.trainer import Weighting
+from varlen.errors import SettingError
 from varlen.types import Method, Overlong
 
 _CONTRADICT = {
@@ -61,10 +62,15 @@ class VarlenArguments(BaseModel):
             given: the configuration as it was read.
 
         Raises:
-            ValueError: names the settings to leave out.
+            SettingError: names the settings to leave out; pydantic makes it part of its own error.
         """
         wrong = [name for name in _CONTRADICT if given.get(name)]
+        if (given.get("context_parallel_size") or 1) > 1:
+            raise SettingError(
+                f"context_parallel_size={given['context_parallel_size']} cuts rows without regard to the documents in "
+                "them; leave it out"
+            )
         if wrong:
             told = "; ".join(f"`{name}` ({_CONTRADICT[name]})" for name in wrong)
-            raise ValueError(f"varlen packs this run, so leave out {told}")
+            raise SettingError(f"varlen packs this run, so leave out {told}")
         return given
