@@ -94,5 +94,5 @@ def count_steps(cfg: Any, dataset: Any) -> int:
     settings |= {"global_batch_size": settings.get("global_batch_size", cfg.batch_size), "worker": "thread"}
     settings |= {"dp_rank": 0, "dp_world_size": 1, "epochs": math.ceil(cfg.num_epochs), "seed": cfg.seed or 0}
     with PackedLoader(saved(dataset, folder_of(cfg)), **settings) as loader:
-        steps = math.ceil(len(loader) * cfg.num_epochs / math.ceil(cfg.num_epochs))
+        steps: int = math.ceil(len(loader) * cfg.num_epochs / math.ceil(cfg.num_epochs))
     return min(steps, int(cfg.max_steps or steps))

@@ -67,8 +67,8 @@ class VarlenArguments(BaseModel):
         wrong = [name for name in _CONTRADICT if given.get(name)]
         if (given.get("context_parallel_size") or 1) > 1:
             raise SettingError(
-                f"context_parallel_size={given['context_parallel_size']} cuts rows without regard to the documents in "
-                "them; leave it out"
+                f"context_parallel_size={given['context_parallel_size']} cuts rows without regard to documents; "
+                "leave it out"
             )
         if wrong:
             told = "; ".join(f"`{name}` ({_CONTRADICT[name]})" for name in wrong)
