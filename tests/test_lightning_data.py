@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each
 MODES = {
     "indexed": {"mode": "indexed", "epochs": 2},
     "streaming": {"mode": "streaming", "window": 4},
-    "mixture": {"mode": "indexed", "epochs": None},
+    "endless": {"mode": "indexed", "epochs": None},
 }
 
 
@@ -73,7 +73,7 @@ def taken_by(data, checkpoint=None, **changes):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_checkpoint_goes_on_behind_the_last_batch_that_was_trained(mode, texts, tmp_path):
-    limits = {"max_steps": 24} if mode == "mixture" else {}
+    limits = {"max_steps": 24} if mode == "endless" else {}
     whole = taken_by(data_of(texts, **MODES[mode]), folder=tmp_path, **limits)
 
     checkpoints = sorted(tmp_path.glob("*.ckpt"), key=lambda file: int(file.stem.removeprefix("step=")))
