@@ -14,7 +14,7 @@ import pytest
 
 PAGES = {page.relative_to(pages.ROOT).as_posix(): page for page in pages.pages()}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", ".ci/run")
+COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", "axolotl", ".ci/run")
 
 
 def anchors(text: str) -> set[str]:
