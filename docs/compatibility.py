@@ -139,7 +139,7 @@ def _summary(found: dict[str, Any], backends: list[str]) -> list[str]:
         "",
         f"Called with `position_ids` alone, as transformers' collator does: {plain['isolated']} families are "
         f"isolated, {plain['**leaks**']} leak, {plain['in part']} leak with some attention or layout, "
-        f"{plain['refuses'] + plain['not run']} refuse or weren't run.",
+        f"{plain['refuses'] + plain['not run'] + plain['coupled']} refuse, are coupled or weren't run.",
     ]
 
 
@@ -182,7 +182,9 @@ def _plain(row: dict[str, Any]) -> str:
         return "refuses" if "refuses" in found else "not run"
     if ran == {"leaks"}:
         return "**leaks**"
-    return "isolated" if "leaks" not in ran else "in part"
+    if "leaks" in ran:
+        return "in part"
+    return "coupled" if "coupled" in ran else "isolated"
 
 
 def _escaped(text: str) -> str:

@@ -149,9 +149,11 @@ def test_a_model_type_that_transformers_lacks_is_refused(tmp_path: Path) -> None
 
 
 def test_a_family_without_a_causal_head_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="clip"):
+    with pytest.raises(ModelError, match="clip is no causal language model"):
         load_model("clip")
-    with pytest.raises(ModelError, match=r"no model can be made of this configuration|can't be loaded"):
+    with pytest.raises(ModelError, match="name qwen2_vl_text, its text part"):
+        load_model("qwen2_vl")
+    with pytest.raises(ModelError, match="clip is no causal language model"):
         load_model(config(tmp_path / "m", model_type="clip"))
 
 
@@ -207,3 +209,79 @@ def test_a_model_can_be_made_on_a_device() -> None:
     assert hf.unwrap(loaded.model).device.type == "cpu"
     assert loaded.remade is not None
     assert loaded.remade("sdpa").config._attn_implementation == "sdpa"
+
+
+def test_a_folder_that_only_has_the_name_of_a_family_does_not_hide_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llama").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert load_model("llama").notes == ("a tiny llama with random weights",)
+
+
+def test_an_empty_name_is_none() -> None:
+    with pytest.raises(ModelError, match="'' is neither a folder nor a model type"):
+        load_model("")
+
+
+def test_weights_that_a_folder_lacks_are_told(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    notes = load_model(folder).notes
+
+    assert notes[0].startswith(
+        "1 weights aren't in the folder and are random, the first model.layers.1.mlp.up_proj"
+    )
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError, match="holds an adapter and no model"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("told", [{"model_type": ["llama"]}, {"auto_map": "code.Model"}, {}])
+def test_a_configuration_of_another_shape_is_refused_in_a_sentence(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match=r"names model type|needs code of its own \(code\.Model\)"):
+        load_model(config(tmp_path / "m", **told))
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8])
+def test_a_dtype_that_no_weights_have_is_refused(dtype: Any) -> None:
+    with pytest.raises(ModelError, match="dtype must be a torch dtype of floating point"):
+        load_model("llama", dtype=dtype)
+
+
+def test_what_is_no_tokenizer_is_refused() -> None:
+    with pytest.raises(ModelError, match="a tokenizer must have get_vocab"):
+        load_model("llama", tokenizer="x")
+
+
+def test_the_meta_device_is_refused() -> None:
+    with pytest.raises(ModelError, match="on the meta device nothing is computed"):
+        load_model("llama", device="meta")
+    with torch.device("meta"):
+        model = make_on_meta()
+    with pytest.raises(ModelError, match="is on the meta device and has no weights"):
+        load_model(model)
+
+
+def make_on_meta() -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def test_copying_a_live_model_draws_nothing_from_the_callers_random_state() -> None:
+    loaded = load_model(make(LlamaConfig(**SMALL), "eager", torch.float32))
+    before = torch.get_rng_state()
+    assert loaded.remade is not None
+    loaded.remade("sdpa")
+
+    assert torch.equal(torch.get_rng_state(), before)

@@ -20,7 +20,7 @@ _COLOURS = {
     "refuses": "cyan",
     "not run": "dim",
 }
-LEAKS = 1
+NOT_ISOLATED = 1
 
 
 def verify(
@@ -93,8 +93,8 @@ def verify(
 
     Changes one document of a packed batch at a time, and requires that no other document's logits move by one bit,
     and that logits, loss and gradients are those of each document alone. The same without boundaries must be seen,
-    so that a blind check can't pass. Nothing is downloaded, and no code of a checkpoint is run. The exit code is 1 if
-    documents leak where varlen gives the arguments.
+    so that a blind check can't pass. Nothing is downloaded, and no code of a checkpoint is run. The exit code is 0
+    where documents are isolated, and 1 where they leak, are coupled, or nothing could be run.
 
     [bold]Example:[/]  varlen verify qwen3 -o report.html
     """
@@ -121,13 +121,13 @@ def verify(
         print()
     else:
         _print(str(report), output)
-    _end(report.verdict)
+    _end(report.ok)
 
 
-def _end(verdict: str) -> None:
+def _end(is_isolated: bool) -> None:
     """End with an exit code that a script can act on."""
-    if verdict == "leaks":
-        raise typer.Exit(LEAKS)
+    if not is_isolated:
+        raise typer.Exit(NOT_ISOLATED)
 
 
 def _dtype(name: str | None) -> Any:

@@ -16,8 +16,9 @@ from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify import stand_in
 from varlen.verify.attention import AttentionPicture, attention_picture
-from varlen.verify.backends import attending, backends_for
+from varlen.verify.backends import attending, backends_for, first_sentence
 from varlen.verify.batch_checks import check_batch
+from varlen.verify.batch_isolation import WITH_MODEL_INPUTS
 from varlen.verify.calls import CALLS, Call
 from varlen.verify.gradients import gradient_parity
 from varlen.verify.isolation import IsolationReport, check_isolation
@@ -30,8 +31,8 @@ from varlen.verify.trial import Trial, untouched
 
 _WIDEST_WINDOW = 256
 """Tokens; rows are made long enough for windows up to this one to matter."""
-_CHANGED, _CHANGED_BY_CALL = 6, 2
-"""Documents that are changed, one at a time, in a cell."""
+_CHANGED, _CHANGED_BY_CALL = 16, 2
+"""At most so many documents are changed, one at a time, in a cell."""
 
 
 def verify(
@@ -81,7 +82,7 @@ def verify(
         SettingError: backends or layouts that there are not.
         DocumentsError: `batch` isn't a PackedBatch.
 
-    Cost: some 40 forward passes of a hundred tokens for each backend and layout; seconds for a tiny model.
+    Cost: some 60 forward passes of a hundred tokens for each backend and layout; seconds for a tiny model.
 
     >>> import varlen as vl
     >>> report = vl.verify("llama", backends=["eager"], layouts=["rows"], calls=False)
@@ -89,6 +90,8 @@ def verify(
     ('isolated', (('softmax', 2),))
     """
     layouts = _checked_layouts(layouts, batch)
+    if seed < 0:
+        raise SettingError(f"seed must be at least 0, got {seed}")
     loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     model = loaded.model
     names = backends_for(model, backends)
@@ -125,9 +128,16 @@ def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tu
                 f"batch must be a PackedBatch, as vl.collate returns it; got {type(batch).__name__}"
             )
         return (batch.layout,)
-    chosen: tuple[Layout, ...] = (layouts,) if isinstance(layouts, str) else tuple(layouts)  # type: ignore[assignment]
-    if not chosen or any(layout not in get_args(Layout) for layout in chosen):
-        raise SettingError(f"layouts must be one or more of {', '.join(get_args(Layout))}; got {layouts!r}")
+    chosen: tuple[Any, ...] = (
+        (layouts,) if isinstance(layouts, str) or not isinstance(layouts, Sequence) else (*layouts,)
+    )
+    if (
+        not chosen
+        or len(set(chosen)) != len(chosen)
+        or any(layout not in get_args(Layout) for layout in chosen)
+    ):
+        known = ", ".join(get_args(Layout))
+        raise SettingError(f"layouts must be one or more of {known}, each once; got {layouts!r}")
     return chosen
 
 
@@ -151,12 +161,28 @@ def _windows(model: Any) -> list[int]:
 def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
     """Return what the check couldn't see."""
     longest = max(batch.max_seqlen for batch in batches.values())
-    return [
+    found = [
         f"windows of {width:,} tokens are wider than the longest document of this check ({longest:,} tokens), so "
         "nothing was seen of where they end; pass batch= with longer documents"
         for width in _windows(model)
         if width >= longest
     ]
+    if limit := _rope_limit(model):
+        found.append(
+            f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, "
+            "dynamic), packed or not; the check's are shorter, or see it"
+        )
+    return found
+
+
+def _rope_limit(model: Any) -> int | None:
+    """Return the length from which one document changes the positions of a whole batch; None where none does."""
+    config = hf.text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
@@ -164,20 +190,24 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _with_attention(loaded: LoadedModel, backend: str) -> Any:
-    """Return the model, made anew where it can't be set to an attention afterwards; as it is where that fails too."""
+    """Return the model, made anew where its attention can't be set afterwards; or the error that says why not."""
     try:
         with attending(loaded.model, backend):
             return loaded.model
-    except ModelError:
+    except ModelError as error:
+        if loaded.remade is None:
+            return error
         try:
-            return loaded.model if loaded.remade is None else loaded.remade(backend)
-        except Exception:  # transformers has no such attention for it, which its cell will say
-            return loaded.model
+            return loaded.remade(backend)
+        except Exception as failure:  # whatever stands in the way of another attention
+            return ModelError(str(failure) if isinstance(failure, ModelError) else first_sentence(failure))
 
 
 def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:
     """Try one backend and layout with varlen's own arguments."""
     try:
+        if isinstance(model, ModelError):
+            raise model
         with attending(model, backend) as missing:
             found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
             if found.verdict == "refuses" and hf.model_type(model) in TOLD:
@@ -214,7 +244,7 @@ def _judged(
     with untouched(model):
         cell = replace(cell, kernels=kernels_of(lambda: trial.call(hf.model_inputs(batch, model))))
         loss = own_loss(trial)
-        parity = gradient_parity(trial) if gradients else None
+        parity = gradient_parity(trial, found.computed_in) if gradients else None
     cell = replace(cell, gradients=parity, own_loss=None if loss is None else loss.loss)
     if cell.verdict == "isolated" and parity is not None and parity.fault:
         return replace(cell, verdict="leaks", reason=parity.fault)
@@ -235,8 +265,11 @@ def _call_cells(
     for cell in cells:
         batch, model = batches[cell.layout], models[cell.backend]
         try:
+            if isinstance(model, ModelError):
+                raise model
             with attending(model, cell.backend), _recurrence(model, cells):
-                found += [_called(model, call, cell.backend, batch, seed) for call in CALLS]
+                tried = [_called(model, call, cell.backend, batch, seed) for call in CALLS]
+            found += _explained(tried)
         except ModelError as error:
             found += [
                 CallCell(
@@ -255,6 +288,22 @@ def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any
     """Let plain PyTorch stand in for the kernels of recurrent layers where it did in any cell."""
     missing = {name for cell in cells for name in cell.stand_in}
     return stand_in.recurrence(model) if missing - {stand_in.FLASH} else nullcontext()
+
+
+def _explained(cells: list[CallCell]) -> list[CallCell]:
+    """Where positions alone leak, they are why every call leaks: without a cache or a mask it would leak as well."""
+    plain = cells[0]
+    if plain.verdict != "leaks":
+        return cells
+    why = plain.why or "boundaries aren't read from position_ids"
+    fix = plain.fix or WITH_MODEL_INPUTS
+    passed_over = ("use_cache", "attention_mask", "")
+    return [
+        replace(cell, kind=plain.kind, why=why, fix=fix)
+        if cell.verdict == "leaks" and cell.kind in passed_over and cell.call != CALLS[-1].name
+        else cell
+        for cell in cells
+    ]
 
 
 def _called(model: Any, call: Call, backend: str, batch: PackedBatch, seed: int) -> CallCell:

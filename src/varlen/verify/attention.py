@@ -69,6 +69,8 @@ def attention_picture(trial: Trial) -> AttentionPicture | None:
 
 def _weights(trial: Trial, inputs: Inputs, row: int) -> npt.NDArray[np.float32] | None:
     """Return the largest weight over layers and heads, `[width, width]`."""
+    if not hf.accepts(trial.model, "output_attentions"):
+        return None
     outputs: Any = trial.call(inputs(trial.batch, trial.model), output_attentions=True)
     width = trial.owner.shape[1]
     found = [w for w in getattr(outputs, "attentions", None) or () if w is not None]

@@ -36,6 +36,8 @@ def backends_for(model: Any, names: Sequence[str] | None) -> tuple[str, ...]:
         return CPU_BACKENDS + newer
     if isinstance(names, str):
         names = (names,)
+    if not isinstance(names, Sequence):
+        raise SettingError(f"backends must be a list of names, got {names!r}")
     unknown = [name for name in names if name not in (*CPU_BACKENDS, *_FLASH_PACKAGES)]
     if unknown or not names or len(set(names)) != len(names):
         fault = f"{unknown[0]!r} is none" if unknown else "got " + (", ".join(names) or "none")
@@ -62,7 +64,10 @@ def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
 
     hf.register()
     configs = _configs(model)
-    before = [(config, config._attn_implementation_internal) for config in configs]
+    before = [
+        (config, config._attn_implementation_internal, config._experts_implementation_internal)
+        for config in configs
+    ]
     verbosity = logging.get_verbosity()
     with ExitStack() as stack:
         # Compiled anew for every shape of mask, kernels would take minutes; and what a compiled model computes
@@ -73,12 +78,16 @@ def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
             yield _set(model, backend, configs, stack)
         finally:
             logging.set_verbosity(verbosity)
-            for config, name in before:
+            for config, name, experts in before:
                 config._attn_implementation_internal = name
+                config._experts_implementation_internal = experts
 
 
 def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tuple[str, ...]:
     """Set the attention; return what stands in."""
+    if hf.unwrap(model).dtype is torch.float64 and hf.has_experts(model):
+        for config in configs:  # one by one: their grouped products know no float64
+            config._experts_implementation_internal = "eager"
     if backend == "flex_attention":
         stack.enter_context(_uncompiled_flex_attention())
     if backend in _FLASH_PACKAGES and not _has_kernel(model, backend):
@@ -95,7 +104,7 @@ def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tupl
     try:
         base.set_attn_implementation(backend)
     except (ImportError, ValueError) as error:
-        raise ModelError(_first_sentence(error)) from None
+        raise ModelError(first_sentence(error)) from None
     if hf.implementation(model) != backend:
         raise ModelError(
             f'{type(base).__name__} keeps the attention that it was made with, "{hf.implementation(model)}"; make it '
@@ -141,7 +150,11 @@ def _configs(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def _first_sentence(error: BaseException) -> str:
-    """Return what transformers says, without the advice to open issues."""
+def first_sentence(error: BaseException) -> str:
+    """Return what transformers says, without the advice to open issues.
+
+    Args:
+        error: that it raised.
+    """
     text = " ".join(str(error).split())
     return text.split(" Please ")[0].split(". ")[0].rstrip(".")

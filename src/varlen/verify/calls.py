@@ -49,8 +49,13 @@ def _mask_of_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     return arguments | {"attention_mask": torch.as_tensor(batch.segment_ids + 1).to(arguments["input_ids"])}
 
 
+def _ends(batch: PackedBatch) -> torch.Tensor:
+    """Return the ends of slots in the flattened rows, which are rounded up where documents' are."""
+    return torch.as_tensor(batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded)
+
+
 def _boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    ends = torch.as_tensor(batch.cu_seqlens, dtype=torch.int32).to(hf.unwrap(model).device)
+    ends = _ends(batch).to(hf.unwrap(model).device, torch.int32)
     longest = int(ends.diff().max())
     return _positions(
         batch, model, cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=longest, max_length_k=longest
@@ -60,7 +65,7 @@ def _boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
 def _boundaries_and_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
     arguments = _boundaries(batch, model)
     shape = arguments["input_ids"].shape
-    ends = torch.as_tensor(batch.cu_seqlens).long()
+    ends = _ends(batch).long()
     numbers = torch.repeat_interleave(torch.arange(len(ends) - 1), ends.diff()).view(shape)
     numbers = (numbers - numbers[:, :1]).to(arguments["input_ids"].device, torch.int32)
     return arguments | ({"seq_idx": numbers} if hf.accepts(model, "seq_idx") else {})

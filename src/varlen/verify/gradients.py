@@ -26,6 +26,9 @@ class GradientParity:
 
     reason: str = ""
     """Why nothing was compared; empty where it was."""
+    across: float | None = None
+    """Largest gradient of a document's loss at the embedded tokens of another, or of padding, relative to the largest
+    at its own: exactly 0 where documents are isolated, in any dtype. None where it wasn't asked."""
     difference: float | None = None
     """Largest difference of any gradient, relative to that parameter's largest; None where none was compared."""
     control: float | None = None
@@ -44,6 +47,9 @@ class GradientParity:
     @property
     def fault(self) -> str:
         """What is wrong, in a sentence; empty where nothing is, or nothing was compared."""
+        if self.across:
+            share = f"{self.across:.3g} of that at its own"
+            return f"the loss of one document has a gradient at the tokens of another, {share}"
         if self.difference is None or self.difference <= self.tolerance:
             return ""
         return (
@@ -55,13 +61,16 @@ class GradientParity:
 Gradients = dict[str, torch.Tensor]
 
 
-def gradient_parity(trial: Trial) -> GradientParity:
+def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
     """Compare gradients of the summed loss of all targets, packed against one document at a time.
 
-    Two backward passes over the batch, and one over each document. `.grad` is neither read nor written.
+    Besides, each document's loss is followed back to the embedded tokens: none but its own may have a gradient. Two
+    backward passes over the batch, one over it for each document, and one over each document. `.grad` is neither read
+    nor written, but hooks on parameters are called.
 
     Args:
         trial: the model and the batch, in eval mode.
+        dtype: of the model's matrix products.
 
     Raises:
         ModelError: the model refuses the batch, or fails.
@@ -74,6 +83,7 @@ def gradient_parity(trial: Trial) -> GradientParity:
         warnings.filterwarnings("error", ".*an autograd kernel was not registered")
         try:
             packed, loss = _gradients(weights, _packed_loss(trial))
+            across = _across(trial)
         except NotImplementedError as error:
             return GradientParity(reason=" ".join(str(error).split())[:200])
         except (RuntimeError, UserWarning) as error:
@@ -87,15 +97,53 @@ def gradient_parity(trial: Trial) -> GradientParity:
         return GradientParity(reason="no gradient reaches any parameter")
     difference, worst = _furthest(packed, alone)
     targets = max(1, trial.batch.num_targets)
+    tolerance = GRADIENT_TOLERANCES.get(dtype, 1e-3)
+    if control is not None and control <= tolerance:
+        return GradientParity(
+            reason=f"blind: without boundaries gradients differ by {control:.3g}, and rounding alone may take them "
+            f"{tolerance:.3g}",
+            across=across,
+        )
     return GradientParity(
+        across=across,
         difference=difference,
         control=control,
-        tolerance=GRADIENT_TOLERANCES.get(hf.unwrap(trial.model).dtype, 1e-3),
+        tolerance=tolerance,
         worst=worst,
         parameters=len(alone),
         loss=loss / targets,
         alone_loss=alone_loss / targets,
     )
+
+
+def _across(trial: Trial) -> float | None:
+    """Follow each document's loss back to the embedded tokens; None where the model embeds elsewhere."""
+    found: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1]
+
+    hook = hf.unwrap(trial.model).get_input_embeddings().register_forward_hook(keep)
+    try:
+        logits = trial.logits(trial.batch)
+    finally:
+        hook.remove()
+    labels = torch.as_tensor(trial.batch.labels).to(logits.device).long()
+    if len(found) != 1 or found[0].shape[:2] != labels.shape:
+        return None
+    largest, own = 0.0, 0.0
+    for document in range(int(trial.owner.max()) + 1):
+        mine = trial.where(trial.owner == document)
+        targets = labels.masked_fill(~mine, IGNORE_INDEX)
+        if not bool((targets != IGNORE_INDEX).any()):
+            continue
+        loss = _summed(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        (gradient,) = torch.autograd.grad(loss, found, retain_graph=True)
+        size = gradient.abs().amax(-1)
+        own = max(own, float(size[mine].max()))
+        largest = max(largest, float(size.masked_fill(mine, 0).max()))
+    return largest / own if own else None
 
 
 def _packed_loss(trial: Trial, inputs: Inputs | None = None) -> torch.Tensor:

@@ -57,6 +57,10 @@ def load_model(
     """
     from transformers import PreTrainedConfig
 
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ModelError(
+            f"dtype must be a torch dtype of floating point, such as torch.bfloat16; got {dtype!r}"
+        )
     if isinstance(model, (str, Path)):
         loaded = _named(str(model), dtype)
         tokenizer = tokenizer if tokenizer is not None else _own_tokenizer(Path(model))
@@ -65,6 +69,8 @@ def load_model(
     else:
         hf.implementation(model)  # says what it takes where it's no transformers model
         loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=_copies(model))
+    if hf.unwrap(loaded.model).device.type == "meta" and device is None:
+        raise ModelError("the model is on the meta device and has no weights; load them, or name its family")
     if device is not None and loaded.model is not model:
         loaded = _moved(loaded, device)
     if tokenizer is not None:
@@ -74,6 +80,8 @@ def load_model(
 
 def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
     """Return the model on a device, and made there whenever it is made again."""
+    if str(device) == "meta":
+        raise ModelError("on the meta device nothing is computed; name cpu, or a device of this machine")
     try:
         model = loaded.model.to(device)
     except (RuntimeError, AssertionError) as error:
@@ -85,26 +93,46 @@ def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
 
 
 def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
-    """Return the model of a folder, a family, or a repository that lies in the local cache."""
+    """Return the model of a folder, or of a family."""
     from transformers import CONFIG_MAPPING
 
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir() and not (name in CONFIG_MAPPING and not (path / "config.json").is_file()):
         return _from_folder(path, dtype)
     if name in CONFIG_MAPPING:
+        _check_causal(name)
         note = f"a tiny {name} with random weights"
 
         def tiny(attention: str = "eager") -> Any:
             return tiny_model(name, dtype=dtype or torch.float32, attention=attention)
 
         return LoadedModel(model=tiny(), notes=(note,), remade=tiny)
-    if path.exists():
+    if name and path.exists():
         raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
     near = difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING), n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     raise ModelError(
         f"{name!r} is neither a folder nor a model type of the installed transformers (config.model_type, such as "
         f"llama or qwen3){hint or '; models are not downloaded: name a folder with config.json'}"
+    )
+
+
+def _check_causal(family: str) -> None:
+    """Refuse a family that is no causal language model.
+
+    Raises:
+        ModelError: names what there is instead.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    text = f"{family}_text"
+    other = f"; name {text}, its text part" if text in CONFIG_MAPPING else ""
+    raise ModelError(
+        f"{family} is no causal language model (transformers has no AutoModelForCausalLM of it){other}; a live model "
+        "can be passed to vl.verify(model)"
     )
 
 
@@ -127,14 +155,23 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
                 attn_implementation=attention,
                 local_files_only=True,
                 trust_remote_code=False,
-            ).eval()
+                output_loading_info=True,
+            )
 
-        model = load()
+        model, told = load()
+        lacking = sorted(told.get("missing_keys", ()))
     except ModelError:
         raise
     except Exception as error:  # whatever a library makes of a folder that isn't what it seems
         raise ModelError(f"{path} can't be loaded: {_sentence(error)}") from error
-    return LoadedModel(model=model, notes=tuple(_about(model)), remade=load)
+    notes = _about(model)
+    if lacking:
+        notes.append(
+            f"{len(lacking):,} weights aren't in the folder and are random, the first {lacking[0]}; is it whole?"
+        )
+    return LoadedModel(
+        model=model.eval(), notes=tuple(notes), remade=lambda attention: load(attention)[0].eval()
+    )
 
 
 def _check_code(path: Path) -> None:
@@ -146,6 +183,11 @@ def _check_code(path: Path) -> None:
     from transformers import CONFIG_MAPPING
 
     place = path / "config.json"
+    if (path / "adapter_config.json").is_file() and not place.is_file():
+        raise ModelError(
+            f"{path} holds an adapter and no model; load the model that it belongs to with peft, and pass it to "
+            "vl.verify(model)"
+        )
     if not place.is_file():
         raise ModelError(f"{path} holds no config.json, so it is no checkpoint folder")
     try:
@@ -154,10 +196,11 @@ def _check_code(path: Path) -> None:
         raise ModelError(f"{place} can't be read as JSON: {error}") from error
     family = config.get("model_type") if isinstance(config, dict) else None
     code = config.get("auto_map") if isinstance(config, dict) else None
-    if family in CONFIG_MAPPING:
+    if isinstance(family, str) and family in CONFIG_MAPPING:
+        _check_causal(family)
         return
     if code:
-        named = ", ".join(sorted(str(value) for value in dict(code).values()))
+        named = ", ".join(sorted(map(str, code.values()))) if isinstance(code, dict) else str(code)
         raise ModelError(
             f"{path} needs code of its own ({named}), and varlen runs none from checkpoints; load the model yourself "
             "with trust_remote_code=True and pass it to vl.verify(model)"
@@ -203,9 +246,10 @@ def _copies(model: Any) -> Callable[[str], Any] | None:
         return None
 
     def copied(attention: str) -> Any:
-        made = type(base)._from_config(
-            copy.deepcopy(base.config), dtype=base.dtype, attn_implementation=attention
-        )
+        with torch.random.fork_rng(devices=[]):
+            made = type(base)._from_config(
+                copy.deepcopy(base.config), dtype=base.dtype, attn_implementation=attention
+            )
         made.load_state_dict(base.state_dict())
         return made.to(base.device).eval()
 
@@ -244,6 +288,8 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
     Raises:
         ModelError: names the first such id.
     """
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ModelError(f"a tokenizer must have get_vocab, as those of transformers have; got {tokenizer!r}")
     vocabulary = tokenizer.get_vocab()
     size = hf.vocabulary_size(model)
     beyond = sorted((index, token) for token, index in vocabulary.items() if index >= size)

@@ -116,6 +116,11 @@ class VerifyReport:
             if field.name != "attention"
         }
         cells = [dataclasses.asdict(cell) for cell in self.cells]
+        for cell in cells:
+            if cell["isolation"] is not None:
+                cell["isolation"]["computed_in"] = str(cell["isolation"]["computed_in"]).removeprefix(
+                    "torch."
+                )
         calls = [dataclasses.asdict(cell) for cell in self.calls]
         return (
             {"verdict": self.verdict}

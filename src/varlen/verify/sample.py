@@ -8,8 +8,10 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.pack.api import pack
 
-LENGTHS = (9, 21, 1, 13, 30, 6, 17, 2, 64)
+LENGTHS = (9, 21, 1, 13, 30, 6, 2, 64, 17)
 """Documents of one token and of two among them, one that is split, and rows that end in padding."""
+_SPLIT = 7
+"""The document that is longer than a row, whatever the capacity; its rest shares a row."""
 CAPACITY = 52
 
 
@@ -25,7 +27,7 @@ def sample_batch(
         capacity: tokens of a row; longer documents are split.
     """
     rng = np.random.default_rng(seed)
-    lengths = (*LENGTHS[:-1], max(LENGTHS[-1], capacity + 12))
+    lengths = [max(n, capacity + 12) if i == _SPLIT else n for i, n in enumerate(LENGTHS)]
     documents = [rng.integers(0, vocabulary_size, length).astype(np.int32) for length in lengths]
     return collate(
         documents, pack(lengths, capacity=capacity, method="next_fit", overlong="split"), layout=layout

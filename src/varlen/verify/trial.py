@@ -170,8 +170,10 @@ class Trial:
 
     def attention_across(self) -> float | None:
         """Return the largest attention weight from a document to another or to padding; None where none is shown."""
-        outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
         owner = self.owner
+        if not hf.accepts(self.model, "output_attentions"):
+            return None
+        outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
         given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
         # Where keys are compressed or joined by others, columns are no tokens.
         weights = [w for w in given if w.ndim == 4 and w.shape[-2:] == (owner.shape[1],) * 2]
@@ -194,18 +196,20 @@ class Trial:
         return logits
 
     def row_coupling(self) -> float:
-        """Return how far a document moves when another, in a row of its own and just as long, is changed.
+        """Return how far a document moves when all others, each just as long and in a row of its own, are changed.
 
         Where rows move each other without any packing, packing isn't to blame.
         """
-        longest = int(np.bincount(self.owner[self.owner >= 0]).argmax())
-        first = self.tokens[self.owner == longest]
-        device = hf.unwrap(self.model).device
-        found = []
-        for second in (first, (first + 1) % self.vocabulary):
-            ids = torch.as_tensor(np.stack([first, second])).to(device)
-            found.append(self.call(hf.plain_inputs(ids, self.model)).logits[0].double())
-        before, after = found
+        rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
+        tokens = self.rng.integers(0, self.vocabulary, (rows, width))
+        other = tokens.copy()
+        other[1:] = (other[1:] + 1) % self.vocabulary
+        before, after = (
+            self.call(hf.plain_inputs(torch.as_tensor(ids).to(hf.unwrap(self.model).device), self.model))
+            .logits[0]
+            .double()
+            for ids in (tokens, other)
+        )
         return float((after - before).abs().max() / before.abs().max().clamp(min=1e-300))
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:

@@ -29,6 +29,8 @@ from varlen.adapters.hf.recurrent import TOLD, segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
+OPTIONAL = ("labels", "use_cache")
+"""What keeps no documents apart: without a cache there is none to turn off, and losses can be computed elsewhere."""
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
 
 
@@ -59,8 +61,9 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
     Returns:
         `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
-        `shift_labels` where the batch has them. With M-RoPE `position_ids` are `[4, rows, width]`, and the arrays
-        of all images come along, in the order of the documents in the batch.
+        `shift_labels` where the batch has them; `labels` and `use_cache` where the model takes them. With M-RoPE
+        `position_ids` are `[4, rows, width]`, and the arrays of all images come along, in the order of the documents
+        in the batch.
 
     Raises:
         DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
@@ -89,6 +92,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             f"{type(unwrap(model)).__name__} selects by a mask which tokens are attended to, and "
             f'"{implementation(model)}" takes none; use model.set_attn_implementation("sdpa"), or "eager"'
         )
+    inputs = {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
