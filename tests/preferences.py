@@ -27,6 +27,7 @@ def pairs(number: int = PAIRS, seed: int = 0) -> Dataset:
 def trained(kind: Any, folder: Any, *, rows: Any = None, attention: str = "sdpa", **changes: Any) -> Any:
     """Train; the trainer has the gradients of its steps."""
     ours = {name: changes.pop(name) for name in ("capacity", "eval_dataset") if name in changes}
+    checkpoint = changes.pop("checkpoint", None)
     usual = {
         "bf16": False,
         "activation_checkpointing": False,
@@ -50,6 +51,6 @@ def trained(kind: Any, folder: Any, *, rows: Any = None, attention: str = "sdpa"
         callbacks=[recorder],
         **ours,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.gradients = recorder.gradients
     return trainer

@@ -60,11 +60,14 @@ def check_against(model: Any, batches: list[Any], loss: list[float], gradients: 
     assert furthest(gradients, gradients_of(model, alone)) < 5e-5
 
 
-def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(root: Path, tmp_path: Path) -> None:
+def test_the_trainer_s_example_runs_and_goes_on_to_the_same_end(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = run(root, "transformers_trainer", tmp_path / "run")
     for step in (44, 40, 35, 30, 25):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
-    resumed = run(root, "transformers_trainer", tmp_path / "run")
+    example(root, "transformers_trainer").main(tmp_path / "run")
+    resumed = capsys.readouterr().out
 
     told = r"44 steps, 2 epochs\nthis rank: (\d+) batches"
     assert re.search(told, whole)[1] == "88"  # type: ignore[index]
@@ -85,8 +88,11 @@ def test_the_trainer_s_example_has_the_loss_and_gradients_of_documents_alone(
     check_against(module.make_model(), batches, loss, gradients)
 
 
-def test_the_sft_example_runs_each_way(root: Path) -> None:
-    told = run(root, "trl_sft", "packed", "collator", "loader")
+def test_the_sft_example_runs_each_way(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = example(root, "trl_sft")
+    for way in ("packed", "collator", "loader"):
+        module.main(way)
+    told = capsys.readouterr().out
 
     assert re.findall(r"(\w+): 34 steps, 34,576 tokens", told) == ["packed", "collator", "loader"]
     assert "400 documents in 68 rows" in told
@@ -132,10 +138,20 @@ def documents_in(batch: Any) -> list[list[int]]:
     return [ids[first:last].tolist() for first, last in bounds if owned[first] >= 0]
 
 
-def test_the_dpo_example_runs_and_its_packs_have_trl_s_loss_and_gradients(root: Path, tmp_path: Path) -> None:
+def test_the_dpo_example_runs_and_counts_what_padding_would_take(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example(root, "trl_dpo").main(str(tmp_path))
+    told = capsys.readouterr().out
+
+    assert "200 pairs in 28 packs of 5 to 9\n13,947 tokens in the models, 31,300 with padding\n" in told
+    said = (root / "docs" / "frameworks" / "trl.md").read_text(encoding="utf-8")
+    assert "take 13,947 tokens in the models; padded, the same batches take\n31,300." in said
+
+
+def test_the_dpo_example_has_trl_s_loss_and_gradients(root: Path, tmp_path: Path) -> None:
     from trl import DPOTrainer
 
-    told = run(root, "trl_dpo")
     module = example(root, "trl_dpo")
     ours = module.make_trainer(str(tmp_path))
     held = [ours.train_dataset[number] for number in range(len(ours.train_dataset))]
@@ -161,7 +177,6 @@ def test_the_dpo_example_runs_and_its_packs_have_trl_s_loss_and_gradients(root: 
     losses = [theirs.compute_loss(theirs.model, batch) for batch in took]
     expected = sum(loss * number for loss, number in zip(losses, pairs)) / sum(pairs)
 
-    assert "200 pairs in 28 packs of 5 to 9" in told
     assert sum(map(len, held)) == 200
     assert len(took) == 4
     assert len(set(pairs)) > 1

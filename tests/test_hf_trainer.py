@@ -129,17 +129,21 @@ def test_a_model_that_is_told_no_number_of_items_has_the_same_loss(store: Path, 
 # The documents.
 
 
+@pytest.mark.parametrize(("packs", "steps"), [(6, 6), (5, 7)])  # two epochs of as many steps, and not
 def test_every_document_comes_once_an_epoch_and_the_learning_rate_ends_with_the_data(
-    store: Path, tmp_path: Path
+    packs: int, steps: int, store: Path, tmp_path: Path
 ) -> None:
-    trainer = trainer_for(tmp_path, store)
+    changes = {"per_device_train_batch_size": packs, "include_num_input_tokens_seen": "non_padding"}
+    loader = packed_loader(arguments(tmp_path, **changes), store)
+    trainer = trainer_for(tmp_path, store, loader=loader, **changes)
     trainer.train()
 
     took = Counter(piece for _, held in trainer.taken for piece in held)
     assert took == pieces_of(store, trainer.args)
-    assert trainer.state.global_step == trainer.state.max_steps == len(trainer.train_loader) // 4 > 4
+    assert trainer.state.global_step == trainer.state.max_steps == len(trainer.train_loader) // 4 == steps
     assert set(trainer.lr_scheduler.get_last_lr()) == {0.0}
-    assert trainer.state.epoch == pytest.approx(2, abs=0.2)
+    assert trainer.state.epoch == pytest.approx(2, abs=0.3)
+    assert trainer.state.num_input_tokens_seen == trainer.train_loader.stats().tokens
 
 
 def test_from_every_checkpoint_the_rest_is_the_same_and_nothing_is_drawn_again(

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from preferences import pairs, trained
+from preferences import PAIRS, pairs, trained
 from trainers import furthest, logged
 from trl import DPOTrainer
 
@@ -57,6 +57,37 @@ def test_a_step_of_packs_is_the_mean_over_its_pairs(tmp_path: Any) -> None:
     assert ours.state.global_step == 1
     assert logged(ours) == pytest.approx(logged(theirs), rel=1e-5)
     assert furthest(ours.gradients[0], theirs.gradients[0]) < 1e-4
+
+
+class Counting(PackedDPOTrainer):
+    """Writes down the answers that it trains on, by step."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **rest: Any) -> Any:
+        taken = self.__dict__.setdefault("taken", [])
+        chosen, rejected = inputs["input_ids"].chunk(2)
+        taken.append((self.state.global_step, list(zip(chosen.tolist(), rejected.tolist()))))
+        return super().training_step(model, inputs, *args, **rest)
+
+
+def test_packs_of_pairs_go_on_from_a_checkpoint_and_none_comes_twice(tmp_path: Any) -> None:
+    settings = {
+        "attention": "varlen",
+        "capacity": 160,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    whole = trained(Counting, tmp_path / "whole", **settings)
+    resumed = trained(
+        Counting, tmp_path / "on", checkpoint=str(tmp_path / "whole" / "checkpoint-2"), **settings
+    )
+
+    assert sum(len(held) for _, held in whole.taken) == PAIRS
+    assert len({str(pair) for _, held in whole.taken for pair in held}) == PAIRS
+    assert resumed.taken == [entry for entry in whole.taken if entry[0] >= 2] != []
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters()):
+        assert torch.equal(ours, theirs)
 
 
 def test_documents_of_a_batch_do_not_see_each_other(tmp_path: Any) -> None:

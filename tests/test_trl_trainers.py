@@ -26,7 +26,7 @@ from trainers import (
     tiny_llama,
     word_tokenizer,
 )
-from transformers import MistralConfig
+from transformers import FalconConfig, MistralConfig
 from trl import SFTConfig, SFTTrainer
 
 import varlen as vl
@@ -135,8 +135,17 @@ def windowed(attention: str) -> Any:
     return hf_models.make(config, attention, torch.float32)
 
 
-@pytest.mark.parametrize("make", [tiny_llama, windowed])
-@pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
+def without_positions(attention: str) -> Any:
+    """A model that never looks at positions to build its mask, and so leaks without ours."""
+    config = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    return hf_models.make(config, attention, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "attention"),
+    [(make, name) for make in (tiny_llama, windowed) for name in ("varlen", "sdpa", "eager")]
+    + [(without_positions, "sdpa")],
+)
 def test_a_loader_has_the_loss_and_gradients_of_its_documents(
     make: Any, attention: str, store: Path, tmp_path: Path
 ) -> None:
@@ -151,7 +160,7 @@ def test_a_loader_has_the_loss_and_gradients_of_its_documents(
     )
     trainer.train()
 
-    model = make("varlen").train()
+    model = make("sdpa").train()
     with packed_loader(args, store) as loader:
         batches = [next(loader) for _ in range(loader.micro_batches)]
     loss = torch.cat(losses_one_by_one(model, batches)).mean()

@@ -135,9 +135,11 @@ def losses_one_by_one(model: Any, batches: Any) -> list[torch.Tensor]:
             document = torch.tensor(ids[first:last].tolist())[None]
             targets = torch.tensor(labels[first:last].tolist())
             boundaries = torch.tensor([0, last - first], dtype=torch.int32)
-            told = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
-            longest = {"max_length_q": last - first, "max_length_k": last - first}
-            logits = model(input_ids=document, use_cache=False, **told, **longest).logits[0, :-1]
+            told: dict[str, Any] = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+            told |= {"max_length_q": last - first, "max_length_k": last - first}
+            if model.config._attn_implementation != "varlen":
+                told = {}
+            logits = model(input_ids=document, use_cache=False, **told).logits[0, :-1]
             losses = cross_entropy(logits.float(), targets[1:], reduction="none", ignore_index=-100)
             found.append(losses[targets[1:] != -100])
     return found
@@ -183,5 +185,10 @@ def as_ranks(*words: Any, folder: Path, ranks: int = 2) -> None:
                     command, stdout=subprocess.DEVNULL, stderr=errors, cwd=folder, env={**usual, **here}
                 )
             )
-    for rank, process in enumerate(started):
-        assert process.wait(timeout=300) == 0, (folder / f"errors-{rank}").read_text()[-4000:]
+    try:
+        for rank, process in enumerate(started):
+            assert process.wait(timeout=300) == 0, (folder / f"errors-{rank}").read_text()[-4000:]
+    finally:
+        for process in started:  # a rank waits for one that has failed
+            process.kill()
+            process.wait()

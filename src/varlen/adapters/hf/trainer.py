@@ -364,3 +364,8 @@ def check_own_loss(trainer: PackedTraining) -> None:
                 f"{name} changes the loss, and so does loss_weighting={trainer.loss_weighting!r} (or a model that "
                 "takes no num_items_in_batch); leave one of them out"
             )
+    if not trainer.model_accepts_loss_kwargs and not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        raise SettingError(
+            f"{type(trainer.model).__name__} takes no num_items_in_batch, and this transformers would divide its "
+            "loss once more; install transformers 5.19 or later"
+        )
