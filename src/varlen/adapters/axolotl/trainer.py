@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from axolotl.core.trainers import AxolotlTrainer
@@ -12,7 +13,22 @@ from varlen.adapters.hf.trainer import PackedTraining, loader_for
 from varlen.errors import SettingError
 
 
-class VarlenTrainer(PackedTraining, AxolotlTrainer):  # type: ignore[misc]
+class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
+    """axolotl's trainer, whose model is told what its losses are divided by, wherever it takes that.
+
+    axolotl tells no model whose inner `forward` doesn't name `num_items_in_batch`, which is nearly all, and so takes
+    the mean of means; transformers tells all that pass it on to their loss.
+    """
+
+    def __init__(self, *given: Any, **rest: Any) -> None:
+        super().__init__(*given, **rest)
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        takes_any = (kind.kind is kind.VAR_KEYWORD for kind in signature(model.forward).parameters.values())
+        self.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", any(takes_any))
+
+
+class VarlenTrainer(PackedTraining, _ToldItems):
     """What axolotl's builder makes in the place of its own trainer.
 
     Args:
