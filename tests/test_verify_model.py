@@ -13,7 +13,6 @@ from transformers import FalconConfig, LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
 import varlen as vl
-from varlen.adapters.hf import per_document
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify import stand_in
 from varlen.verify.calls import CALLS
@@ -185,34 +184,6 @@ def test_a_recurrent_family_that_takes_no_boundaries_is_refused() -> None:
     assert not report.ok
     assert "a mask doesn't keep documents apart" in report.cells[0].reason
     assert report.calls[0].verdict == "leaks"
-
-
-def test_a_backward_that_leaks_is_found_although_the_forward_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    attend = per_document.attend
-
-    class Leaking(torch.autograd.Function):
-        """Hands a little of every token's gradient to the token before."""
-
-        @staticmethod
-        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            return gradients[0] + 0.01 * gradients[0].roll(-1, 0)
-
-    def leaking(query: Any, key: Any, value: Any, **more: Any) -> torch.Tensor:
-        return attend(query, key, Leaking.apply(value) if len(value) > 100 else value, **more)
-
-    monkeypatch.setattr("varlen.adapters.hf.attention.attend", leaking)
-    cell = vl.verify("llama", backends=["varlen"], layouts=["flat"], calls=False).cells[0]
-
-    assert cell.isolation is not None
-    assert cell.isolation.verdict == "isolated"
-    assert cell.verdict == "leaks"
-    assert "gradients differ by" in cell.reason
 
 
 def test_a_routers_loss_over_the_batch_is_coupled_and_no_leak() -> None:

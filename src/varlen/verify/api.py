@@ -268,7 +268,8 @@ def _call_cells(
             if isinstance(model, ModelError):
                 raise model
             with attending(model, cell.backend), _recurrence(model, cells):
-                tried = [_called(model, call, cell.backend, batch, seed) for call in CALLS]
+                known = cell.isolation if cell.kernels else None
+                tried = [_called(model, call, cell.backend, batch, seed, known) for call in CALLS]
             found += _explained(tried)
         except ModelError as error:
             found += [
@@ -306,9 +307,13 @@ def _explained(cells: list[CallCell]) -> list[CallCell]:
     ]
 
 
-def _called(model: Any, call: Call, backend: str, batch: PackedBatch, seed: int) -> CallCell:
+def _called(
+    model: Any, call: Call, backend: str, batch: PackedBatch, seed: int, known: IsolationReport | None
+) -> CallCell:
     """Try one way of calling the model, and let `check_batch` explain where it leaks."""
-    report = check_isolation(model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed)
+    report = check_isolation(
+        model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed, known=known
+    )
     cell = CallCell(
         call=call.name,
         backend=backend,

@@ -72,7 +72,8 @@ def _boundaries_and_numbers(batch: PackedBatch, model: Any) -> dict[str, Any]:
 
 
 def _tokens_alone(batch: PackedBatch, model: Any) -> dict[str, Any]:
-    return {"input_ids": batch.to_torch(hf.unwrap(model).device).input_ids, "use_cache": False}
+    arguments = {"input_ids": batch.to_torch(hf.unwrap(model).device).input_ids, "use_cache": False}
+    return {name: value for name, value in arguments.items() if hf.accepts(model, name)}
 
 
 CALLS = (

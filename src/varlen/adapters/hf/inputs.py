@@ -222,7 +222,7 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         rows, width = input_ids.shape
         ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
         inputs |= _boundary_arguments(ends, width)
-    return inputs
+    return {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
 
 
 def _input_device(model: Any) -> torch.device | None:
