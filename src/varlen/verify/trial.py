@@ -202,15 +202,18 @@ class Trial:
         """
         rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
         tokens = self.rng.integers(0, self.vocabulary, (rows, width))
-        other = tokens.copy()
-        other[1:] = (other[1:] + 1) % self.vocabulary
-        before, after = (
+        # A mean hardly sees other random tokens; it does see rows of one token each.
+        shifted, alike = tokens.copy(), tokens.copy()
+        shifted[1:] = (shifted[1:] + 1) % self.vocabulary
+        alike[1:] = alike[1:, :1]
+        before, *after = (
             self.call(hf.plain_inputs(torch.as_tensor(ids).to(hf.unwrap(self.model).device), self.model))
             .logits[0]
             .double()
-            for ids in (tokens, other)
+            for ids in (tokens, shifted, alike)
         )
-        return float((after - before).abs().max() / before.abs().max().clamp(min=1e-300))
+        largest = before.abs().max().clamp(min=1e-300)
+        return max(float((each - before).abs().max() / largest) for each in after)
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
         """Return the summed loss of one document's targets, in float64, and how many targets it has.
