@@ -61,9 +61,10 @@ def _run(families: list[str] | None, processes: int) -> None:
     from varlen.verify.matrix import matrix_row
 
     names = list(known()) if families is None else families
-    rows: dict[str, Any] = {}
+    before: dict[str, Any] = {}
     if families is not None and RESULTS.exists():
-        rows = json.loads(RESULTS.read_text(encoding="utf-8"))["families"]
+        before = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows: dict[str, Any] = before.get("families", {})
     begun = time.monotonic()
     # Fresh processes: PyTorch's threads don't survive a fork.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -75,7 +76,7 @@ def _run(families: list[str] | None, processes: int) -> None:
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": {name: told[name] for name in ("varlen", "torch", "transformers")},
-        "seconds": round(time.monotonic() - begun),
+        "seconds": before["seconds"] if families and before else round(time.monotonic() - begun),
         "processes": processes,
         "families": dict(sorted(rows.items())),
     }

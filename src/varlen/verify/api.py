@@ -200,7 +200,10 @@ def _with_attention(loaded: LoadedModel, backend: str) -> Any:
         try:
             return loaded.remade(backend)
         except Exception as failure:  # whatever stands in the way of another attention
-            return ModelError(str(failure) if isinstance(failure, ModelError) else first_sentence(failure))
+            cause = failure.__cause__ or failure
+            told = isinstance(cause, (ValueError, ImportError))
+            name = type(hf.unwrap(loaded.model)).__name__
+            return ModelError(first_sentence(cause) if told else f'{name} has no attention "{backend}"')
 
 
 def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:

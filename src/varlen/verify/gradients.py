@@ -122,7 +122,7 @@ def _across(trial: Trial) -> float | None:
 
     def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
         found.append(output.detach().requires_grad_())
-        return found[-1]
+        return found[-1].clone()  # some models go on to change it in place
 
     hook = hf.unwrap(trial.model).get_input_embeddings().register_forward_hook(keep)
     try:
