@@ -5,7 +5,7 @@
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs pages soak bench pins clean
+.PHONY: help setup demo test check format lint types docs pages matrix soak bench pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -55,9 +55,13 @@ docs: setup ## run the documentation's examples, follow its links, compare its p
 	$(PYTEST) tests/test_docs.py tests/test_readme.py
 	$(RUN) -m benchmarks.table --check
 	$(RUN) -m benchmarks.strategies_page --check
+	$(RUN) docs/compatibility.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
 	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies_page
+
+matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
+	$(RUN) docs/compatibility.py $(ARGS)
 
 soak: setup ## run the long tests (under 75 minutes); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)

@@ -231,23 +231,31 @@ def test_a_batch_of_many_rows_is_laid_out_the_same_by_both() -> None:
 
 
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.lists(st.integers(0, 6), min_size=1, max_size=6),
     st.integers(0, 9),
     st.integers(1, 4),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    st.sampled_from([np.int32, np.int64]),
+    st.tuples(*[st.booleans()] * 4),
 )
 def test_fill_flat_row_equals_its_reference(
-    lengths: list[int], padding: int, each: int, labelled: bool, positions: bool, owners: bool
+    sizes: list[int], padding: int, each: int, dtype: type, switches: tuple[bool, bool, bool, bool]
 ) -> None:
-    offsets = np.cumsum([0, *lengths])
-    width = int(offsets[-1]) + padding
+    with_ids, with_labels, positions, owners = switches
+    tokens = sum(sizes)
+    width = tokens + padding
     results = []
     for room in (kernels_flat, reference):
+        given_ids, targets = (
+            np.arange(900, 900 + tokens, dtype=dtype),
+            np.arange(700, 700 + tokens, dtype=dtype),
+        )
         ids, labels = np.arange(100, 100 + width), np.arange(500, 500 + width)
         places = np.full(width if positions else 0, -7, np.int64)
         numbers = np.full(width if owners else 0, -7, np.int32)
-        room.fill_flat_row(offsets, -1, 2, 9, each, labelled, ids, labels, places, numbers)
-        results.append([array.tolist() for array in (ids, labels, places, numbers)])
+        ends = np.full(len(sizes) + padding + 1, -7, np.int32)
+        counts = room.fill_flat_row(
+            *(given_ids, targets, np.array(sizes), -1, 2, 9, each, with_ids, with_labels),
+            *(ids, labels, places, numbers, ends),
+        )
+        results.append([array.tolist() for array in (ids, labels, places, numbers, ends)] + [list(counts)])
     assert results[0] == results[1]

@@ -14,7 +14,7 @@ import pytest
 
 PAGES = {page.relative_to(pages.ROOT).as_posix(): page for page in pages.pages()}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", ".ci/run")
+COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", "axolotl", ".ci/run")
 
 
 def anchors(text: str) -> set[str]:
@@ -57,6 +57,9 @@ def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> 
         for line in block.code.splitlines() if block.language == "bash" else ():
             words = [word for word in shlex.split(line, comments=True) if "=" not in word]
             assert not words or words[0] in COMMANDS, line
+            for word in words:  # a page may say in which folder of examples its commands are
+                is_there = (root / word).is_file() or any((root / "examples").rglob(word))
+                assert not word.endswith(".py") or is_there, line
             if words[:1] == ["make"]:
                 assert set(words[1:]) <= targets, line
             if words[:1] == ["varlen"]:
@@ -64,6 +67,13 @@ def test_every_command_of_the_page_is_one_that_exists(name: str, root: Path) -> 
                     [sys.executable, "-m", "varlen", words[1], "--help"], capture_output=True
                 )
                 assert run.returncode == 0, line
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_test_that_the_page_names_is_there(name: str, root: Path) -> None:
+    for file, test in re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", PAGES[name].read_text(encoding="utf-8")):
+        text = (root / "tests" / file).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in text, (file, test)
 
 
 def test_every_page_is_reached_from_readme() -> None:

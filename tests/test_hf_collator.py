@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import DataCollatorWithFlattening as Theirs
 
 from varlen.adapters.hf import DataCollatorWithFlattening
@@ -274,3 +276,50 @@ def test_the_collator_reaches_a_loaders_workers_by_pickle() -> None:
     collate = pickle.loads(pickle.dumps(DataCollatorWithFlattening(return_seq_idx=True)))
 
     assert collate([{"input_ids": [1, 2]}])["seq_idx"].tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_rows_of_a_data_set_are_taken_as_a_table_as_a_mapping_and_one_by_one(labelled: bool) -> None:
+    lengths = [3, 1, 4, 2, 2]
+    rows = [
+        {
+            "input_ids": list(range(10 * number, 10 * number + length)),
+            **({"labels": [-100] + [number] * (length - 1)} if labelled else {}),
+            "weight": [0.5] * length,
+            "text": f"document {number}",
+            "source": [number],
+        }
+        for number, length in enumerate(lengths)
+    ]
+    data = Dataset.from_list(rows)
+    collate = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    expected = collate(data.with_format("numpy").__getitems__([4, 0, 2]))
+
+    for form in ("arrow", "numpy", "torch", None):
+        batch = collate(data.with_format(form)[[4, 0, 2]])
+        assert batch["input_ids"].tolist() == [[40, 41, 0, 1, 2, 20, 21, 22, 23]]
+        assert list(batch) == list(expected)
+        assert "weight" in batch
+        assert not {"text", "source"} & set(batch)
+        same({**batch, "weight": 0}, {**expected, "weight": 0})
+        assert batch["weight"].tolist() == [[0.5] * 9]
+    equally_long = collate(data.with_format("numpy")[[3, 4]])
+    assert equally_long["input_ids"].tolist() == [[30, 31, 40, 41]]
+
+
+def test_a_loader_gives_the_collator_tables_of_arrow() -> None:
+    data = Dataset.from_dict({"input_ids": [[1, 2], [3], [4, 5, 6]]}).with_format("arrow")
+    batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+
+    loader = DataLoader(
+        data, sampler=batches, batch_size=None, collate_fn=DataCollatorWithFlattening(return_seq_idx=True)
+    )
+
+    assert [batch["input_ids"].tolist() for batch in loader] == [[[1, 2, 3]], [[4, 5, 6]]]
+
+
+def test_an_empty_table_is_refused() -> None:
+    with pytest.raises(DocumentsError, match="a batch of no documents"):
+        DataCollatorWithFlattening()({"input_ids": []})
+    with pytest.raises(DocumentsError, match=r"features need 'input_ids'.* 'text'"):
+        DataCollatorWithFlattening()({"text": ["a"]})

@@ -50,6 +50,7 @@ PUBLIC_NAMES = [
     "Packing",
     "Score",
     "VarlenError",
+    "VerifyReport",
     "WindowPacker",
     "check_batch",
     "collate",
@@ -57,6 +58,7 @@ PUBLIC_NAMES = [
     "merge_states",
     "pack",
     "score",
+    "verify",
 ]
 
 
@@ -76,7 +78,8 @@ def test_every_public_name_can_be_imported(name: str) -> None:
 
 def test_a_verb_is_never_hidden_by_its_room() -> None:
     script = (
-        "import varlen.pack.api, varlen as vl; from varlen.pack import api; assert callable(vl.pack), vl.pack"
+        "import varlen.pack.api, varlen.verify.batch_report, varlen as vl; from varlen.pack import api; "
+        "assert callable(vl.pack), vl.pack; assert callable(vl.verify), vl.verify"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

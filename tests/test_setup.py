@@ -126,6 +126,27 @@ def test_the_python_that_is_named_is_the_only_one_asked(clone: Clone) -> None:
     assert "other is 3.9;" in run.stderr
 
 
+def test_axolotl_is_installed_without_the_versions_that_it_pins(clone: Clone) -> None:
+    """An environment whose Python only writes down what it is asked for."""
+    clone.add_python("python3", "3.12")
+    python = clone.home / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    (clone.home / "venv" / "pyvenv.cfg").touch()
+    python.write_text(f'#!/bin/sh\necho "$*" >>{clone.home}/asked\n')
+    python.chmod(0o755)
+
+    run = clone.run("scripts/setup", str(clone.home / "venv"))
+
+    assert run.returncode == 0, run.stderr
+    installs = [line for line in (clone.home / "asked").read_text().splitlines() if "-m pip" in line]
+    assert all("--only-binary :all: --constraint constraints.txt" in line for line in installs)
+    assert [line.split("constraints.txt ")[1] for line in installs] == [
+        "--editable .[dev]",
+        "--no-deps axolotl",
+    ]
+    assert clone.run("scripts/setup", "--ready", str(clone.home / "venv")).returncode == 0
+
+
 def test_a_folder_with_something_else_in_it_is_left_alone(clone: Clone) -> None:
     clone.add_python("python3", "3.12")
     (clone.home / "letter.txt").write_text("dear")

@@ -70,7 +70,7 @@ def test_a_batch_of_its_own_serves_where_none_is_given(family: str) -> None:
     report = check_isolation(tiny(family, "eager", torch.float32))
 
     assert report.ok, str(report)
-    assert report.documents == 8
+    assert report.documents == 10  # one of the nine is split
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -11,7 +11,11 @@ INPUTS = ("lists", "numpy", "torch")
 
 
 def collator(
-    documents: list, *, return_tensors: Literal["np", "pt"], complete: bool = True
+    documents: list,
+    *,
+    return_tensors: Literal["np", "pt"],
+    complete: bool = True,
+    labels: list | None = None,
 ) -> Callable[[], Mapping[str, Any]]:
     """Return a call that flattens documents into one row.
 
@@ -21,6 +25,7 @@ def collator(
             "pt" is what a `Trainer` asks for.
         complete: ask for all that varlen's batch holds (positions, segments and boundaries); otherwise for
             ids and labels alone, the least it can be asked for.
+        labels: of each document, in the same form.
     """
     from transformers import DataCollatorWithFlattening
 
@@ -31,6 +36,8 @@ def collator(
         return_seq_idx=complete,
     )
     features = [{"input_ids": document} for document in documents]
+    if labels is not None:
+        features = [{**feature, "labels": values} for feature, values in zip(features, labels)]
 
     def flatten() -> Mapping[str, Any]:
         return collate(features)

@@ -13,11 +13,12 @@ if sys.platform == "win32":
 
     raise PlatformError("varlen runs on Linux and macOS, not on Windows itself; install it inside WSL")
 
-import varlen.pack  # noqa: F401
+import varlen.pack
+import varlen.verify  # noqa: F401
 
-# `varlen.pack` is a room and `vl.pack` a verb. Python binds a room's name to its parent when the room is
-# first imported; imported here and unbound, it can never hide the verb later.
-del pack  # noqa: F821
+# `varlen.pack` is a room and `vl.pack` a verb; so is `verify`. Python binds a room's name to its parent when the room
+# is first imported; imported here and unbound, it can never hide the verb later.
+del pack, verify  # noqa: F821
 
 if TYPE_CHECKING:
     from varlen.batch.collate import collate
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from varlen.pack.window import WindowPacker
     from varlen.source.mixture import Mixture
     from varlen.types import Ledger, Packing
+    from varlen.verify.api import verify
     from varlen.verify.batch_checks import check_batch
+    from varlen.verify.model_report import VerifyReport
 
 __version__ = "0.1.0"
 
@@ -43,6 +46,7 @@ _HOMES = {
     "Packing": "varlen.types",
     "Score": "varlen.pack.score",
     "VarlenError": "varlen.errors",
+    "VerifyReport": "varlen.verify.model_report",
     "WindowPacker": "varlen.pack.window",
     "check_batch": "varlen.verify.batch_checks",
     "collate": "varlen.batch.collate",
@@ -50,6 +54,7 @@ _HOMES = {
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
     "score": "varlen.pack.score",
+    "verify": "varlen.verify.api",
 }
 
 __all__ = [
@@ -60,6 +65,7 @@ __all__ = [
     "Packing",
     "Score",
     "VarlenError",
+    "VerifyReport",
     "WindowPacker",
     "check_batch",
     "collate",
@@ -67,6 +73,7 @@ __all__ = [
     "merge_states",
     "pack",
     "score",
+    "verify",
 ]
 
 

@@ -1,99 +1,157 @@
-"""Rows as a data loader hands them to a collator, a mapping each, read column by column."""
+"""Documents as a data loader hands them to a collator, row by row or column by column, read as columns."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.flatten import FlatRow
+from varlen.batch.joined import join
 from varlen.batch.torch import import_torch
 from varlen.errors import DocumentsError, SettingError
 
-Features = Sequence[Mapping[str, Any]]
-"""A batch: for each document its values by name, as lists, numpy arrays or tensors."""
+Features: TypeAlias = Any
+"""A batch: for each document a mapping from names to values, which are lists, numpy arrays or tensors. Or the columns
+themselves, as a data set gives them that is asked for several rows at once: an Arrow table, or a mapping."""
+_EMPTY = "a batch of no documents can't be collated; leave empty batches out of the sampler"
+_NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")
+"""How the names of Arrow's types of numbers begin."""
+Columns: TypeAlias = Mapping[str, Any]
+"""By name: a list with an entry for each document, or an Arrow list array."""
 
 
-def column(features: Features, name: str) -> list[Any] | None:
-    """Return a column of all features, or None where none has it.
+def as_columns(features: Features, needed: Collection[str]) -> Columns:
+    """Return the columns that all documents have.
+
+    Args:
+        features: as a data loader gives them.
+        needed: names of which all documents must have the column, or none.
 
     Raises:
-        DocumentsError: some have it and some don't, so that nobody knows what is meant.
+        DocumentsError: no documents, or a needed column in some of them only, so that nobody knows what is meant.
     """
+    if type(features) is not list:
+        given = _as_table(features)
+        if given is not None:
+            return given
+    if not len(features):
+        raise DocumentsError(_EMPTY)
     try:
-        return [feature[name] for feature in features]
+        columns = {name: [feature[name] for feature in features] for name in features[0]}
     except KeyError:
-        without = [number for number, feature in enumerate(features) if name not in feature]
+        columns = {}
     except (TypeError, IndexError):
         odd = next(feature for feature in features if not hasattr(feature, "keys"))
         raise DocumentsError(
             f"a feature is a mapping from names to values, such as a row of a data set, and one here is a "
             f"{type(odd).__name__}"
         ) from None
-    if len(without) == len(features):
-        return None
-    raise DocumentsError(
-        f"{len(without):,} of {len(features):,} features have no {name!r}, feature {without[0]:,} first; "
-        "give it to all of them, or to none"
-    )
+    # As many names in each, and all of the first's: so the others have no more.
+    if columns and sum(map(len, features)) == len(features) * len(columns):
+        return columns
+    return _of_all(features, needed)
 
 
-def required(features: Features, name: str) -> list[Any]:
-    """Return a column that all features must have.
+def _as_table(features: Any) -> Columns | None:
+    """The columns of an Arrow table or a mapping of columns, or None where it is neither.
 
     Raises:
-        DocumentsError: no features, or none of them has it.
+        DocumentsError: no documents.
     """
-    if not len(features):
-        raise DocumentsError(
-            "a batch of no documents can't be collated; leave empty batches out of the sampler"
-        )
-    found = column(features, name)
-    if found is None:
-        names = ", ".join(map(repr, features[0])) or "no values"
+    if hasattr(features, "schema") and hasattr(features, "column"):
+        columns = {name: _whole(features.column(name)) for name in features.schema.names}
+    elif hasattr(features, "keys"):
+        columns = {name: _whole(features[name]) for name in features.keys()}  # noqa: SIM118 - perhaps no iterator
+    else:
+        return None
+    ids = columns.get("input_ids", ())
+    if hasattr(ids, "__len__") and "input_ids" in columns and not len(ids):
+        raise DocumentsError(_EMPTY)
+    return columns
+
+
+def _whole(column: Any) -> Any:
+    """A column, and one of lists in many chunks, as it comes of rows taken one by one, in one."""
+    is_chunked = hasattr(column, "num_chunks") and hasattr(column.type, "value_type")
+    return column.combine_chunks() if is_chunked else column
+
+
+def _of_all(features: Sequence[Mapping[str, Any]], needed: Collection[str]) -> Columns:
+    """The columns that all have, where some have others too.
+
+    Raises:
+        DocumentsError: a needed one is in some only.
+    """
+    columns = {}
+    for name in {name: None for feature in features for name in feature}:
+        without = [number for number, feature in enumerate(features) if name not in feature]
+        if not without:
+            columns[name] = [feature[name] for feature in features]
+        elif name in needed:
+            raise DocumentsError(
+                f"{len(without):,} of {len(features):,} features have no {name!r}, feature {without[0]:,} first; "
+                "give it to all of them, or to none"
+            )
+    return columns
+
+
+def required(columns: Columns, name: str) -> Any:
+    """Return a column that must be there.
+
+    Raises:
+        DocumentsError: it isn't.
+    """
+    if name not in columns:
+        names = ", ".join(map(repr, columns)) or "no values"
         raise DocumentsError(f"features need {name!r}, the token ids of each document, and hold {names}")
-    return found
+    return columns[name]
 
 
 def columns_to_carry(
-    features: Features, wanted: Collection[str] | None, taken: Collection[str]
-) -> dict[str, list[Any]]:
-    """Return the other columns that travel along, in the order of the first feature.
+    columns: Columns, wanted: Collection[str] | None, taken: Collection[str]
+) -> dict[str, Any]:
+    """Return the other columns that travel along, in their order.
 
     Args:
-        features: at least one.
+        columns: of the batch.
         wanted: names, each of which must be there; None for every column of numbers with one value a token.
         taken: names that aren't looked at.
 
     Raises:
-        DocumentsError: a wanted column isn't in every feature.
+        DocumentsError: a wanted column isn't there.
         SettingError: a wanted column has the name of an array that a batch has anyway.
     """
     if wanted is None:
-        others = [name for name in features[0] if name not in taken]
-        found = {name: values for name in others if (values := _per_token(features, name)) is not None}
-        return found
+        others = {name: values for name, values in columns.items() if name not in taken}
+        return {
+            name: values for name, values in others.items() if _is_per_token(values, columns["input_ids"])
+        }
     clashing = [name for name in wanted if name in taken]
     if clashing:
         raise SettingError(
             f"{', '.join(map(repr, clashing))} can't be carried along: a batch has that anyway"
         )
-    return {name: required(features, name) for name in wanted}
+    return {name: required(columns, name) for name in wanted}
 
 
-def _per_token(features: Features, name: str) -> list[Any] | None:
-    """A column if it holds a number for each token, else None: text, numbers a document, lists of lists."""
-    values: list[Any] = [feature.get(name) for feature in features]
-    for feature, value in zip(features, values):
+def _is_per_token(values: Any, documents: Any) -> bool:
+    """Whether a column holds a number for each token: not text, numbers a document, lists of lists."""
+    if any(isinstance(column, tuple) or hasattr(column, "null_count") for column in (values, documents)):
+        held = getattr(getattr(values, "type", None), "value_type", None)
+        if not isinstance(values, tuple) and (held is None or not str(held).startswith(_NUMBERS)):
+            return False
+        return np.array_equal(join(values, "a column").sizes, join(documents, "input_ids").sizes)
+    for value, document in zip(values, documents):
         if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or getattr(value, "ndim", 1) != 1:
-            return None
-        if len(value) != len(feature["input_ids"]):
-            return None
+            return False
+        if len(value) != len(document):
+            return False
         if len(value) and not hasattr(value, "dtype") and not isinstance(value[0], (int, float)):
-            return None
-    return values
+            return False
+    return True
 
 
 def finish(arrays: Mapping[str, npt.NDArray[Any]], return_tensors: str) -> dict[str, Any]:
@@ -126,11 +184,12 @@ def flash_arguments(row: FlatRow, return_tensors: str) -> dict[str, Any]:
         row: as `flatten` made it.
         return_tensors: "pt" or "np".
     """
-    ends = finish({"cu_seq_lens_q": row.cu_seqlens, "cu_seq_lens_k": row.cu_seqlens}, return_tensors)
-    return {**ends, "max_length_q": row.max_seqlen, "max_length_k": row.max_seqlen}
+    ends: Any = row.cu_seqlens if return_tensors == "np" else import_torch().from_numpy(row.cu_seqlens)
+    longest = row.max_seqlen
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def carried_columns(row: FlatRow, given: Mapping[str, list[Any]]) -> dict[str, npt.NDArray[Any]]:
+def carried_columns(row: FlatRow, given: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of a row with the dtypes that torch gives them: lists of floats become float32.
 
     Args:
@@ -139,7 +198,9 @@ def carried_columns(row: FlatRow, given: Mapping[str, list[Any]]) -> dict[str, n
     """
     return {
         name: values.astype(np.float32)
-        if values.dtype == np.float64 and all(type(value) is list for value in given[name])
+        if values.dtype == np.float64
+        and type(given[name]) is list
+        and all(type(value) is list for value in given[name])
         else values
         for name, values in row.columns.items()
     }

@@ -35,11 +35,6 @@ class Ragged:
     """int64 or int32 `[num_documents + 1]`: document d is `values[offsets[d]:offsets[d + 1]]`."""
 
 
-_WHOLE = frozenset(
-    np.dtype(name).char for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-)
-"""numpy's codes of whole numbers that int64 can hold."""
-
 _FLAT: dict[int, tuple[weakref.ref[Any], Ragged]] = {}
 """Arrow arrays by identity as flat values, until they are let go. They never change, and looking one up is much of
 what a small batch takes; of a fixed-size list, all offsets are made only once."""
@@ -236,74 +231,18 @@ def _from_list(parts: list[Any], name: str) -> Ragged:
         read = read_int_lists(parts, offsets)
         if read is not None:
             return Ragged(read, offsets)
-    arrays = [_as_document(part, index, name) for index, part in enumerate(parts)]
+    arrays = [as_document(part, index, name) for index, part in enumerate(parts)]
     np.cumsum([array.size for array in arrays], out=offsets[1:])
     filled = [array for array in arrays if array.size] or arrays[:1]
     return Ragged(_native(np.concatenate(filled)), offsets)
 
 
-def as_parts(values: Sequence[Any], name: str) -> tuple[Sequence[Any], IntArray]:
-    """Return values of each document, lists of Python numbers as they are and anything else as arrays, and counts.
+def as_document(part: Any, index: int, name: str) -> npt.NDArray[Any]:
+    """Return one document of a list as an array.
 
     Raises:
-        DocumentsError: an entry that isn't one-dimensional.
+        DocumentsError: it can't be read, or hasn't one dimension.
     """
-    kinds = set(map(type, values))
-    parts: Sequence[Any] = values
-    if kinds != {list}:
-        if len(kinds) == 1 and hasattr(values[0], "numpy"):
-            try:  # a tensor's own method takes half of `np.asarray`'s time
-                parts = [part.numpy() for part in values]
-            except (TypeError, RuntimeError) as error:
-                raise DocumentsError(f"{name} can't be read as arrays: {error}") from None
-        parts = [
-            part if type(part) is np.ndarray and part.ndim == 1 else _as_document(part, index, name)
-            for index, part in enumerate(parts)
-        ]
-    return parts, np.fromiter(map(len, parts), np.int64, len(parts))
-
-
-def join_parts(
-    parts: Sequence[Any],
-    counts: IntArray,
-    out: IntArray | None,
-    kept: npt.NDArray[np.bool_] | None,
-    name: str,
-) -> npt.NDArray[Any]:
-    """Lay the parts of `as_parts` end to end.
-
-    Args:
-        parts: lists or arrays.
-        counts: int64 `[documents]`: values of each.
-        out: int64, to write to from its beginning, whole numbers only; None makes an array of their own dtype.
-        kept: `[values]`, which of them to take; None for all.
-        name: what to call them in errors.
-
-    Returns:
-        What was written, or made.
-
-    Raises:
-        DocumentsError: no numbers, or fractions and booleans where whole numbers are wanted.
-    """
-    if out is None or kept is not None or not parts or type(parts[0]) is list:
-        values = _from_list(list(parts), name).values
-        if out is None:
-            return values if kept is None else values[kept]
-        _check_int64(values, name)
-        values = values if kept is None else values[kept]
-        out[: values.size] = values
-        return out[: values.size]
-    if not {part.dtype.char for part in parts} <= _WHOLE:
-        for part in parts:
-            if part.size:
-                _check_int64(part, name)
-    written = out[: int(counts.sum())]
-    np.concatenate(parts, out=written, casting="unsafe")
-    return written
-
-
-def _as_document(part: Any, index: int, name: str) -> npt.NDArray[Any]:
-    """One document of a list as an array."""
     try:
         array = np.asarray(part)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
@@ -321,19 +260,6 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
     """
     if values.dtype.kind not in "iu":
         raise DocumentsError(f"{name} must be whole numbers, got dtype {values.dtype}")
-
-
-def _check_int64(values: npt.NDArray[Any], name: str) -> None:
-    """Require whole numbers that int64 can hold.
-
-    Raises:
-        DocumentsError: they aren't.
-    """
-    check_integers(values, name)
-    if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
-        raise DocumentsError(
-            f"{name} run up to {int(values.max()):,}, outside of int64; these are no token ids"
-        )
 
 
 def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:

@@ -5,6 +5,7 @@ Written to be read. Arguments and results are those of the kernels.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -254,28 +255,39 @@ def plain_batch(
 
 
 def fill_flat_row(
-    offsets: Int64,
+    ids: Values,
+    targets: Values,
+    sizes: Int64,
     separator: int,
     first_position: int,
     pad_id: int,
     padding_segment: int,
-    is_labelled: bool,
+    with_ids: bool,
+    with_labels: bool,
     input_ids: Int64,
     labels: Int64,
     position_ids: Int64,
     owners: Int32,
-) -> None:
-    """Write labels, positions and segments beside the ids that stand there, then the padding."""
-    bounds, width = offsets.tolist(), input_ids.size
-    ends = bounds + list(range(bounds[-1], width, padding_segment))[1:] + [width] * (width > bounds[-1])
-    input_ids[bounds[-1] :] = pad_id
-    if not is_labelled:
-        labels[:] = input_ids
-    labels[bounds[-1] :] = IGNORE
-    for number, (begin, end) in enumerate(zip(ends, ends[1:])):
-        is_padding = begin >= bounds[-1]
-        labels[begin] = IGNORE if is_padding else separator
+    ends: Int32,
+) -> tuple[int, int]:
+    """Write labels, positions, segments and boundaries of documents end to end, then the padding."""
+    done, width = ids.size, input_ids.size
+    lengths = [size for size in sizes.tolist() if size]
+    bounds = [0, *itertools.accumulate(lengths), *range(done + padding_segment, width, padding_segment)]
+    bounds += [width] * (width > done)
+    if with_ids:
+        input_ids[:done] = ids
+    if with_labels:
+        labels[:done] = targets
+    input_ids[done:], labels[done:] = pad_id, IGNORE
+    ends[: len(bounds)] = bounds
+    for number, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        if begin < done:
+            labels[begin] = separator
         if position_ids.size:
-            position_ids[begin:end] = [first_position + (0 if is_padding else i) for i in range(end - begin)]
+            position_ids[begin:end] = [
+                first_position + (i if begin < done else 0) for i in range(end - begin)
+            ]
         if owners.size:
             owners[begin:end] = number
+    return len(bounds) - 1, max(np.diff(bounds).tolist(), default=0)

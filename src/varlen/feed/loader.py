@@ -212,6 +212,11 @@ class PackedLoader:
         self._end = weakref.finalize(self, self._worker.closer())
 
     @property
+    def settings(self) -> LoaderSettings:
+        """What it was asked for."""
+        return self._settings
+
+    @property
     def mode(self) -> str:
         """How the data is fed: "indexed" or "streaming"."""
         return self._opened.mode

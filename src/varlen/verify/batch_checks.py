@@ -14,6 +14,7 @@ from varlen.verify.batch_facts import ModelFacts
 from varlen.verify.batch_isolation import isolation_findings
 from varlen.verify.batch_numbers import agreement_findings, number_findings
 from varlen.verify.batch_reading import GivenBatch, read
+from varlen.verify.batch_recurrent import recurrent_findings
 from varlen.verify.batch_report import BatchReport, Finding
 from varlen.verify.batch_segments import Segments, segments_of
 from varlen.verify.batch_targets import target_findings
@@ -70,7 +71,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
 
 
 def _found(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
-    isolation = list(isolation_findings(given, segments, facts))
+    isolation = [*isolation_findings(given, segments, facts), *recurrent_findings(given, segments, facts)]
     yield from isolation
     yield from number_findings(given, facts)
     yield from agreement_findings(given, segments, facts, {finding.kind for finding in isolation})

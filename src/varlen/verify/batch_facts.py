@@ -28,6 +28,12 @@ class ModelFacts:
     """Whether positions have several rows (M-RoPE), of which only a fourth, in front, tells documents apart."""
     reads_boundaries: bool
     """Whether the family's code names `seq_idx` or cu_seqlens, as hybrids do for their recurrent layers."""
+    drops_boundaries: bool
+    """Whether cu_seqlens and their like get lost on the way through the layers."""
+    recurrent_read: tuple[str, ...]
+    """Arguments from which recurrent and convolving layers learn of boundaries; empty without such layers."""
+    recurrent_in_one_row: bool
+    """Whether those layers take the boundaries of a single row only."""
     learned_positions: bool
     """Whether positions are looked up in a table, so that a shift changes what a document computes."""
     vocabulary: int

@@ -172,11 +172,13 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
     if mask is not None and not mask.all():
         yield from case.lost("attention_mask", _mask_in_words(case), 'del batch["attention_mask"]')
         return
-    if _has_all_four(given):
+    drops = case.facts is not None and case.facts.drops_boundaries
+    if _has_all_four(given) and not drops:
         yield from _by_ends(case)
         return
     positions = given.by_token("position_ids")
-    incomplete = [name for name in (*BOUNDARIES, *LONGEST) if name in given.arrays or name in given.longest]
+    some = [name for name in (*BOUNDARIES, *LONGEST) if name in given.arrays or name in given.longest]
+    incomplete = [] if drops else some
     if positions is None or given.rows > 1 or _loses_text_positions(case):
         if incomplete:
             why = f"{case.who} reads boundaries only if all four are given, and there is {', '.join(incomplete)}"
@@ -184,6 +186,9 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
         elif given.rows > 1:
             why = f"{case.who} looks for boundaries in position_ids of a single row, and there are {given.rows:,}"
             fix = f'{ALL_FOUR} (of the flattened rows), or collate with layout="flat"'
+            if case.facts is not None and case.facts.drops_boundaries:
+                why = f"{case.facts.name} hands cu_seq_lens_q on to no layer, so {why}"
+                fix = 'collate with layout="flat", or model.set_attn_implementation("sdpa")'
             yield from case.lost("packed_rows", why, fix)
         elif positions is None and "position_ids" not in given.arrays:
             yield from case.lost(

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 
 from varlen.adapters.hf import attention
+from varlen.adapters.hf.code import drops_boundaries
 from varlen.adapters.hf.model import (
     check_family,
     implementation,
+    model_type,
     text_config,
     text_decoder,
     unwrap,
     uses_registry,
     vocabulary_size,
 )
+from varlen.adapters.hf.recurrent import BY_ENDS_TOO, TOLD
 from varlen.errors import ModelError
 from varlen.verify.batch_facts import Detector, ModelFacts, MRope
 
@@ -53,6 +56,9 @@ def facts_of(model: Any) -> ModelFacts:
         reads_positions=code.reads_positions,
         mrope=code.mrope,
         reads_boundaries=code.reads_boundaries,
+        drops_boundaries=drops_boundaries(model) is not None,
+        recurrent_read=_recurrent_read(model_type(model)),
+        recurrent_in_one_row=model_type(model) in BY_ENDS_TOO,
         learned_positions=_has_table_of_positions(decoder, limit),
         vocabulary=vocabulary_size(model),
         positions=limit if isinstance(limit, int) and limit > 0 else None,
@@ -67,6 +73,12 @@ def _detector(model: Any, name: str) -> Detector:
     if name == attention.NAME:
         return "varlen"
     return "flash" if "flash" in name and not name.startswith("paged|") else "unknown"
+
+
+def _recurrent_read(family: str) -> tuple[str, ...]:
+    if family not in TOLD:
+        return ()
+    return ("seq_idx", "cu_seq_lens_q") if family in BY_ENDS_TOO else ("seq_idx",)
 
 
 def _refusal(model: Any) -> str | None:

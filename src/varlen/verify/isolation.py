@@ -14,10 +14,11 @@ import torch
 from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.verify.kernels import computed_in
 from varlen.verify.sample import sample_batch
 from varlen.verify.trial import Inputs, Trial, untouched
 
-Verdict = Literal["isolated", "leaks", "refuses", "blind"]
+Verdict = Literal["isolated", "leaks", "coupled", "refuses", "blind"]
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 """How far rounding takes logits from those of a document alone, relative to the largest logit. In float64
@@ -26,6 +27,8 @@ too, because transformers' eager attention and many norms compute in float32 wha
 
 EXPERT_MARGIN = 1000
 """With routed experts, other documents may move by the control's difference over this, and no further."""
+COUPLING_MARGIN = 3
+"""A movement above this many times what rows do to each other without any packing is a leak of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,9 @@ class Movements:
     """How far any document's logits moved when padding was changed; 0.0 without padding."""
     control_difference: float | None = None
     """How far other documents' logits move without boundaries; None where no row holds two documents."""
+    row_coupling: float | None = None
+    """How far a document moved when one in another row of a plain batch, without packing, was changed; None where
+    nothing else moved, so that nobody asked."""
     attention_across: float | None = None
     """Largest attention weight out of a document; None where the attention shows no weights."""
     alone_difference: float = 0.0
@@ -60,7 +66,8 @@ class IsolationReport:
     """What was done to a model, what moved, and what follows from it."""
 
     verdict: Verdict
-    """isolated; leaks; refuses (varlen or the model won't run the batch); blind (a leak would be missed)."""
+    """isolated; leaks; coupled (rows of any batch move each other, packed or not); refuses (varlen or the model won't
+    run the batch); blind (a leak would be missed)."""
     reason: str
     """Why the verdict isn't "isolated"; empty if it is."""
     model: str
@@ -75,6 +82,8 @@ class IsolationReport:
     """Their tokens, padding not counted."""
     arguments: tuple[str, ...] = ()
     """The keyword arguments that the model was given."""
+    computed_in: torch.dtype = torch.float32
+    """The coarsest dtype of the model's matrix products."""
     tolerance: float = 0.0
     """The largest `alone_difference` that counts as rounding."""
     rounding: float = 0.0
@@ -118,15 +127,16 @@ def check_isolation(
     tolerance: float | None = None,
     max_changed: int = 8,
     seed: int = 0,
+    known: IsolationReport | None = None,
 ) -> IsolationReport:
     """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
 
     The model runs in eval mode and without gradients: two forward passes for each document changed, and at
-    most five more. Modes, gradients and random states are afterwards as before.
+    most nine more. Modes, gradients and random states are afterwards as before.
 
     Args:
         model: a transformers model, on any device.
-        batch: the batch to try; None for eight short documents of random tokens. Only documents longer than
+        batch: the batch to try; None for ten short documents of random tokens. Only documents longer than
             the model's window, or chunk, show whether that is counted from the document's start.
         inputs: turns batch and model into the model's keyword arguments, so that another way of calling the
             model can be checked as well.
@@ -134,6 +144,8 @@ def check_isolation(
             value that fits the model's dtype. Isolation itself has none, last bits with experts apart.
         max_changed: change at most this many documents, spread over the batch.
         seed: of the changed tokens, and of the batch where none is given.
+        known: what was found of the same model, attention and batch, called in another way: its control and its dtype
+            are true here as well, and the check then ends with the first document that leaks.
 
     Returns:
         What moved, and the verdict; `report.ok` if documents are isolated.
@@ -166,17 +178,32 @@ def check_isolation(
     with untouched(model):
         try:
             facts["arguments"] = _described(inputs(batch, model))
-            before = trial.logits(batch)
-            moved = _movements(trial, before, max_changed)
+            if known is None:
+                before, dtype = computed_in(lambda: trial.logits(batch))
+                wavering = trial.moved(before, trial.logits(batch), trial.owner >= 0)
+            else:
+                before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
+            moved = _movements(trial, before, max_changed, known)
         except (ModelError, NotImplementedError, ValueError) as error:
             return IsolationReport(verdict="refuses", reason=str(error), **facts)
-    limit = TOLERANCES.get(base.dtype, 1e-4) if tolerance is None else tolerance
+    dtype = dtype or base.dtype
+    limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
-    # their last bits where nothing leaks; a leak would move them about as far as the control does.
-    rounding = (moved.control_difference or 0.0) / EXPERT_MARGIN if hf.has_experts(model) else 0.0
+    # their last bits where nothing leaks; a leak would move them about as far as the control does. In float64
+    # experts run one by one, and nothing moves at all.
+    blurred = hf.has_experts(model) and dtype is not torch.float64
+    rounding = (moved.control_difference or 0.0) / EXPERT_MARGIN if blurred else 0.0
     verdict, reason = judge(moved, limit, rounding)
+    if wavering > rounding:
+        verdict, reason = "blind", f"the same batch gives other logits a second time, by {wavering:.3g}"
     return IsolationReport(
-        verdict=verdict, reason=reason, tolerance=limit, rounding=rounding, movements=moved, **facts
+        verdict=verdict,
+        reason=reason,
+        computed_in=dtype,
+        tolerance=limit,
+        rounding=rounding,
+        movements=moved,
+        **facts,
     )
 
 
@@ -188,6 +215,14 @@ def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Ve
         tolerance: the largest `alone_difference` that counts as rounding.
         rounding: the largest movement of other documents that counts as rounding; 0 where nothing may move.
     """
+    moves = max(moved.largest_difference, moved.padding_difference)
+    coupling = moved.row_coupling or 0.0
+    couples = coupling > rounding and not moved.attention_across
+    if moves > rounding and couples and moves <= coupling * COUPLING_MARGIN:
+        return "coupled", (
+            f"documents move each other by {moves:.3g}, and rows of a batch without packing by {coupling:.3g}: the "
+            "model computes something over its whole batch (expert capacity, scales of quantised activations)"
+        )
     if moved.largest_difference > rounding:
         return "leaks", f"changing one document moved another's logits by {moved.largest_difference:.3g}"
     if moved.padding_difference > rounding:
@@ -224,14 +259,25 @@ def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{name}={describe(value)}" for name, value in arguments.items())
 
 
-def _movements(trial: Trial, before: torch.Tensor, max_changed: int) -> Movements:
+def _movements(
+    trial: Trial, before: torch.Tensor, max_changed: int, known: IsolationReport | None = None
+) -> Movements:
     """Change documents one at a time, padding, and one in the control; compare with documents alone."""
+    control = _control(trial) if known is None else known.movements.control_difference
     chosen = trial.choose(max_changed)
     own, others = [], []
     for document in chosen:
         after = trial.logits(trial.changed(document))
         own.append(trial.moved(before, after, trial.owner == document))
         others.append(trial.moved(before, after, trial.others(document)))
+        if known is not None and others[-1] > (control or 0.0) / EXPERT_MARGIN:
+            return Movements(
+                changed_documents=len(own),
+                own_difference=min(own),
+                largest_difference=others[-1],
+                row_coupling=trial.row_coupling(),
+                control_difference=control,
+            )
     padding = 0.0
     if (trial.owner < 0).any():
         padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
@@ -240,7 +286,8 @@ def _movements(trial: Trial, before: torch.Tensor, max_changed: int) -> Movement
         own_difference=min(own),
         largest_difference=max(others),
         padding_difference=padding,
-        control_difference=_control(trial),
+        row_coupling=trial.row_coupling() if max(*others, padding) > 0 else None,
+        control_difference=control,
         attention_across=trial.attention_across() if hf.implementation(trial.model) == "eager" else None,
         **_against_alone(trial, before, chosen),
     )

@@ -20,6 +20,8 @@ from varlen.adapters.hf.per_document import attend
 from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
 
+FLASH = "flash_attn_varlen_func"
+"""What FlashAttention's package calls the kernel that `flash_attention` stands in for."""
 _OF_FLA = ("delta",)
 """Kernels of flash-linear-attention are told `cu_seqlens`; those of causal-conv1d and mamba-ssm `seq_idx`."""
 

@@ -169,12 +169,16 @@ class Trial:
         return others
 
     def attention_across(self) -> float | None:
-        """Return the largest attention weight from a document's token to another document or to padding."""
+        """Return the largest attention weight from a document to another or to padding; None where none is shown."""
+        owner = self.owner
+        if not hf.accepts(self.model, "output_attentions"):
+            return None
         outputs = self.call(self.inputs(self.batch, self.model), output_attentions=True)
-        weights = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
+        given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
+        # Where keys are compressed or joined by others, columns are no tokens.
+        weights = [w for w in given if w.ndim == 4 and w.shape[-2:] == (owner.shape[1],) * 2]
         if not weights:
             return None
-        owner = self.owner
         across = (owner[:, :, None] != owner[:, None, :]) & (owner >= 0)[:, :, None]
         outside = self.where(across)[:, None]
         return max(float(w.abs().masked_fill(~outside, 0).max()) for w in weights)
@@ -190,6 +194,26 @@ class Trial:
             hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)
         ).logits[0]
         return logits
+
+    def row_coupling(self) -> float:
+        """Return how far a document moves when all others, each just as long and in a row of its own, are changed.
+
+        Where rows move each other without any packing, packing isn't to blame.
+        """
+        rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
+        tokens = self.rng.integers(0, self.vocabulary, (rows, width))
+        # A mean hardly sees other random tokens; it does see rows of one token each.
+        shifted, alike = tokens.copy(), tokens.copy()
+        shifted[1:] = (shifted[1:] + 1) % self.vocabulary
+        alike[1:] = alike[1:, :1]
+        before, *after = (
+            self.call(hf.plain_inputs(torch.as_tensor(ids).to(hf.unwrap(self.model).device), self.model))
+            .logits[0]
+            .double()
+            for ids in (tokens, shifted, alike)
+        )
+        largest = before.abs().max().clamp(min=1e-300)
+        return max(float((each - before).abs().max() / largest) for each in after)
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
         """Return the summed loss of one document's targets, in float64, and how many targets it has.

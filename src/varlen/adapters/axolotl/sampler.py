@@ -193,16 +193,21 @@ class MultipackBatchSampler(BatchSampler):
 
     def _batches(self, steps: Steps, taken: IntArray) -> Batches:
         """Batches of some steps as lists: indices are converted all at once, at a fifth of the time."""
-        packs = taken.reshape(-1, self.batch_size)
-        held = packs[packs >= 0]
+        packs = taken.reshape(-1)
+        is_full = bool((packs >= 0).all())
+        held = packs if is_full else packs[packs >= 0]
         low = int(steps.offsets[held.min()]) if held.size else 0
         high = int(steps.offsets[held.max() + 1]) if held.size else 0
         indices = self._indices[steps.documents[low:high]].tolist()
         begins, ends = ((steps.offsets[packs + more] - low).tolist() for more in (0, 1))
-        return [
-            [indices[begin:end] for pack, begin, end in zip(*batch) if pack >= 0]
-            for batch in zip(packs.tolist(), begins, ends)
-        ]
+        lists = [indices[begin:end] for begin, end in zip(begins, ends)]
+        if self.batch_size == 1 and is_full:
+            return [[pack] for pack in lists]
+        batches = [lists[at : at + self.batch_size] for at in range(0, len(lists), self.batch_size)]
+        if is_full:
+            return batches
+        counts = (taken >= 0).sum(axis=-1).reshape(-1).tolist()  # in a batch, packs come before empty places
+        return [batch[:count] for batch, count in zip(batches, counts)]
 
     def generate_batches(self, set_stats: bool = False) -> Batches:
         """Return all batches of this epoch as a list.

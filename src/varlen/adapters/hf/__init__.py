@@ -6,7 +6,18 @@ try:
     from varlen.adapters.hf.attention import register, use_varlen_attention
     from varlen.adapters.hf.collator import DataCollatorWithFlattening
     from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
-    from varlen.adapters.hf.model import has_experts, implementation, logits_size, unwrap, vocabulary_size
+    from varlen.adapters.hf.model import (
+        accepts,
+        first_position,
+        has_experts,
+        implementation,
+        logits_size,
+        model_type,
+        text_config,
+        unwrap,
+        vocabulary_size,
+    )
+    from varlen.adapters.hf.mrope import mrope_positions
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
@@ -16,13 +27,18 @@ except ModuleNotFoundError as error:
 
 __all__ = [
     "DataCollatorWithFlattening",
+    "accepts",
+    "first_position",
     "has_experts",
     "implementation",
     "inputs_without_boundaries",
     "logits_size",
     "model_inputs",
+    "model_type",
+    "mrope_positions",
     "plain_inputs",
     "register",
+    "text_config",
     "unwrap",
     "use_varlen_attention",
     "vocabulary_size",

@@ -10,9 +10,9 @@ import numpy as np
 
 from varlen.adapters.features import (
     Features,
+    as_columns,
     carried_columns,
     check_form,
-    column,
     columns_to_carry,
     finish,
     flash_arguments,
@@ -27,6 +27,7 @@ _TAKEN = frozenset(
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     ]
 )
+_NEEDED = ("input_ids", "labels", "attention_mask")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class DataCollatorWithFlattening:
     - Where `labels` are in some features only, or not as long as the ids, it raises. There the first feature
       decides for all.
     - Tokens with an `attention_mask` of 0 are left out. There padding is trained on.
+    - A table's worth of documents is taken as a data set gives it in Arrow's form, without a stop in Python.
     - Other columns of numbers with one value a token travel along. There they are lost.
     - An empty batch is a DocumentsError with a sentence, an IndexError there.
 
@@ -87,7 +89,7 @@ class DataCollatorWithFlattening:
 
         Args:
             features: for each document its `input_ids`, perhaps `labels` and `attention_mask`, and other columns;
-                lists, numpy arrays or tensors.
+                lists, numpy arrays or tensors. Or all documents' columns at once, an Arrow table or a mapping.
             return_tensors: "pt" or "np" for this batch.
             separator_id: for this batch.
 
@@ -102,16 +104,17 @@ class DataCollatorWithFlattening:
                 features have or that aren't as long as the ids.
             SettingError: an unknown form of arrays, or a column that can't be carried along.
 
-        Cost: one pass over the tokens; from lists, 4 ns for each int.
+        Cost: one pass over the tokens, and about 0.2 us for each document; from lists, 4 ns for each int.
         """
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
-        documents = required(features, "input_ids")
-        carried = columns_to_carry(features, self.columns, _TAKEN) if len(features[0]) > 1 else {}
+        columns = as_columns(features, _NEEDED if self.columns is None else {*_NEEDED, *self.columns})
+        documents = required(columns, "input_ids")
+        carried = columns_to_carry(columns, self.columns, _TAKEN)
         row = flatten(
             documents,
-            column(features, "labels"),
-            column(features, "attention_mask"),
+            columns.get("labels"),
+            columns.get("attention_mask"),
             carried,
             separator=self.separator_id if separator_id is None else separator_id,
             first_position=self.position_ids_start,
@@ -128,8 +131,8 @@ class DataCollatorWithFlattening:
             arrays["seq_idx"] = row.owners[None]
         if self.shift_labels:
             arrays["shift_labels"] = shifted(row)[None]
-        for name, values in carried_columns(row, carried).items():
-            arrays[name] = values[None]
+        if carried:
+            arrays |= {name: values[None] for name, values in carried_columns(row, carried).items()}
         batch = finish(arrays, form)
         if self.return_flash_attn_kwargs:
             batch |= flash_arguments(row, form)

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 
 from varlen.adapters.hf import attention
+from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
 from varlen.adapters.hf.masks import explicit_masks
 from varlen.adapters.hf.model import (
+    BY_DISTANCE,
     SELECTING,
     accepts,
     check_family,
     check_size,
     first_position,
+    has_experts,
     implementation,
     model_type,
     named_kinds,
@@ -21,14 +24,17 @@ from varlen.adapters.hf.model import (
     unwrap,
     uses_registry,
 )
+from varlen.adapters.hf.mrope import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.adapters.hf.recurrent import TOLD, segment_arguments
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
+OPTIONAL = ("labels", "use_cache")
+"""What keeps no documents apart: without a cache there is none to turn off, and losses can be computed elsewhere."""
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
 
 
-def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which this model treats every document as if it were alone.
 
     Which they are depends on the attention the model is set to (`config._attn_implementation`):
@@ -38,21 +44,29 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
     - "varlen" and FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and no
       mask, which would turn boundaries off.
 
-    In all cases `position_ids` restart at every document, and `use_cache=False`. Labels aren't shifted: the
-    model shifts them, and every document's first label is -100, so no loss crosses a boundary. The loss that
-    the model returns is the mean over this batch's targets; across micro-batches and ranks, multiply it by
-    `batch.num_targets * batch.loss_scale()`.
+    In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and
+    `use_cache=False`. Labels aren't shifted: the model shifts them, and every document's first label is -100, so no
+    loss crosses a boundary. The loss that the model returns is the mean over this batch's targets; across
+    micro-batches and ranks, multiply it by `batch.num_targets * batch.loss_scale()`.
+
+    Vision-language models with M-RoPE (Qwen2-VL and later, GLM-4V, ERNIE 4.5 VL and others) get positions in time,
+    height and width for each document as if it were alone, behind the text positions, from which transformers reads
+    boundaries.
 
     Args:
         batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
         model: a decoder-only transformers model, bare or in DDP, FSDP, PEFT or `torch.compile`.
+        media: for such models, what the processor made of the images and videos of each document of the data set,
+            by its number: `{"pixel_values": ..., "image_grid_thw": ...}`; None or nothing for documents of text.
 
     Returns:
         `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
-        `shift_labels` where the batch has them.
+        `shift_labels` where the batch has them; `labels` and `use_cache` where the model takes them. With M-RoPE
+        `position_ids` are `[4, rows, width]`, and the arrays of all images come along, in the order of the documents
+        in the batch.
 
     Raises:
-        DocumentsError: not a PackedBatch.
+        DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
         ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
             and encoder-decoder models, unknown attention functions), or it has too few positions or too
             small a vocabulary.
@@ -63,17 +77,22 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
         )
     check_size(batch, model)
-    inputs = _arguments(batch, model)
+    inputs = _arguments(batch, model) | _of_vision(batch, model, media)
     if "cu_seq_lens_q" in inputs and not uses_registry(model):
         raise ModelError(
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
+    if model_type(model) in BY_DISTANCE:
+        _check_width(batch, model)
+        del inputs["position_ids"]
+    _check_code(batch, model, inputs)
     if "attention_mask" not in inputs and SELECTING in named_kinds(text_config(model)):
         raise ModelError(
             f"{type(unwrap(model)).__name__} selects by a mask which tokens are attended to, and "
             f'"{implementation(model)}" takes none; use model.set_attn_implementation("sdpa"), or "eager"'
         )
+    inputs = {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
@@ -81,6 +100,78 @@ def model_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
             "kept apart; give it one document a row (padded)"
         )
     return inputs
+
+
+def _check_width(batch: PackedBatch, model: Any) -> None:
+    """Refuse rows wider than a model's table of distances.
+
+    Raises:
+        ModelError: names the limit.
+    """
+    limit, width = getattr(text_config(model), BY_DISTANCE[model_type(model)]), batch.input_ids.shape[1]
+    if width > limit:
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} weighs distances of up to {limit:,} tokens, and the batch's rows have "
+            f'{width:,}; pack with capacity at most {limit:,} and collate with layout="rows"'
+        )
+
+
+def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a model whose own code loses what it is told on the way to attention.
+
+    Raises:
+        ModelError: names the layer, and what to use instead.
+    """
+    name, kind = type(unwrap(model)).__name__, implementation(model)
+    if kind == "flex_attention" and drops_block_masks(model):
+        raise ModelError(
+            f"{name} makes its masks over and drops those of FlexAttention; use "
+            'model.set_attn_implementation("sdpa"), or "eager"'
+        )
+    if (
+        "attention_mask" in inputs
+        and has_experts(model)
+        and getattr(text_config(model), "output_router_logits", False)
+    ):
+        raise ModelError(
+            f"{name} adds its router's loss (config.output_router_logits), for which it reads the attention_mask as "
+            "one of padding; use varlen.adapters.hf.use_varlen_attention(model) or FlashAttention, which take no mask"
+        )
+    layer = drops_boundaries(model) if "attention_mask" not in inputs else None
+    # FlashAttention then looks at the positions, which do reach it, of a batch of one row.
+    if layer and (kind == attention.NAME or len(batch.input_ids) > 1):
+        flat = "" if kind == attention.NAME else ', or collate with layout="flat"'
+        raise ModelError(
+            f"{name} doesn't hand boundaries on to attention ({layer} drops its keyword arguments); use "
+            f'model.set_attn_implementation("sdpa"){flat}'
+        )
+
+
+def _of_vision(batch: PackedBatch, model: Any, media: Media | None) -> dict[str, Any]:
+    """Return the positions of a model with M-RoPE, and the images.
+
+    Raises:
+        ModelError: images for another model, or a vision part that would be told the boundaries of the text.
+    """
+    base, device = unwrap(model), _input_device(model)
+    if not reads_text_positions(model):
+        if media:
+            raise ModelError(
+                f"{type(base).__name__} doesn't number tokens in time, height and width (M-RoPE), and only with "
+                "such models can documents with images be packed; give it one document a row"
+            )
+        return {}
+    inputs: dict[str, Any] = {"position_ids": mrope_positions(batch, model, media)}
+    if media is not None:
+        inputs |= media_arguments(batch, model, media)
+    vision = getattr(getattr(base.config, "vision_config", None), "_attn_implementation", None) or "eager"
+    if len(inputs) > 1 and vision not in MASK_FORMS and _takes_boundaries(implementation(model)):
+        raise ModelError(
+            f'the vision part of {type(base).__name__} is set to "{vision}" as well, and would be told the text\'s '
+            f'boundaries; use model.set_attn_implementation({{"text_config": "{implementation(model)}", '
+            '"vision_config": "sdpa"})'
+        )
+    return {name: value if device is None else value.to(device) for name, value in inputs.items()}
 
 
 def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
@@ -106,7 +197,9 @@ def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
         check_family(model)
     except ModelError:
         return plain_inputs(tensors.input_ids, model)
-    inputs = _arguments(erased, model) | {"position_ids": tensors.position_ids}
+    inputs = _arguments(erased, model)
+    if not drops_boundaries(model):  # where boundaries are read from positions, those must run on as well
+        inputs["position_ids"] = tensors.position_ids + first_position(model)
     return {name: value for name, value in inputs.items() if accepts(model, name)}
 
 
@@ -129,7 +222,7 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         rows, width = input_ids.shape
         ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
         inputs |= _boundary_arguments(ends, width)
-    return inputs
+    return {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
 
 
 def _input_device(model: Any) -> torch.device | None:

@@ -17,6 +17,9 @@ SELECTING = "indexed_attention"
 """Layers in which every token selects the tokens it attends to, among those that a mask leaves it."""
 MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SELECTING)
 """Kinds of layers (transformers' `config.layer_types`) whose documents an attention mask keeps apart."""
+BY_DISTANCE = {"mpt": "max_seq_len"}
+"""Families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in its row;
+each with the setting that bounds how wide a row may be."""
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 """Modules that aren't called where there is no encoder."""
 

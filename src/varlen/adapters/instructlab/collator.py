@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.features import Features, check_form, column, finish, flash_arguments, required
+from varlen.adapters.features import Features, as_columns, check_form, finish, flash_arguments, required
 from varlen.batch.flatten import FlatRow, flatten
+
+_NEEDED = ("input_ids", "labels", "attention_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +72,11 @@ class PaddingFreeCollator:
         """
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
+        columns = as_columns(minibatch, _NEEDED)
         row = flatten(
-            required(minibatch, "input_ids"),
-            column(minibatch, "labels"),
-            column(minibatch, "attention_mask"),
+            required(columns, "input_ids"),
+            columns.get("labels"),
+            columns.get("attention_mask"),
             owners=False,
         )
         arrays = {"input_ids": row.input_ids, "labels": row.labels, "position_ids": row.position_ids}

@@ -114,9 +114,9 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
         """
         del set_stats
         steps = self.steps
-        indices, offsets = self._indices[steps.documents], steps.offsets
-        begins = [0 if pack < 0 else int(offsets[pack]) for pack in steps.packs[:, self.rank, 0].tolist()]
-        ends = [0 if pack < 0 else int(offsets[pack + 1]) for pack in steps.packs[:, self.rank, 0].tolist()]
+        indices, packs = self._indices[steps.documents], steps.packs[:, self.rank, 0]
+        # Pack -1, an empty batch, begins where the last pack ends and ends where the first begins: an empty slice.
+        begins, ends = (steps.offsets[packs + more].tolist() for more in (0, 1))
         return [indices[begin:end] for begin, end in zip(begins, ends)]
 
     def __iter__(self) -> Iterator[IntArray]:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from varlen.adapters.features import (
     Features,
+    as_columns,
     carried_columns,
-    column,
     columns_to_carry,
     finish,
     flash_arguments,
@@ -26,6 +26,7 @@ _TAKEN = frozenset(
     ]
 )
 _MASKS = ("completion_mask", "assistant_masks")
+_NEEDED = ("input_ids", "labels", "attention_mask", "seq_lengths", *_MASKS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class DataCollatorForLanguageModeling:
 
         Args:
             examples: for each row its `input_ids`, and perhaps `labels`, `seq_lengths` of its documents,
-                `attention_mask`, and other columns; lists, numpy arrays or tensors.
+                `attention_mask`, and other columns; lists, numpy arrays or tensors. Or all rows' columns at once, an
+                Arrow table or a mapping.
 
         Returns:
             `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32
@@ -93,20 +95,21 @@ class DataCollatorForLanguageModeling:
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """
-        documents, labels = required(examples, "input_ids"), column(examples, "labels")
-        masks = [name for name in _MASKS if name in examples[0]]
+        columns = as_columns(examples, {*_NEEDED, *(self.columns or ())})
+        documents, labels = required(columns, "input_ids"), columns.get("labels")
+        masks = [name for name in _MASKS if name in columns]
         if masks and labels is None:
             raise DocumentsError(
                 f"rows have {masks[0]!r} and no 'labels', and would be trained on as a whole; give them labels, -100 "
                 "where nothing is to be learned"
             )
-        carried = columns_to_carry(examples, self.columns, {*_TAKEN, *_MASKS})
+        carried = columns_to_carry(columns, self.columns, {*_TAKEN, *_MASKS})
         row = flatten(
             documents,
             labels,
-            column(examples, "attention_mask"),
+            columns.get("attention_mask"),
             carried,
-            lengths=column(examples, "seq_lengths"),
+            lengths=columns.get("seq_lengths"),
             pad_id=self.pad_token_id,
             pad_to_multiple_of=self.pad_to_multiple_of or 1,
             column_pads={name: pad for name, pad in self.column_pads.items() if name in carried},

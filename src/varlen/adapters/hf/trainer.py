@@ -1,0 +1,371 @@
+"""PackedTrainer: transformers' Trainer with a PackedLoader under it, which nobody shards, collates or replays.
+
+A loader already deals its packs to the ranks and goes to any place by itself. So it is handed to the Trainer as it
+is, instead of through Accelerate, which would share each rank's batches out among the ranks once more. The loss of a
+step is divided by its targets over all ranks, which the loader knows, so ranks need not be asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from varlen.adapters.hf.inputs import model_inputs
+from varlen.adapters.hf.model import check_family, text_config
+from varlen.adapters.hf.place import LoaderBatches, LoaderPlace, go_to_checkpoint
+from varlen.batch.packed import PackedBatch
+from varlen.errors import SettingError, StateError, UnknownLengthError
+from varlen.feed.loader import PackedLoader
+
+Weighting = Literal["token", "document", "longalign"]
+PACKED = "packed"
+WEIGHTS = "loss_weights"
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _BeforeTrainer
+else:
+    _BeforeTrainer = object
+
+
+class PackedTraining(_BeforeTrainer):
+    """What puts a PackedLoader under a Trainer; stands before the Trainer's class among the bases.
+
+    ::
+
+        class MyPackedTrainer(PackedTraining, MyTrainer):
+            pass
+
+    Args:
+        args: as the Trainer takes them.
+        train_loader: made for this rank, with as many batches a step (`train_loader.micro_batches`) as
+            `gradient_accumulation_steps`. Its `epochs` are those of the run, unless `max_steps` or fewer
+            `num_train_epochs` end it sooner.
+        loss_weighting: "token" for the mean over the targets of a step on all ranks; "document" for the mean over
+            documents of each one's mean, "longalign" for that within batches, as `PackedBatch.loss_weights` says.
+        rest: as the Trainer takes it; a `data_collator` is for evaluation only.
+
+    Raises:
+        SettingError: settings of the Trainer and of the loader that contradict each other.
+        ModelError: a model whose documents no argument keeps apart.
+    """
+
+    def __init__(
+        self, *args: Any, train_loader: PackedLoader, loss_weighting: Weighting = "token", **rest: Any
+    ) -> None:
+        super().__init__(*args, **rest)
+        self.train_loader = train_loader
+        self.loss_weighting = loss_weighting
+        self._resumed_at = 0
+        self._batches: LoaderBatches | None = None
+        check_settings(self)
+        check_family(self.model)
+        self._weighs = loss_weighting != "token" or not self.model_accepts_loss_kwargs
+        if self._weighs:
+            check_own_loss(self)
+            self.loss_is_scaled_for_ga = True
+        self.add_callback(LoaderPlace())
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **rest: Any) -> Any:
+        """Train, as the Trainer does, after taking the loader to the place of the checkpoint.
+
+        Args:
+            resume_from_checkpoint: a folder, or True for the newest in `output_dir`. With `ignore_data_skip` the
+                loader stays where it is.
+            args: as the Trainer takes them.
+            rest: as the Trainer takes it.
+
+        Raises:
+            StateError: the checkpoint has no place, or that of other data or settings.
+        """
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call]
+        self._resumed_at = 0
+        if folder:
+            self._resumed_at = go_to_checkpoint(
+                self.train_loader, folder, with_data=not self.args.ignore_data_skip
+            )
+        return super().train(resume_from_checkpoint, *args, **rest)
+
+    def get_train_dataloader(self) -> DataLoader[PackedBatch | None]:
+        """Return the loader's batches, as they are: neither sharded nor collated.
+
+        Raises:
+            SettingError: the loader has nothing left.
+            StateError: it stands within a step.
+        """
+        place = self.train_loader.state_dict()
+        if place["micro_batch"]:
+            raise StateError(
+                f"the loader has given {place['micro_batch']:,} of {self.train_loader.micro_batches:,} batches of "
+                f"step {place['step']:,}, and a Trainer begins with a step; call train_loader.seek({place['step']})"
+            )
+        steps, an_epoch = self._num_steps(), None
+        if steps == 0:
+            raise SettingError(
+                "the loader has given all its batches; train_loader.seek(0) begins anew, and so does a new one"
+            )
+        if steps is not None:
+            an_epoch = -(-steps // (self.train_loader.settings.epochs or 1))
+        drawn = 0 if self.args.ignore_data_skip else self._resumed_at % (an_epoch or self.args.max_steps or 1)
+        accumulated = self.args.gradient_accumulation_steps
+        length = None if an_epoch is None else an_epoch * accumulated
+        self._batches = LoaderBatches(self.train_loader, length, drawn * accumulated)
+        return DataLoader(self._batches, batch_size=None)
+
+    def _num_steps(self) -> int | None:
+        """Count the updates of the whole run, those before the checkpoint included; None where nobody knows."""
+        loader = self.train_loader
+        try:
+            whole = len(loader) // loader.micro_batches
+        except UnknownLengthError:
+            return None
+        return self._resumed_at + whole - loader.step
+
+    def set_initial_training_values(self, *args: Any, **rest: Any) -> Any:
+        """Return the Trainer's numbers of epochs, steps and examples, with no more steps than there are.
+
+        Args:
+            args: as the Trainer passes them.
+            rest: as the Trainer passes it.
+
+        Raises:
+            SettingError: `max_steps` wants more than there are.
+        """
+        values, steps = super().set_initial_training_values(*args, **rest), self._num_steps()
+        if steps is None:
+            return values
+        if self.args.max_steps > steps:
+            raise SettingError(
+                f"max_steps={self.args.max_steps:,}, but the loader has {steps:,} steps; pass at most so many, or a "
+                "larger epochs= (None for no end) to the loader"
+            )
+        return *values[:-1], min(values[-1], steps)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[PackedBatch | None], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
+        """Return the batches of a step, and what its losses are divided by: over all of them and all ranks.
+
+        Args:
+            epoch_iterator: over the loader's batches.
+            num_batches: of a step.
+            device: where the number is wanted.
+        """
+        assert self._batches is not None
+        self._batches.begin_step(self.state.global_step)
+        drawn = (batch for batch in epoch_iterator if batch is not None)
+        batches = [batch.to_torch() for batch in islice(drawn, num_batches)]
+        if not batches:
+            return [], None
+        made = [
+            {
+                "input_ids": batch.input_ids,
+                "labels": batch.labels,
+                "attention_mask": batch.segment_ids >= 0,  # for counting tokens; the model gets another
+                PACKED: batch,
+            }
+            for batch in batches
+        ]
+        if not self._weighs or self.loss_weighting == "token":
+            return made, torch.tensor(batches[0].step_num_targets, device=device)
+        for inputs, batch in zip(made, batches):
+            inputs[WEIGHTS] = batch.loss_weights(self.loss_weighting)
+        mine = torch.stack([inputs[WEIGHTS].sum(dtype=torch.float64) for inputs in made]).sum()
+        return made, self.accelerator.reduce(mine.to(device), "sum") / self.get_tp_size()
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> torch.Tensor:
+        """Compute one batch's loss and gradients, after making the arguments that this model wants.
+
+        Args:
+            model: as the Trainer has wrapped it.
+            inputs: of `get_batch_samples`.
+            args: as the Trainer passes them.
+            rest: as the Trainer passes it.
+        """
+        batch: PackedBatch = inputs[PACKED]
+        wanted = model_inputs(batch, self.model)
+        if self._weighs:
+            wanted[WEIGHTS] = inputs.get(WEIGHTS, batch.loss_weights("token"))
+        loss: torch.Tensor = super().training_step(model, wanted, *args, **rest)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:
+        """Return a batch's share of the loss: the Trainer's own, unless targets are to be weighed.
+
+        Args:
+            model: as the Trainer has wrapped it.
+            inputs: keyword arguments of the model, perhaps with weights.
+            args: as the Trainer passes them.
+            rest: as the Trainer passes it, `num_items_in_batch` among it.
+        """
+        if WEIGHTS not in inputs:
+            return super().compute_loss(model, inputs, *args, **rest)
+        ours = (WEIGHTS, "labels", "shift_labels")
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ours})
+        total = weighted_sum(outputs.logits, inputs["labels"], inputs[WEIGHTS])
+        # DDP and FSDP divide by the number of ranks.
+        replicas = self.accelerator.num_processes // self.get_tp_size()
+        return (total * replicas / rest["num_items_in_batch"]).to(total.dtype)
+
+
+class PackedTrainer(PackedTraining, Trainer):
+    """transformers' Trainer, fed by a loader.
+
+    ::
+
+        loader = loader_for(args, "store", capacity=4096)
+        trainer = PackedTrainer(model=model, args=args, train_loader=loader)
+        trainer.train(resume_from_checkpoint=True)
+    """
+
+
+def loader_for(
+    args: Any, source: Any, tokenizer: Any = None, *, capacity: int, **settings: Any
+) -> PackedLoader:
+    """Return a loader with the settings that TrainingArguments say in their own words.
+
+    `per_device_train_batch_size` counts packs. A step holds so many for each of `gradient_accumulation_steps` and of
+    the processes; `num_train_epochs` and `max_steps` say when the data ends, and `data_seed` or `seed` how it is
+    shuffled.
+
+    Args:
+        args: TrainingArguments, or those of another trainer.
+        source: as of `vl.PackedLoader`.
+        tokenizer: as of `vl.PackedLoader`.
+        capacity: tokens of a pack.
+        settings: others of `vl.PackedLoader`, which come before those of `args`. With tensor parallelism pass
+            `dp_rank`, `dp_world_size` and `global_batch_size`; on another number of ranks than a run began with, the
+            `global_batch_size` that it began with.
+
+    Raises:
+        SettingError: as of `vl.PackedLoader`.
+    """
+    a_batch, batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    said = {
+        "micro_batch_size": a_batch,
+        "global_batch_size": a_batch * batches * args.world_size,
+        "dp_rank": args.process_index,
+        "dp_world_size": args.world_size,
+        "epochs": None if args.max_steps > 0 else math.ceil(args.num_train_epochs),
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "ring_slots": 2 * batches + 2,  # the batches of a step are held, and those of the one before
+    }
+    return PackedLoader(source, tokenizer, capacity=capacity, **{**said, **settings})
+
+
+def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sum over targets of weight times loss, in float32 at least.
+
+    Args:
+        logits: `[rows, width, vocabulary]`.
+        labels: int64 `[rows, width]`, not shifted; -100 for no target.
+        weights: `[rows, width]`, at the places of the labels.
+    """
+    wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
+    return (losses * weights[:, 1:].flatten().to(losses.dtype)).sum()
+
+
+def check_settings(trainer: PackedTraining) -> None:
+    """Refuse a Trainer and a loader whose settings contradict each other.
+
+    Args:
+        trainer: with its `train_loader`.
+
+    Raises:
+        SettingError: names both settings.
+    """
+    args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
+    if not isinstance(loader, PackedLoader):
+        raise SettingError(f"train_loader must be a PackedLoader, got {type(loader).__name__}")
+    if weighting not in get_args(Weighting):
+        raise SettingError(
+            f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
+        )
+    _check_ranks(trainer, loader)
+    if args.gradient_accumulation_steps != loader.micro_batches:
+        raise SettingError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps:,}, but the loader gives each rank "
+            f"{loader.micro_batches:,} batches a step; pass gradient_accumulation_steps={loader.micro_batches}, or "
+            "another micro_batch_size to the loader"
+        )
+    epochs = loader.settings.epochs
+    if args.max_steps <= 0 and epochs is not None and args.num_train_epochs > epochs:
+        raise SettingError(
+            f"num_train_epochs={args.num_train_epochs:g}, but the loader ends after epochs={epochs:,}; pass "
+            f"num_train_epochs={epochs}, or epochs={math.ceil(args.num_train_epochs)} to the loader"
+        )
+    if args.auto_find_batch_size:
+        raise SettingError(
+            "auto_find_batch_size=True makes batches smaller where memory ends, but the loader's are made already; "
+            "leave it out, and pass a smaller capacity to the loader"
+        )
+
+
+def _check_ranks(trainer: PackedTraining, loader: PackedLoader) -> None:
+    """Require that the loader deals to the ranks that there are.
+
+    Raises:
+        SettingError: it doesn't, or a batch would be cut among processes.
+    """
+    args, (rank, world) = trainer.args, loader.settings.ranks
+    if trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        raise SettingError(
+            "context and sequence parallelism cut the rows of a batch, which transformers does without regard to "
+            "documents; use data and tensor parallelism"
+        )
+    if args.n_gpu > 1:
+        raise SettingError(
+            f"one process drives {args.n_gpu} GPUs, which cuts batches without regard to documents; launch one "
+            "process each by torchrun, or show one by CUDA_VISIBLE_DEVICES"
+        )
+    tensor_ranks = trainer.get_tp_size()
+    replicas = trainer.accelerator.num_processes // tensor_ranks
+    wrong_rank = tensor_ranks == 1 and rank != trainer.accelerator.process_index
+    if world != replicas or wrong_rank:
+        raise SettingError(
+            f"the loader is that of rank {rank:,} of {world:,}, but this is process "
+            f"{trainer.accelerator.process_index:,} of {trainer.accelerator.num_processes:,} ({replicas:,} with "
+            "different data), so documents would be trained on twice or never; pass dp_rank and dp_world_size of "
+            "this process to the loader"
+        )
+    if replicas > 1 and not args.average_tokens_across_devices:
+        raise SettingError(
+            "average_tokens_across_devices=False gives every rank's mean the same weight, however many targets it "
+            "has; leave it True"
+        )
+
+
+def check_own_loss(trainer: PackedTraining) -> None:
+    """Refuse what the weighted loss doesn't compute.
+
+    Args:
+        trainer: that weighs targets.
+
+    Raises:
+        SettingError: names it.
+    """
+    for name, asked in (
+        ("label_smoothing_factor", trainer.label_smoother is not None),
+        ("compute_loss_func", trainer.compute_loss_func is not None),
+        ("output_router_logits", getattr(text_config(trainer.model), "output_router_logits", False)),
+    ):
+        if asked:
+            raise SettingError(
+                f"{name} changes the loss, and so does loss_weighting={trainer.loss_weighting!r} (or a model that "
+                "takes no num_items_in_batch); leave one of them out"
+            )
+    if not trainer.model_accepts_loss_kwargs and not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        raise SettingError(
+            f"{type(trainer.model).__name__} takes no num_items_in_batch, and this transformers would divide its "
+            "loss once more; install transformers 5.19 or later"
+        )

@@ -1,0 +1,160 @@
+"""`varlen verify`: does a model keep packed documents apart, with which attention, and called how."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from varlen.cli.extras import require_training
+from varlen.cli.options import OUTPUT
+
+CHECKING = "Checking"
+_COLOURS = {
+    "isolated": "green",
+    "leaks": "bold red",
+    "coupled": "yellow",
+    "refuses": "cyan",
+    "not run": "dim",
+}
+NOT_ISOLATED = 1
+
+
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A family, such as [bold]llama[/] (tiny, with random weights); or a folder with config.json.",
+            show_default=False,
+        ),
+    ],
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="eager, sdpa, flex_attention, varlen, flash_attention_2 or _3; repeatable.  "
+            "[dim]\\[default: all of this machine][/]",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="rows or flat; repeatable.  [dim]\\[default: both][/]",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="float64, float32, bfloat16 or float16.  [dim]\\[default: the folder's own, else float32][/]",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Such as cuda.  [dim]\\[default: cpu][/]",
+            rich_help_panel=CHECKING,
+        ),
+    ] = None,
+    no_calls: Annotated[
+        bool,
+        typer.Option(
+            "--no-calls", help="Don't try the ways in which others call the model.", rich_help_panel=CHECKING
+        ),
+    ] = False,
+    no_gradients: Annotated[
+        bool, typer.Option("--no-gradients", help="Don't compare gradients.", rich_help_panel=CHECKING)
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the tokens.", rich_help_panel=CHECKING)] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a report with pictures there, as HTML.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Show whether a model keeps packed documents apart, with which attention, and called how.
+
+    Changes one document of a packed batch at a time, and requires that no other document's logits move by one bit,
+    and that logits, loss and gradients are those of each document alone. The same without boundaries must be seen,
+    so that a blind check can't pass. Nothing is downloaded, and no code of a checkpoint is run. The exit code is 0
+    where documents are isolated, and 1 where they leak, are coupled, or nothing could be run.
+
+    [bold]Example:[/]  varlen verify qwen3 -o report.html
+    """
+    require_training("verify")
+    from varlen.report.page import check_writable, write_page
+    from varlen.verify.api import verify as run
+
+    if output is not None:
+        check_writable(output)
+    settings: dict[str, Any] = {
+        "backends": backend or None,
+        "calls": not no_calls,
+        "gradients": not no_gradients,
+    }
+    if layout:
+        settings["layouts"] = layout
+    report = run(model, dtype=_dtype(dtype), device=device, seed=seed, **settings)
+    if output is not None:
+        from varlen.verify.model_page import model_page
+
+        write_page(output, model_page(report))
+    if as_json:
+        json.dump(report.to_json(), sys.stdout, indent=1)
+        print()
+    else:
+        _print(str(report), output)
+    _end(report.ok)
+
+
+def _end(is_isolated: bool) -> None:
+    """End with an exit code that a script can act on."""
+    if not is_isolated:
+        raise typer.Exit(NOT_ISOLATED)
+
+
+def _dtype(name: str | None) -> Any:
+    """Return torch's dtype of a name.
+
+    Raises:
+        SettingError: no such dtype.
+    """
+    import torch
+
+    from varlen.errors import SettingError
+
+    known = ("float64", "float32", "bfloat16", "float16")
+    if name is not None and name not in known:
+        raise SettingError(f"--dtype must be one of {', '.join(known)}; got {name!r}")
+    return None if name is None else getattr(torch, name)
+
+
+def _print(text: str, output: Path | None) -> None:
+    """Print a report, verdicts in colour."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    shown = Text(text)
+    for word, colour in _COLOURS.items():
+        shown.highlight_words([word], colour)
+    console.print(shown)
+    told = "-o report.html shows this in pictures." if output is None else f"{output} shows this in pictures."
+    console.print(f"\n{told}", markup=False)

@@ -1,0 +1,353 @@
+"""verify: try a model on packed documents, with every backend, layout and way of calling it, and say what leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, get_args
+
+import torch
+
+from varlen.adapters import hf
+from varlen.adapters.hf.recurrent import TOLD
+from varlen.batch.packed import Layout, PackedBatch
+from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.verify import stand_in
+from varlen.verify.attention import AttentionPicture, attention_picture
+from varlen.verify.backends import attending, backends_for, first_sentence
+from varlen.verify.batch_checks import check_batch
+from varlen.verify.batch_isolation import WITH_MODEL_INPUTS
+from varlen.verify.calls import CALLS, Call
+from varlen.verify.gradients import gradient_parity
+from varlen.verify.isolation import IsolationReport, check_isolation
+from varlen.verify.kernels import kernels_of
+from varlen.verify.loading import LoadedModel, load_model
+from varlen.verify.model_report import CallCell, Cell, ModelVerdict, VerifyReport
+from varlen.verify.own_loss import own_loss
+from varlen.verify.sample import CAPACITY, sample_batch
+from varlen.verify.trial import Trial, untouched
+
+_WIDEST_WINDOW = 256
+"""Tokens; rows are made long enough for windows up to this one to matter."""
+_CHANGED, _CHANGED_BY_CALL = 16, 2
+"""At most so many documents are changed, one at a time, in a cell."""
+
+
+def verify(
+    model: Any,
+    *,
+    backends: Sequence[str] | None = None,
+    layouts: Sequence[Layout] = ("rows", "flat"),
+    batch: PackedBatch | None = None,
+    calls: bool = True,
+    gradients: bool = True,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """Find out whether a model keeps packed documents apart, with which attention, and called how.
+
+    For each attention backend and layout, with the arguments of `varlen.adapters.hf.model_inputs`: one document's
+    tokens are changed, and every other document's logits must stay the same to the bit; logits, loss and gradients
+    must be those of each document alone; the same change without boundaries must be seen, so that a blind check
+    can't pass; eager attention's weights across documents must be exactly 0; the kernels that ran are named. Then
+    the model is called in the ways that other collators call it.
+
+    Args:
+        model: a family's name, such as "llama" (a tiny model with random weights); a checkpoint folder; a
+            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was.
+        backends: of "eager", "sdpa", "flex_attention", "varlen", "flash_attention_2" and "flash_attention_3"; None
+            for all of this device. Where a kernel needs a GPU, plain PyTorch stands in for it behind transformers'
+            own dispatch, and the cell says so.
+        layouts: of "rows" and "flat".
+        batch: documents to try, instead of ten short ones of random tokens; it then decides the layout.
+        calls: whether to try other ways of calling the model too.
+        gradients: whether to compare gradients; it takes memory for them twice.
+        tokenizer: refused if it has ids that the model doesn't embed; None for a folder's own.
+        dtype: of weights that are made or loaded.
+        device: for the model, where verify makes or loads it; a live one stays where it is.
+        seed: of the tokens.
+
+    Returns:
+        A report with a cell for every backend and layout, none of them silent: isolated, leaks, coupled (something
+        is computed over the whole batch, such as a router's loss), refuses, or not run, and why.
+        `print(report)` shows it all; `report.ok` if nothing leaks or is coupled.
+
+    Raises:
+        ModelError: no such family or folder, a model that needs code of its own, a tokenizer that doesn't fit, or
+            something that isn't a transformers model.
+        SettingError: backends or layouts that there are not.
+        DocumentsError: `batch` isn't a PackedBatch.
+
+    Cost: some 60 forward passes of a hundred tokens for each backend and layout; seconds for a tiny model.
+
+    >>> import varlen as vl
+    >>> report = vl.verify("llama", backends=["eager"], layouts=["rows"], calls=False)
+    >>> report.verdict, report.cell("eager").kernels
+    ('isolated', (('softmax', 2),))
+    """
+    layouts = _checked_layouts(layouts, batch)
+    if seed < 0:
+        raise SettingError(f"seed must be at least 0, got {seed}")
+    loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    model = loaded.model
+    names = backends_for(model, backends)
+    batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}
+    models = {name: _with_attention(loaded, name) for name in names}
+    cells = [
+        _cell(models[name], name, batches[layout], gradients, seed) for name in names for layout in layouts
+    ]
+    base = hf.unwrap(model)
+    return VerifyReport(
+        model=type(base).__name__,
+        family=hf.model_type(model),
+        weights=sum(weight.numel() for weight in base.parameters()),
+        dtype=str(base.dtype).removeprefix("torch."),
+        device=str(base.device),
+        versions=_versions(),
+        notes=(*loaded.notes, *_notes(model, batches)),
+        cells=tuple(cells),
+        calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
+        attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
+    )
+
+
+def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
+    """Return the layouts to try.
+
+    Raises:
+        SettingError: none, or one that there isn't.
+        DocumentsError: a batch that is no PackedBatch.
+    """
+    if batch is not None:
+        if not isinstance(batch, PackedBatch):
+            raise DocumentsError(
+                f"batch must be a PackedBatch, as vl.collate returns it; got {type(batch).__name__}"
+            )
+        return (batch.layout,)
+    chosen: tuple[Any, ...] = (
+        (layouts,) if isinstance(layouts, str) or not isinstance(layouts, Sequence) else (*layouts,)
+    )
+    if (
+        not chosen
+        or len(set(chosen)) != len(chosen)
+        or any(layout not in get_args(Layout) for layout in chosen)
+    ):
+        known = ", ".join(get_args(Layout))
+        raise SettingError(f"layouts must be one or more of {known}, each once; got {layouts!r}")
+    return chosen
+
+
+def _batch(model: Any, layout: Layout, seed: int) -> PackedBatch:
+    """Return documents that are longer than the model's windows, and no longer than its positions."""
+    capacity = max([CAPACITY, *(width + 16 for width in _windows(model) if width <= _WIDEST_WINDOW)])
+    positions = getattr(hf.text_config(model), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        capacity = min(capacity, max(1, positions - hf.first_position(model)))
+    size = min(hf.vocabulary_size(model), hf.logits_size(model))
+    return sample_batch(size, seed, layout=layout, capacity=capacity)
+
+
+def _windows(model: Any) -> list[int]:
+    """Return how wide the model's windows and chunks are."""
+    config = hf.text_config(model)
+    widths = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return [width for width in widths if isinstance(width, int) and width > 0]
+
+
+def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
+    """Return what the check couldn't see."""
+    longest = max(batch.max_seqlen for batch in batches.values())
+    found = [
+        f"windows of {width:,} tokens are wider than the longest document of this check ({longest:,} tokens), so "
+        "nothing was seen of where they end; pass batch= with longer documents"
+        for width in _windows(model)
+        if width >= longest
+    ]
+    if limit := _rope_limit(model):
+        found.append(
+            f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, "
+            "dynamic), packed or not; the check's are shorter, or see it"
+        )
+    return found
+
+
+def _rope_limit(model: Any) -> int | None:
+    """Return the length from which one document changes the positions of a whole batch; None where none does."""
+    config = hf.text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return tuple((name, version(name)) for name in ("varlen", "transformers", "torch"))
+
+
+def _with_attention(loaded: LoadedModel, backend: str) -> Any:
+    """Return the model, made anew where its attention can't be set afterwards; or the error that says why not."""
+    try:
+        with attending(loaded.model, backend):
+            return loaded.model
+    except ModelError as error:
+        if loaded.remade is None:
+            return error
+        try:
+            return loaded.remade(backend)
+        except Exception as failure:  # whatever stands in the way of another attention
+            cause = failure.__cause__ or failure
+            told = isinstance(cause, (ValueError, ImportError))
+            name = type(hf.unwrap(loaded.model)).__name__
+            return ModelError(first_sentence(cause) if told else f'{name} has no attention "{backend}"')
+
+
+def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:
+    """Try one backend and layout with varlen's own arguments."""
+    try:
+        if isinstance(model, ModelError):
+            raise model
+        with attending(model, backend) as missing:
+            found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+            if found.verdict == "refuses" and hf.model_type(model) in TOLD:
+                with stand_in.recurrence(model) as recurrent:
+                    again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+                    if again.verdict != "refuses":
+                        return _judged(model, backend, batch, again, (*missing, *recurrent), gradients, seed)
+            return _judged(model, backend, batch, found, missing, gradients, seed)
+    except ModelError as error:
+        return Cell(backend=backend, layout=batch.layout, verdict="refuses", reason=str(error))
+
+
+def _judged(
+    model: Any,
+    backend: str,
+    batch: PackedBatch,
+    found: IsolationReport,
+    missing: tuple[str, ...],
+    gradients: bool,
+    seed: int,
+) -> Cell:
+    """Look at kernels, gradients and the model's own loss, and decide the cell."""
+    cell = Cell(
+        backend=backend,
+        layout=batch.layout,
+        verdict=_verdict_of(found),
+        reason=found.reason,
+        stand_in=missing,
+        isolation=found,
+    )
+    if found.verdict in ("refuses", "blind"):
+        return replace(cell, stand_in=())
+    trial = Trial(model, batch, hf.model_inputs, seed)
+    with untouched(model):
+        cell = replace(cell, kernels=kernels_of(lambda: trial.call(hf.model_inputs(batch, model))))
+        loss = own_loss(trial)
+        parity = gradient_parity(trial, found.computed_in) if gradients else None
+    cell = replace(cell, gradients=parity, own_loss=None if loss is None else loss.loss)
+    if cell.verdict == "isolated" and parity is not None and parity.fault:
+        return replace(cell, verdict="leaks", reason=parity.fault)
+    if cell.verdict == "isolated" and loss is not None and loss.coupling:
+        return replace(cell, verdict="coupled", reason=loss.coupling)
+    return cell
+
+
+def _verdict_of(found: IsolationReport) -> ModelVerdict:
+    return "not run" if found.verdict == "blind" else found.verdict
+
+
+def _call_cells(
+    models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
+) -> list[CallCell]:
+    """Call the model in every other way, wherever its attention can be set at all."""
+    found = []
+    for cell in cells:
+        batch, model = batches[cell.layout], models[cell.backend]
+        try:
+            if isinstance(model, ModelError):
+                raise model
+            with attending(model, cell.backend), _recurrence(model, cells):
+                known = cell.isolation if cell.kernels else None
+                tried = [_called(model, call, cell.backend, batch, seed, known) for call in CALLS]
+            found += _explained(tried)
+        except ModelError as error:
+            found += [
+                CallCell(
+                    call=call.name,
+                    backend=cell.backend,
+                    layout=cell.layout,
+                    verdict="refuses",
+                    reason=str(error),
+                )
+                for call in CALLS
+            ]
+    return found
+
+
+def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any]:
+    """Let plain PyTorch stand in for the kernels of recurrent layers where it did in any cell."""
+    missing = {name for cell in cells for name in cell.stand_in}
+    return stand_in.recurrence(model) if missing - {stand_in.FLASH} else nullcontext()
+
+
+def _explained(cells: list[CallCell]) -> list[CallCell]:
+    """Where positions alone leak, they are why every call leaks: without a cache or a mask it would leak as well."""
+    plain = cells[0]
+    if plain.verdict != "leaks":
+        return cells
+    why = plain.why or "boundaries aren't read from position_ids"
+    fix = plain.fix or WITH_MODEL_INPUTS
+    passed_over = ("use_cache", "attention_mask", "")
+    return [
+        replace(cell, kind=plain.kind, why=why, fix=fix)
+        if cell.verdict == "leaks" and cell.kind in passed_over and cell.call != CALLS[-1].name
+        else cell
+        for cell in cells
+    ]
+
+
+def _called(
+    model: Any, call: Call, backend: str, batch: PackedBatch, seed: int, known: IsolationReport | None
+) -> CallCell:
+    """Try one way of calling the model, and let `check_batch` explain where it leaks."""
+    report = check_isolation(
+        model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed, known=known
+    )
+    cell = CallCell(
+        call=call.name,
+        backend=backend,
+        layout=batch.layout,
+        verdict=_verdict_of(report),
+        reason=report.reason,
+    )
+    if report.verdict == "refuses":
+        return cell
+    moved = report.movements
+    cell = replace(
+        cell, difference=max(moved.largest_difference, moved.padding_difference, moved.alone_difference)
+    )
+    if report.verdict != "leaks":
+        return cell
+    errors = check_batch(call.inputs(batch, model), model).errors
+    if not errors:
+        return replace(cell, why=call.why)
+    return replace(cell, kind=errors[0].kind, why=errors[0].what, fix=errors[0].fix)
+
+
+def _picture(
+    model: Any, cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
+) -> AttentionPicture | None:
+    """Read the attention weights of a row, in the first layout that ran."""
+    ran = [cell.layout for cell in cells if cell.backend == "eager" and cell.kernels]
+    if not ran:
+        return None
+    trial = Trial(model, batches[ran[0]], hf.model_inputs, seed)
+    try:
+        with attending(model, "eager"), _recurrence(model, cells), untouched(model):
+            return attention_picture(trial)
+    except (ModelError, NotImplementedError, ValueError):  # the cell of eager says why
+        return None

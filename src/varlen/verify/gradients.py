@@ -1,0 +1,199 @@
+"""GradientParity: the loss and every gradient of a packed batch against those of its documents one by one."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from varlen.adapters import hf
+from varlen.batch.packed import IGNORE_INDEX
+from varlen.errors import ModelError
+from varlen.verify.trial import Inputs, Trial
+
+GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
+"""How far rounding takes gradients from those of documents alone, as `GradientParity.difference` counts."""
+_FLOOR = 1e-3
+"""A gradient that is 0 but for rounding (a key's bias, say) is held against this share of the model's largest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientParity:
+    """How far packed gradients are from the sum of those of each document alone."""
+
+    reason: str = ""
+    """Why nothing was compared; empty where it was."""
+    across: float | None = None
+    """Largest gradient of a document's loss at the embedded tokens of another, or of padding, relative to the largest
+    at its own: exactly 0 where documents are isolated, in any dtype. None where it wasn't asked."""
+    difference: float | None = None
+    """Largest difference of any gradient, relative to that parameter's largest; None where none was compared."""
+    control: float | None = None
+    """The same without boundaries, which must be larger than the tolerance; None where a row holds one document."""
+    tolerance: float = 0.0
+    """The largest difference that counts as rounding."""
+    worst: str = ""
+    """The parameter that differs most."""
+    parameters: int = 0
+    """How many parameters were compared."""
+    loss: float | None = None
+    """Mean loss over all targets, packed."""
+    alone_loss: float | None = None
+    """The same with each document run alone."""
+
+    @property
+    def fault(self) -> str:
+        """What is wrong, in a sentence; empty where nothing is, or nothing was compared."""
+        if self.across:
+            share = f"{self.across:.3g} of that at its own"
+            return f"the loss of one document has a gradient at the tokens of another, {share}"
+        if self.difference is None or self.difference <= self.tolerance:
+            return ""
+        return (
+            f"gradients differ by {self.difference:.3g} (in {self.worst}) from those of the documents one by one, "
+            f"and rounding accounts for {self.tolerance:.3g}"
+        )
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
+    """Compare gradients of the summed loss of all targets, packed against one document at a time.
+
+    Besides, each document's loss is followed back to the embedded tokens: none but its own may have a gradient. Two
+    backward passes over the batch, one over it for each document, and one over each document. `.grad` is neither read
+    nor written, but hooks on parameters are called.
+
+    Args:
+        trial: the model and the batch, in eval mode.
+        dtype: of the model's matrix products.
+
+    Raises:
+        ModelError: the model refuses the batch, or fails.
+    """
+    weights = {name: p for name, p in trial.model.named_parameters() if p.requires_grad}
+    if not weights:
+        return GradientParity(reason="no parameter asks for a gradient")
+    with torch.enable_grad(), warnings.catch_warnings():
+        # Where a kernel has no backward PyTorch only warns, and goes on with less than the gradient.
+        warnings.filterwarnings("error", ".*an autograd kernel was not registered")
+        try:
+            packed, loss = _gradients(weights, _packed_loss(trial))
+            across = _across(trial)
+        except NotImplementedError as error:
+            return GradientParity(reason=" ".join(str(error).split())[:200])
+        except (RuntimeError, UserWarning) as error:
+            return GradientParity(reason=f"no backward: {' '.join(str(error).split())[:200]}")
+        alone, alone_loss = _one_by_one(trial, weights)
+        control = None
+        if trial.followed() is not None:
+            open_loss = _packed_loss(trial, hf.inputs_without_boundaries)
+            control = _furthest(_gradients(weights, open_loss)[0], alone)[0]
+    if not alone:
+        return GradientParity(reason="no gradient reaches any parameter")
+    difference, worst = _furthest(packed, alone)
+    targets = max(1, trial.batch.num_targets)
+    tolerance = GRADIENT_TOLERANCES.get(dtype, 1e-3)
+    if control is not None and control <= tolerance:
+        return GradientParity(
+            reason=f"blind: without boundaries gradients differ by {control:.3g}, and rounding alone may take them "
+            f"{tolerance:.3g}",
+            across=across,
+        )
+    return GradientParity(
+        across=across,
+        difference=difference,
+        control=control,
+        tolerance=tolerance,
+        worst=worst,
+        parameters=len(alone),
+        loss=loss / targets,
+        alone_loss=alone_loss / targets,
+    )
+
+
+def _across(trial: Trial) -> float | None:
+    """Follow each document's loss back to the embedded tokens; None where the model embeds elsewhere."""
+    found: list[torch.Tensor] = []
+
+    def keep(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        found.append(output.detach().requires_grad_())
+        return found[-1].clone()  # some models go on to change it in place
+
+    hook = hf.unwrap(trial.model).get_input_embeddings().register_forward_hook(keep)
+    try:
+        logits = trial.logits(trial.batch)
+    finally:
+        hook.remove()
+    labels = torch.as_tensor(trial.batch.labels).to(logits.device).long()
+    if len(found) != 1 or found[0].shape[:2] != labels.shape:
+        return None
+    largest, own = 0.0, 0.0
+    for document in range(int(trial.owner.max()) + 1):
+        mine = trial.where(trial.owner == document)
+        targets = labels.masked_fill(~mine, IGNORE_INDEX)
+        if not bool((targets != IGNORE_INDEX).any()):
+            continue
+        loss = _summed(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        (gradient,) = torch.autograd.grad(loss, found, retain_graph=True)
+        size = gradient.abs().amax(-1)
+        own = max(own, float(size[mine].max()))
+        largest = max(largest, float(size.masked_fill(mine, 0).max()))
+    return largest / own if own else None
+
+
+def _packed_loss(trial: Trial, inputs: Inputs | None = None) -> torch.Tensor:
+    """Return the summed loss of the batch's targets, from logits, so that no reduction of the model's enters."""
+    logits = trial.logits(trial.batch, inputs)
+    labels = torch.as_tensor(trial.batch.labels).to(logits.device).long()
+    return _summed(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def _one_by_one(trial: Trial, weights: Gradients) -> tuple[Gradients, float]:
+    """Add up gradients and losses of every document that has a target."""
+    total: Gradients = {}
+    loss = 0.0
+    labels = torch.as_tensor(trial.batch.labels).cpu().long()
+    for document in range(int(trial.owner.max()) + 1):
+        targets = labels[torch.as_tensor(trial.owner == document)][1:]
+        if not bool((targets != IGNORE_INDEX).any()):
+            continue
+        logits = trial.alone(document)
+        found, value = _gradients(weights, _summed(logits[:-1], targets.to(logits.device)))
+        loss += value
+        for name, gradient in found.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total, loss
+
+
+def _gradients(weights: Gradients, loss: torch.Tensor) -> tuple[Gradients, float]:
+    """Return every gradient that there is, and the loss."""
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    present = {name: gradient for name, gradient in zip(weights, found) if gradient is not None}
+    if not all(bool(gradient.isfinite().all()) for gradient in present.values()):
+        raise ModelError("gradients aren't finite, so nothing can be compared; check weights and dtype")
+    return present, float(loss.detach())
+
+
+def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(wide, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _furthest(ours: Gradients, theirs: Gradients) -> tuple[float, str]:
+    """Return the largest difference relative to a gradient's largest value, and whose it is."""
+    # An expert that no document alone reached has a gradient of zeros in one and none in the other.
+    names = [*theirs, *(name for name in ours if name not in theirs)]
+    largest = max((float(gradient.abs().max()) for gradient in theirs.values()), default=0.0)
+    worst: tuple[float, Any] = (0.0, "")
+    for name in names:
+        mine, other = ours.get(name), theirs.get(name)
+        first: torch.Tensor = mine if mine is not None else torch.zeros_like(other)  # type: ignore[arg-type]
+        second = other if other is not None else torch.zeros_like(first)
+        scale = max(float(second.abs().max()), _FLOOR * largest, 1e-300)
+        worst = max(worst, (float((first.double() - second.double()).abs().max()) / scale, name))
+    return worst
