@@ -19,7 +19,7 @@ from varlen.types import IntArray
 _log = logging.getLogger(__name__)
 Batches = list[list[list[int]]]
 """Batches of packs of indices, in axolotl's form."""
-_STEPS_AT_ONCE = 1024
+_STEPS_AT_ONCE = 256
 """Steps whose batches become lists at a time."""
 
 
