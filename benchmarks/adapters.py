@@ -53,7 +53,10 @@ def steps() -> list[Step]:
     return [
         *collators,
         *(Step(f"TRL's padding-free collator from {form}", partial(_race_trl, form)) for form in _TRL_FORMS),
-        *(Step(f"axolotl's batch sampler, {count:,} documents", partial(_race_axolotl, count)) for count in _EPOCHS),
+        *(
+            Step(f"axolotl's batch sampler, {count:,} documents", partial(_race_axolotl, count))
+            for count in _EPOCHS
+        ),
     ]
 
 
