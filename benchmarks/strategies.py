@@ -47,14 +47,14 @@ class Size:
 
 FULL = Size(
     quick=False,
-    seeds={"llama": 3, "mixtral": 3, "gemma3": 3},
+    seeds={"llama": 5, "mixtral": 5, "gemma3": 5},
     steps={"short": 40, "long": 50},
     race_steps={"short": 12, "long": 12},
     density_steps=40,
     density_seeds=5,
     density_factors=(1, 2, 4),
     rank_steps=40,
-    rank_seeds=3,
+    rank_seeds=5,
     worlds=(1, 2, 4),
     lora_steps=40,
     factors={10: 24, 100: 24, 1000: 5},
