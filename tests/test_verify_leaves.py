@@ -15,6 +15,7 @@ from transformers import MixtralConfig
 
 import varlen as vl
 from varlen.adapters import hf
+from varlen.verify.kernels import computed_in
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -71,3 +72,10 @@ def test_a_live_model_has_its_attention_and_experts_afterwards_as_before() -> No
     assert len(tried.cells) == 3
     assert hf.implementation(model) == "eager"
     assert model.config._experts_implementation_internal == experts != "eager"
+
+
+def test_the_coarsest_dtype_of_all_products_says_how_far_rounding_may_go() -> None:
+    fine, coarse = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16)
+
+    assert computed_in(lambda: (fine @ fine, coarse @ coarse, fine @ fine))[1] is torch.bfloat16
+    assert computed_in(lambda: fine + fine)[1] is None
