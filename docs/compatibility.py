@@ -77,7 +77,7 @@ def _run(families: list[str] | None, processes: int) -> None:
         "machine": machine(),
         "versions": {name: told[name] for name in ("varlen", "torch", "transformers")},
         "seconds": before["seconds"] if families and before else round(time.monotonic() - begun),
-        "processes": processes,
+        "processes": before["processes"] if families and before else processes,
         "families": dict(sorted(rows.items())),
     }
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -182,6 +182,24 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_embed_is_refused(folder: P
     assert load_model(folder).model is not None
 
 
+@pytest.mark.parametrize("name", ["vocab.json", "added_tokens.json", "vocab.txt"])
+def test_the_files_of_older_tokenizers_are_read_too(folder: Path, name: str) -> None:
+    words = {f"word{i}": i for i in range(VOCABULARY + 2)}
+    (folder / name).write_text(
+        "\n".join(words) if name == "vocab.txt" else json.dumps(words), encoding="utf-8"
+    )
+    with pytest.raises(
+        ModelError, match=r"has 2 ids that the model doesn't embed, the first 97 \('word97'\)"
+    ):
+        load_model(folder)
+    (folder / name).write_text("word" if name == "vocab.txt" else '{"word": 0}', encoding="utf-8")
+    assert load_model(folder).model is not None
+    if name != "vocab.txt":
+        (folder / name).write_text("[]", encoding="utf-8")
+        with pytest.raises(ModelError, match=r"the tokenizer's files in .* can't be read"):
+            load_model(folder)
+
+
 def test_a_tokenizer_can_be_given_for_a_live_model() -> None:
     model = make(LlamaConfig(**SMALL), "eager", torch.float32)
 
@@ -268,7 +286,7 @@ def test_the_meta_device_is_refused() -> None:
         load_model("llama", device="meta")
     with torch.device("meta"):
         model = make_on_meta()
-    with pytest.raises(ModelError, match="is on the meta device and has no weights"):
+    with pytest.raises(ModelError, match="21 of 21 weights of LlamaForCausalLM are on the meta device"):
         load_model(model)
 
 

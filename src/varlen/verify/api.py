@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
@@ -27,8 +28,17 @@ from varlen.verify.loading import LoadedModel, load_model
 from varlen.verify.model_report import CallCell, Cell, ModelVerdict, VerifyReport
 from varlen.verify.own_loss import own_loss
 from varlen.verify.sample import CAPACITY, sample_batch
+from varlen.verify.training import in_training
 from varlen.verify.trial import Trial, untouched
 
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "sliding_window_size",
+    "attention_window_size",
+)
+"""How configurations call the width of their windows and chunks."""
 _WIDEST_WINDOW = 256
 """Tokens; rows are made long enough for windows up to this one to matter."""
 _CHANGED, _CHANGED_BY_CALL = 16, 2
@@ -90,8 +100,9 @@ def verify(
     ('isolated', (('softmax', 2),))
     """
     layouts = _checked_layouts(layouts, batch)
-    if seed < 0:
-        raise SettingError(f"seed must be at least 0, got {seed}")
+    if not isinstance(seed, Integral) or seed < 0:
+        wanted = "at least 0" if isinstance(seed, Integral) else "a whole number"
+        raise SettingError(f"seed must be {wanted}, got {seed!r}")
     loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     model = loaded.model
     names = backends_for(model, backends)
@@ -154,7 +165,7 @@ def _batch(model: Any, layout: Layout, seed: int) -> PackedBatch:
 def _windows(model: Any) -> list[int]:
     """Return how wide the model's windows and chunks are."""
     config = hf.text_config(model)
-    widths = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    widths = (getattr(config, name, None) for name in _WINDOWS)
     return [width for width in widths if isinstance(width, int) and width > 0]
 
 
@@ -245,14 +256,17 @@ def _judged(
         return replace(cell, stand_in=())
     trial = Trial(model, batch, hf.model_inputs, seed)
     with untouched(model):
-        cell = replace(cell, kernels=kernels_of(lambda: trial.call(hf.model_inputs(batch, model))))
+        logits, kernels = kernels_of(lambda: trial.logits(batch))
         loss = own_loss(trial)
         parity = gradient_parity(trial, found.computed_in) if gradients else None
-    cell = replace(cell, gradients=parity, own_loss=None if loss is None else loss.loss)
+    cell = replace(cell, kernels=kernels, gradients=parity, own_loss=None if loss is None else loss.loss)
     if cell.verdict == "isolated" and parity is not None and parity.fault:
         return replace(cell, verdict="leaks", reason=parity.fault)
     if cell.verdict == "isolated" and loss is not None and loss.coupling:
         return replace(cell, verdict="coupled", reason=loss.coupling)
+    if cell.verdict == "isolated":
+        verdict, reason = in_training(trial, logits, found)
+        return replace(cell, verdict=verdict, reason=reason)
     return cell
 
 
@@ -271,8 +285,7 @@ def _call_cells(
             if isinstance(model, ModelError):
                 raise model
             with attending(model, cell.backend), _recurrence(model, cells):
-                known = cell.isolation if cell.kernels else None
-                tried = [_called(model, call, cell.backend, batch, seed, known) for call in CALLS]
+                tried = _called_in_turn(model, cell, batch, seed)
             found += _explained(tried)
         except ModelError as error:
             found += [
@@ -310,13 +323,22 @@ def _explained(cells: list[CallCell]) -> list[CallCell]:
     ]
 
 
-def _called(
-    model: Any, call: Call, backend: str, batch: PackedBatch, seed: int, known: IsolationReport | None
-) -> CallCell:
-    """Try one way of calling the model, and let `check_batch` explain where it leaks."""
-    report = check_isolation(
-        model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed, known=known
-    )
+def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> list[CallCell]:
+    """Try every way of calling the model; how far plain rows move each other is asked once."""
+    known, found = cell.isolation if cell.kernels else None, []
+    for call in CALLS:
+        report = check_isolation(
+            model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed, known=known
+        )
+        found.append(_called(model, call, cell.backend, batch, report))
+        coupling = report.movements.row_coupling
+        if known is not None and coupling is not None:
+            known = replace(known, movements=replace(known.movements, row_coupling=coupling))
+    return found
+
+
+def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: IsolationReport) -> CallCell:
+    """Return what came of one way of calling the model, and let `check_batch` explain where it leaks."""
     cell = CallCell(
         call=call.name,
         backend=backend,

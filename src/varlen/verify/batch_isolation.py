@@ -7,7 +7,7 @@ are given, else looks at the positions of a single row, unless a mask has holes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,7 +144,7 @@ def _by_positions(case: _Case, in_the_way: bool) -> Iterator[Finding]:
     positions = given.by_token("position_ids")
     if positions is None:
         if "position_ids" not in given.arrays:
-            why = f"boundaries are read from position_ids alone ({case.who}), and there are none"
+            why = f"boundaries are read from position_ids alone ({case.who}), and there are none{_unread(given)}"
             yield from case.lost("positions_missing", why, RESTART)
     elif _loses_text_positions(case):
         yield from _mrope(case)
@@ -191,9 +191,8 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
                 fix = 'collate with layout="flat", or model.set_attn_implementation("sdpa")'
             yield from case.lost("packed_rows", why, fix)
         elif positions is None and "position_ids" not in given.arrays:
-            yield from case.lost(
-                "positions_missing", f"{case.who} is told no boundaries that it reads", ALL_FOUR
-            )
+            why = f"{case.who} is told no boundaries that it reads{_unread(given)}"
+            yield from case.lost("positions_missing", why, ALL_FOUR)
         elif positions is not None:
             yield from _mrope(case)
         return
@@ -243,6 +242,11 @@ def _cache_is_on(given: GivenBatch, facts: ModelFacts | None) -> bool:
     return wanted and not (facts and facts.drops_cache)
 
 
+def _unread(given: GivenBatch) -> str:
+    """Say which boundaries are there under a name that no model looks at."""
+    return f" (models don't look at {', '.join(given.unread)})" if given.unread else ""
+
+
 def _loses_text_positions(case: _Case) -> bool:
     """Return whether the positions are of a shape in which a model with M-RoPE finds no text positions."""
     positions = case.given.arrays["position_ids"]
@@ -276,6 +280,13 @@ def _mask_in_words(case: _Case) -> str:
 
 
 def _open_mask(case: _Case) -> Iterator[Finding]:
+    masks = case.given.finished_mask
+    absent = [kind for kind, mask in masks.items() if mask is None] if isinstance(masks, Mapping) else []
+    # Recurrent layers have no mask, and are called linear attention.
+    if absent := [kind for kind in map(str, absent) if "attention" in kind and "linear" not in kind]:
+        why = f"attention_mask holds no mask for layers of kind {', '.join(absent)}, which then attend to all before"
+        yield from case.lost("open_mask", why, WITH_MODEL_INPUTS)
+        return
     across = opened_across(case.given, case.segments)
     if across is not None and across.any():
         many_tokens = many(int(across.sum()), "token")

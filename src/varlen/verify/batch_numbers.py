@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 import numpy as np
 
@@ -24,6 +24,7 @@ def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Fin
         facts: of the model; None where it isn't known.
     """
     yield from _shapes(given)
+    yield from _finished_masks(given)
     yield from _float_ids(given)
     for name in BOUNDARIES[: 1 if _are_the_same(given) else 2]:
         yield from _boundaries(given, name)
@@ -94,6 +95,20 @@ def _shapes(given: GivenBatch) -> Iterator[Finding]:
             what += f", {many(abs(more), 'token')} {'more' if more > 0 else 'fewer'}"
         fix = "look for a document whose columns differ in length, or that is empty"
         yield finding("shapes", "error", what, fix, place=name)
+
+
+def _finished_masks(given: GivenBatch) -> Iterator[Finding]:
+    masks = given.finished_mask
+    named = masks if isinstance(masks, Mapping) else {"": masks}
+    wanted = [given.rows, given.width, given.width]
+    for kind, mask in named.items():
+        shape = list(getattr(mask, "shape", ()))
+        is_array = isinstance(mask, np.ndarray) or hasattr(mask, "detach")
+        if not is_array or (len(shape) == 4 and shape[0] in (1, given.rows) and shape[2:] == wanted[1:]):
+            continue
+        name = f'attention_mask["{kind}"]' if kind else "attention_mask"
+        what = f"{name} has the shape {shape}, and must be {[wanted[0], 'heads or 1', *wanted[1:]]}"
+        yield finding("shapes", "error", what, "make the mask of this batch's own rows", place=name)
 
 
 def _float_ids(given: GivenBatch) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ Tensors of one device are copied in one transfer, so that a batch on a GPU makes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,6 +21,10 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 BY_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
+OTHER_ENDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens")
+OTHER_NUMBERS = ("segment_ids", "sequence_ids", "document_ids", "doc_ids")
+OTHER_LENGTHS = ("seq_lengths", "seq_lens")
+"""How boundaries are called elsewhere: transformers' models take such arguments and don't look at them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class GivenBatch:
     """Whether a cache itself was given (`past_key_values`)."""
     segment_ids: IntArray | None = None
     """`[rows, width]`, -1 at padding; of a PackedBatch alone."""
+    unread: Mapping[str, IntArray] = field(default_factory=dict)
+    """What was given of `OTHER_ENDS` and their like: for each, the number of the document of every token."""
     packed: PackedBatch | None = None
     """The batch itself, where it is a PackedBatch: `model_inputs` will make its arguments."""
 
@@ -112,9 +118,30 @@ def read(batch: Any) -> GivenBatch:
         dtypes=dtypes,
         longest=longest,
         finished_mask=finished,
+        unread=dict(_unread(batch, arrays["input_ids"].shape)),
         use_cache=None if use_cache is None else bool(use_cache),
         has_cache=batch.get("past_key_values") is not None,
     )
+
+
+def _unread(batch: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[str, IntArray]]:
+    """Yield boundaries under names that no model reads, as numbers of documents; what can't be them is left out."""
+    for name in (*OTHER_ENDS, *OTHER_NUMBERS, *OTHER_LENGTHS):
+        value = batch.get(name)
+        if value is None:
+            continue
+        try:
+            array = next(iter(_on_host({name: value})[0].values()))
+        except DocumentsError:
+            continue
+        if name in OTHER_NUMBERS:
+            if array.shape == shape:
+                yield name, array
+            continue
+        lengths = array.reshape(-1) if name in OTHER_LENGTHS else np.diff(array.reshape(-1))
+        first = 0 if name in OTHER_LENGTHS or not array.size else int(array.reshape(-1)[0])
+        if first == 0 and len(lengths) and (lengths >= 0).all() and lengths.sum() == shape[0] * shape[1]:
+            yield name, np.repeat(np.arange(len(lengths)), lengths).reshape(shape)
 
 
 def _read_packed(batch: PackedBatch) -> GivenBatch:
@@ -191,9 +218,15 @@ def _host_tensors(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
 
 
 def _in_one_transfer(tensors: Mapping[str, Any]) -> dict[str, IntArray]:
-    """Copy all tensors of a device at once, so that the host waits for it once."""
+    """Copy all tensors of a device at once, so that the host waits for it once.
+
+    Raises:
+        DocumentsError: there are no numbers in them.
+    """
     import torch
 
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise DocumentsError(f"{', '.join(tensors)}: tensors on the meta device hold no numbers to check")
     flat: IntArray = torch.cat([tensor.reshape(-1).long() for tensor in tensors.values()]).cpu().numpy()
     ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
     parts = np.split(flat, ends)

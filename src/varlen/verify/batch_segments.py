@@ -128,7 +128,7 @@ def _told(given: GivenBatch) -> Mapping[str, BoolArray]:
         told["segment_ids"] = breaks(given.segment_ids, 0)
     if (mask := segment_mask(given)) is not None:
         told["attention_mask"] = breaks(mask, 0)
-    return told
+    return told | {name: breaks(numbers, 0) for name, numbers in given.unread.items()}
 
 
 def _masked(given: GivenBatch) -> BoolArray:
@@ -147,10 +147,24 @@ def _alone(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts: BoolAr
     if given.segment_ids is not None:
         return np.zeros_like(starts)  # a PackedBatch says what is padding
     if "position_ids" in starts_by:
-        return without_target & _single(starts_by["position_ids"])
+        single = without_target & _single(starts_by["position_ids"])
+        return single if labels is None else single | _tails(given, starts, without_target)
     if not starts_by:
         return np.zeros_like(starts)
-    # Padding in segments longer than one token: the same token over and over, none of them a target.
+    return _repeated(given, starts, without_target)
+
+
+def _tails(given: GivenBatch, starts: BoolArray, without_target: BoolArray) -> BoolArray:
+    """Return segments at the ends of rows that hold one token alone and no target: padding with its own positions."""
+    last = np.zeros_like(starts)
+    if starts.size:
+        numbers = starts.cumsum(axis=1)
+        last = (numbers == numbers[:, -1:]) & (numbers > 1)
+    return last & _repeated(given, starts, without_target)
+
+
+def _repeated(given: GivenBatch, starts: BoolArray, without_target: BoolArray) -> BoolArray:
+    """Return segments of the same token over and over, none of them a target: padding in segments of any length."""
     ids, flat = given.input_ids.reshape(-1), starts.reshape(-1)
     first = np.flatnonzero(flat)
     if not len(first):

@@ -49,8 +49,8 @@ class Movements:
     control_difference: float | None = None
     """How far other documents' logits move without boundaries; None where no row holds two documents."""
     row_coupling: float | None = None
-    """How far a document moved when one in another row of a plain batch, without packing, was changed; None where
-    nothing else moved, so that nobody asked."""
+    """How far a document moved when those in other rows of a plain batch, without packing, were changed or left out;
+    None where nothing else moved, so that nobody asked."""
     attention_across: float | None = None
     """Largest attention weight out of a document; None where the attention shows no weights."""
     alone_difference: float = 0.0
@@ -80,6 +80,8 @@ class IsolationReport:
     """Documents or pieces in the batch."""
     tokens: int
     """Their tokens, padding not counted."""
+    longest: int = 0
+    """Tokens of the longest."""
     arguments: tuple[str, ...] = ()
     """The keyword arguments that the model was given."""
     computed_in: torch.dtype = torch.float32
@@ -144,8 +146,8 @@ def check_isolation(
             value that fits the model's dtype. Isolation itself has none, last bits with experts apart.
         max_changed: change at most this many documents, spread over the batch.
         seed: of the changed tokens, and of the batch where none is given.
-        known: what was found of the same model, attention and batch, called in another way: its control and its dtype
-            are true here as well, and the check then ends with the first document that leaks.
+        known: what was found of the same model, attention and batch, called in another way: its control, its dtype
+            and its rows' coupling are true here as well, and the check then ends with the first document that leaks.
 
     Returns:
         What moved, and the verdict; `report.ok` if documents are isolated.
@@ -174,6 +176,7 @@ def check_isolation(
         "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
         "documents": batch.num_segments,
         "tokens": batch.num_tokens,
+        "longest": batch.max_seqlen,
     }
     with untouched(model):
         try:
@@ -183,16 +186,16 @@ def check_isolation(
                 wavering = trial.moved(before, trial.logits(batch), trial.owner >= 0)
             else:
                 before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
-            moved = _movements(trial, before, max_changed, known)
+            dtype = dtype or base.dtype
+            limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
+            moved = _movements(trial, before, max_changed, limit, known)
         except (ModelError, NotImplementedError, ValueError) as error:
-            return IsolationReport(verdict="refuses", reason=str(error), **facts)
-    dtype = dtype or base.dtype
-    limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
+            return IsolationReport(verdict="refuses", reason=_said(error), **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
     # their last bits where nothing leaks; a leak would move them about as far as the control does. In float64
     # experts run one by one, and nothing moves at all.
     blurred = hf.has_experts(model) and dtype is not torch.float64
-    rounding = (moved.control_difference or 0.0) / EXPERT_MARGIN if blurred else 0.0
+    rounding = min((moved.control_difference or 0.0) / EXPERT_MARGIN, limit) if blurred else 0.0
     verdict, reason = judge(moved, limit, rounding)
     if wavering > rounding:
         verdict, reason = "blind", f"the same batch gives other logits a second time, by {wavering:.3g}"
@@ -239,6 +242,12 @@ def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Ve
     if moved.own_difference == 0:
         return "blind", "a changed document didn't move its own logits, so a leak can't be seen"
     if moved.alone_difference > tolerance:
+        if couples and moved.alone_difference <= coupling * COUPLING_MARGIN:
+            return "coupled", (
+                f"logits differ by {moved.alone_difference:.3g} from those of the document alone, and so do rows of "
+                f"a batch without packing, by {coupling:.3g}: the model computes something over its whole batch "
+                "(expert capacity, scales of quantised activations)"
+            )
         return "leaks", (
             f"logits differ by {moved.alone_difference:.3g} from those of the document alone: where it "
             "stands in its row (positions that run on, a pattern counted from the row's start) leaks into it"
@@ -259,8 +268,19 @@ def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"{name}={describe(value)}" for name, value in arguments.items())
 
 
+def _said(error: BaseException) -> str:
+    """Return an error's words; its name where it has none."""
+    return " ".join(str(error).split()) or f"{type(error).__name__}, and no word of why"
+
+
+def _row_coupling(trial: Trial, limit: float, known: IsolationReport | None) -> float:
+    """Ask how far rows move each other, unless it was asked before: it doesn't depend on how packing is told."""
+    before = None if known is None else known.movements.row_coupling
+    return trial.row_coupling(limit) if before is None else before
+
+
 def _movements(
-    trial: Trial, before: torch.Tensor, max_changed: int, known: IsolationReport | None = None
+    trial: Trial, before: torch.Tensor, max_changed: int, limit: float, known: IsolationReport | None = None
 ) -> Movements:
     """Change documents one at a time, padding, and one in the control; compare with documents alone."""
     control = _control(trial) if known is None else known.movements.control_difference
@@ -275,21 +295,23 @@ def _movements(
                 changed_documents=len(own),
                 own_difference=min(own),
                 largest_difference=others[-1],
-                row_coupling=trial.row_coupling(),
+                row_coupling=_row_coupling(trial, limit, known),
                 control_difference=control,
             )
     padding = 0.0
     if (trial.owner < 0).any():
         padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    against = _against_alone(trial, before, chosen)
+    stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(
         changed_documents=len(chosen),
         own_difference=min(own),
         largest_difference=max(others),
         padding_difference=padding,
-        row_coupling=trial.row_coupling() if max(*others, padding) > 0 else None,
+        row_coupling=None if stays else _row_coupling(trial, limit, known),
         control_difference=control,
         attention_across=trial.attention_across() if hf.implementation(trial.model) == "eager" else None,
-        **_against_alone(trial, before, chosen),
+        **against,
     )
 
 

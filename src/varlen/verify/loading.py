@@ -68,14 +68,34 @@ def load_model(
         loaded = _from_config(model, dtype, "random weights, made from the configuration")
     else:
         hf.implementation(model)  # says what it takes where it's no transformers model
+        _check_live(hf.unwrap(model))
         loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=_copies(model))
-    if hf.unwrap(loaded.model).device.type == "meta" and device is None:
-        raise ModelError("the model is on the meta device and has no weights; load them, or name its family")
     if device is not None and loaded.model is not model:
         loaded = _moved(loaded, device)
     if tokenizer is not None:
         _check_tokenizer(loaded.model, tokenizer)
     return loaded
+
+
+def _check_live(base: Any) -> None:
+    """Refuse a live model of which nothing can be asked.
+
+    Raises:
+        ModelError: it isn't transformers' own kind, or its weights aren't there.
+    """
+    name = type(base).__name__
+    lacking = [each for each in ("device", "dtype", "set_attn_implementation") if not hasattr(base, each)]
+    if lacking:
+        raise ModelError(
+            f"{name} has a transformers config and no {', '.join(lacking)}; pass a PreTrainedModel, bare or wrapped"
+        )
+    weights = [*base.parameters()]
+    absent = sum(weight.is_meta for weight in weights)
+    if absent:
+        raise ModelError(
+            f"{absent:,} of {len(weights):,} weights of {name} are on the meta device: not loaded, or fetched by "
+            "accelerate as they are needed; load them, or name the family"
+        )
 
 
 def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
@@ -273,13 +293,41 @@ def _own_tokenizer(path: Path) -> Any:
     """Return the tokenizer of a folder; None where it has none."""
     place = path / "tokenizer.json"
     if not place.is_file():
-        return None
+        return _listed(path)
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(place))
     except Exception as error:
         raise ModelError(f"{place} can't be read: {_sentence(error)}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Vocabulary:
+    """Tokens and their ids, as the files of older tokenizers list them."""
+
+    ids: dict[str, int]
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+
+def _listed(path: Path) -> _Vocabulary | None:
+    """Return what vocab.json, vocab.txt and added_tokens.json list; None where there is none of them."""
+    ids: dict[str, int] = {}
+    try:
+        for name in ("vocab.json", "added_tokens.json"):
+            if (path / name).is_file():
+                told = json.loads((path / name).read_text(encoding="utf-8"))
+                ids |= {str(token): index for token, index in told.items() if isinstance(index, int)}
+        if (path / "vocab.txt").is_file():
+            lines = (path / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")
+            ids |= {
+                token: index for index, token in enumerate(lines)
+            }  # a token may be a line's end of another kind
+    except (ValueError, OSError, AttributeError) as error:
+        raise ModelError(f"the tokenizer's files in {path} can't be read: {_sentence(error)}") from error
+    return _Vocabulary(ids=ids) if ids else None
 
 
 def _check_tokenizer(model: Any, tokenizer: Any) -> None:

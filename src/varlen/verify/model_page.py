@@ -10,7 +10,7 @@ from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, parag
 from varlen.report.svg import drawing, line, rect, text
 from varlen.verify.attention import AttentionPicture
 from varlen.verify.model_report import VerifyReport
-from varlen.verify.model_text import backend_rows, call_rows, explanations, reasons, stand_ins
+from varlen.verify.model_text import backend_rows, call_rows, explanations, reasons, stand_ins, tried
 
 _STEPS = 9
 """Shades of attention weights."""
@@ -93,6 +93,7 @@ def _facts(report: VerifyReport) -> list[tuple[str, str]]:
         ("family", report.family),
         ("weights", f"{report.weights:,}, {report.dtype} on {report.device}"),
         *report.versions,
+        *(("documents", told) for told in (tried(report),) if told),
         *(("note", note) for note in report.notes),
     ]
     arguments = next((c.isolation.arguments for c in report.cells if c.isolation and c.kernels), ())

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 WIDTH = 118
 _SHORT = {"flex_attention": "flex", "flash_attention_2": "flash 2", "flash_attention_3": "flash 3"}
 _KEPT = "position_ids, "
+_TOKENS = ("input_ids=", "labels=", "shift_labels=")
 
 
 def report_text(report: VerifyReport) -> str:
@@ -26,6 +27,10 @@ def report_text(report: VerifyReport) -> str:
         _head(report),
         "\n".join(["Called with varlen.adapters.hf.model_inputs(batch, model)", *_backends(report)]),
     ]
+    if told := [_wrapped(line) for line in arguments(report)]:
+        parts.append(
+            "\n".join(["Keyword arguments that keep documents apart, beside input_ids and labels", *told])
+        )
     if report.calls:
         parts.append("\n".join(["Called in other ways", *_calls(report)]))
         parts += ["\n".join(["Why they leak", *explained])] if (explained := _whys(report)) else []
@@ -41,13 +46,29 @@ def _head(report: VerifyReport) -> str:
         f"{report.verdict}: {report.model} ({report.family}), {many(report.weights, 'weight')}, {report.dtype} on "
         f"{report.device}",
         f"  {versions}",
-        *(_wrapped(note) for note in report.notes),
+        *(_wrapped(told) for told in (tried(report), *report.notes) if told),
     ]
     leaking = {cell.call for cell in report.leaks}
     if report.ok and leaking:
         told = f"isolated with varlen's arguments; {len(leaking)} of the other ways of calling it leak"
         lines.append(_wrapped(told))
     return "\n".join(lines)
+
+
+def tried(report: VerifyReport) -> str:
+    """Return which documents were tried; empty where nothing ran.
+
+    Args:
+        report: of one model.
+    """
+    ran = {
+        each.layout: each for cell in report.cells if (each := cell.isolation) and each.verdict != "refuses"
+    }
+    if not ran:
+        return ""
+    first = next(iter(ran.values()))
+    longest = f", the longest of {many(first.longest, 'token')}" if first.longest else ""
+    return f"tried on {many(first.documents, 'document')} of {many(first.tokens, 'token')}{longest}: {', '.join(ran)}"
 
 
 def _backends(report: VerifyReport) -> list[str]:
@@ -87,15 +108,17 @@ def stand_ins(report: VerifyReport) -> list[str]:
 
 
 def reasons(report: VerifyReport) -> list[str]:
-    """Return why backends aren't isolated, each reason once.
+    """Return why backends aren't isolated, or their gradients weren't compared, each reason once.
 
     Args:
         report: of one model.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for cell in report.cells:
-        if cell.reason:
-            found.setdefault(cell.reason, {}).setdefault(cell.backend, []).append(cell.layout)
+        uncompared = cell.gradients.reason if cell.gradients else ""
+        for reason in (cell.reason, f"gradients weren't compared: {uncompared}" if uncompared else ""):
+            if reason:
+                found.setdefault(reason, {}).setdefault(cell.backend, []).append(cell.layout)
     layouts = {cell.layout for cell in report.cells}
 
     def named(backend: str, where: list[str]) -> str:
@@ -104,6 +127,23 @@ def reasons(report: VerifyReport) -> list[str]:
     return [
         f"{', '.join(named(backend, where) for backend, where in places.items())}: {reason}"
         for reason, places in found.items()
+    ]
+
+
+def arguments(report: VerifyReport) -> list[str]:
+    """Return what model_inputs gives for each backend that runs, in the first layout that does, each once.
+
+    Args:
+        report: of one model.
+    """
+    found: dict[str, str] = {}
+    for cell in report.cells:
+        if cell.isolation is not None and cell.verdict in ("isolated", "coupled"):
+            told = [each for each in cell.isolation.arguments if not each.startswith(_TOKENS)]
+            found.setdefault(cell.backend, ", ".join(told))
+    return [
+        f"{', '.join(backend for backend, other in found.items() if other == told)}: {told}"
+        for told in dict.fromkeys(found.values())
     ]
 
 

@@ -29,7 +29,7 @@ class OwnLoss:
     auxiliary: float | None
     """The auxiliary loss that came with it; None where none did."""
     is_sum: bool
-    """Whether the loss is the cross-entropy but for rounding."""
+    """Whether the loss is a sum over targets, or its mean, but for rounding."""
 
     @property
     def coupling(self) -> str:
@@ -74,12 +74,16 @@ def own_loss(trial: Trial) -> OwnLoss | None:
     auxiliary: Any = getattr(outputs, "aux_loss", None)
     has_auxiliary = torch.is_tensor(auxiliary) and auxiliary.numel() == 1
     rounding = _ROUNDING.get(hf.unwrap(trial.model).dtype, 1e-4)
+    targets = int((labels[:, 1:] != IGNORE_INDEX).sum())
+    close = [
+        abs(float(loss) - each) <= rounding * max(1.0, abs(each))
+        for each in (float(expected), float(expected) * targets)
+    ]
     return OwnLoss(
         loss=float(loss),
         cross_entropy=float(expected),
         auxiliary=float(auxiliary) if has_auxiliary else None,
-        is_sum=not (has_auxiliary and float(auxiliary) and _adds_auxiliary(trial.model))
-        and abs(float(loss) - float(expected)) <= rounding * max(1.0, abs(float(expected))),
+        is_sum=not (has_auxiliary and float(auxiliary) and _adds_auxiliary(trial.model)) and any(close),
     )
 
 

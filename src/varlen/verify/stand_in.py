@@ -34,12 +34,26 @@ def flash_attention() -> Iterator[None]:
         ModelError: within: tokens that no segment covers, or segments longer than was said.
     """
     from transformers import modeling_flash_attention_utils
+    from transformers.integrations import flash_attention as integration
 
     flash: Any = modeling_flash_attention_utils
+    dtype_of: Any = integration.get_target_dtype
+
+    def dtype_for(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
+        try:
+            return dtype_of(query, module)  # type: ignore[no-any-return]
+        except (
+            StopIteration
+        ):  # asked in float32 alone, which the kernel wouldn't take, of layers without nn.Linear
+            return None
+
     process = flash._lazy_define_process_function(_varlen_kernel)
     padding = flash._pad_input, flash._unpad_input  # transformers' own, for masks with holes
     kernels = (_dense_kernel, _varlen_kernel, None, *padding), (process, dict)
-    with patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels):
+    with (
+        patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels),
+        patch.object(integration, "get_target_dtype", dtype_for),
+    ):
         yield
 
 
@@ -142,6 +156,8 @@ def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
             parts = {name: cut(v, row, start, stop, is_first=v is first) for name, v in given.items()}
             named = {name: part for name, part in parts.items() if isinstance(name, str)}
             outputs.append((row, plain(*(parts[i] for i in range(len(args))), **named)))
+        if any(out is None for _, out in outputs):
+            return None  # a way round that kernels alone have: in training mode a layer's whole work in one
         return _joined(outputs, rows, axis)
 
     return apart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,20 @@ def untouched(model: Any) -> Iterator[None]:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """Return the logits among what a model returned: named, in a tuple, or by themselves; None where there are none.
+
+    Args:
+        outputs: of a model's forward.
+    """
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    named = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if named is None and type(outputs) in (tuple, list):  # a loss may stand in front
+        named = next((each for each in outputs if torch.is_tensor(each) and each.ndim == 3), None)
+    return named
 
 
 class Trial:
@@ -98,13 +112,7 @@ class Trial:
         Raises:
             ModelError: no logits, or those of a document's tokens aren't finite or have another shape.
         """
-        outputs = self.call((inputs or self.inputs)(batch, self.model))
-        logits: torch.Tensor | None = getattr(outputs, "logits", None)
-        if logits is None:
-            raise ModelError(
-                f"{type(hf.unwrap(self.model)).__name__} returns no logits; pass the model with its head, such "
-                "as AutoModelForCausalLM makes it"
-            )
+        logits = self.predict((inputs or self.inputs)(batch, self.model))
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
                 f"the model was given {list(self.owner.shape)} tokens and returned logits "
@@ -113,6 +121,28 @@ class Trial:
         if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
             raise ModelError(
                 "the model's logits aren't finite, so nothing can be compared; check its weights and dtype"
+            )
+        return logits
+
+    def predict(self, arguments: dict[str, Any]) -> torch.Tensor:
+        """Call the model, and return its logits; `[rows, width, vocabulary]`.
+
+        Args:
+            arguments: for the model.
+
+        Raises:
+            ModelError: the model fails, or returns no logits, or too few for its own tokens.
+        """
+        logits = logits_of(self.call(arguments))
+        name = type(hf.unwrap(self.model)).__name__
+        if logits is None:
+            raise ModelError(
+                f"{name} returns no logits; pass the model with its head, such as AutoModelForCausalLM makes it"
+            )
+        if logits.shape[-1] < self.vocabulary:
+            raise ModelError(
+                f"{name} returns {logits.shape[-1]:,} logits for each token, and embeds {self.vocabulary:,} ids: it "
+                "predicts no tokens; pass the model with the head of a language model"
             )
         return logits
 
@@ -129,10 +159,17 @@ class Trial:
         kept = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
         try:
             return self.model(**kept, **more)
-        except (ModelError, NotImplementedError, ValueError):  # it refuses by a sentence of its own
+        except ModelError:
             raise
         except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            said = " ".join(str(error).split())[:300]
+            if said and isinstance(error, NotImplementedError):  # PyTorch's, where a kernel has no backward
+                raise
+            if said and isinstance(error, ValueError):  # it refuses by a sentence of its own
+                raise ModelError(said) from error
+            text = (
+                f"{type(error).__name__}: {said}" if said else f"{type(error).__name__}, and no word of why"
+            )
             raise ModelError(
                 f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {text}"
             ) from error
@@ -190,30 +227,39 @@ class Trial:
             document: its number in the batch.
         """
         ids = torch.as_tensor(self.tokens[self.owner == document])[None]
-        logits: torch.Tensor = self.call(
-            hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model)
-        ).logits[0]
-        return logits
+        return self._plain(ids)[0]
 
-    def row_coupling(self) -> float:
+    def _plain(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows that hold one document each."""
+        return self.predict(hf.plain_inputs(ids.to(hf.unwrap(self.model).device), self.model))
+
+    def row_coupling(self, tolerance: float) -> float:
         """Return how far a document moves when all others, each just as long and in a row of its own, are changed.
 
-        Where rows move each other without any packing, packing isn't to blame.
+        Where rows move each other without any packing, packing isn't to blame. The first row is looked at and the
+        last, since experts that are full turn away whoever comes last; and the last without the others, whose number
+        may be what matters.
+
+        Args:
+            tolerance: the largest difference from a row alone that counts as rounding.
         """
         rows, width = max(2, len(self.owner)), int(np.bincount(self.owner[self.owner >= 0]).max())
-        tokens = self.rng.integers(0, self.vocabulary, (rows, width))
-        # A mean hardly sees other random tokens; it does see rows of one token each.
-        shifted, alike = tokens.copy(), tokens.copy()
-        shifted[1:] = (shifted[1:] + 1) % self.vocabulary
-        alike[1:] = alike[1:, :1]
-        before, *after = (
-            self.call(hf.plain_inputs(torch.as_tensor(ids).to(hf.unwrap(self.model).device), self.model))
-            .logits[0]
-            .double()
-            for ids in (tokens, shifted, alike)
-        )
+        tokens = torch.as_tensor(self.rng.integers(0, self.vocabulary, (rows, width)))
+        before = self._plain(tokens).double()
         largest = before.abs().max().clamp(min=1e-300)
-        return max(float((each - before).abs().max() / largest) for each in after)
+
+        def moved(row: int, after: torch.Tensor) -> float:
+            return float((after.double() - before[row]).abs().max() / largest)
+
+        found = []
+        for row, others in ((0, slice(1, None)), (rows - 1, slice(0, -1))):
+            # A mean hardly sees other random tokens; it does see rows of one token each.
+            shifted, alike = tokens.clone(), tokens.clone()
+            shifted[others] = (shifted[others] + 1) % self.vocabulary
+            alike[others] = alike[others, :1]
+            found += [moved(row, self._plain(ids)[row]) for ids in (shifted, alike)]
+        alone = moved(rows - 1, self._plain(tokens[-1:])[0])
+        return max(*found, alone if alone > tolerance else 0.0)
 
     def loss(self, logits: torch.Tensor, document: int) -> tuple[float, int]:
         """Return the summed loss of one document's targets, in float64, and how many targets it has.

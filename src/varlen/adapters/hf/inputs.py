@@ -46,8 +46,9 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
     In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and
     `use_cache=False`. Labels aren't shifted: the model shifts them, and every document's first label is -100, so no
-    loss crosses a boundary. The loss that the model returns is the mean over this batch's targets; across
-    micro-batches and ranks, multiply it by `batch.num_targets * batch.loss_scale()`.
+    loss crosses a boundary. The loss that the model returns is the mean over this batch's targets, and 0/0 without
+    any; across micro-batches and ranks, pass `num_items_in_batch=1` as well, which makes it their sum, and multiply
+    that by `batch.loss_scale()`.
 
     Vision-language models with M-RoPE (Qwen2-VL and later, GLM-4V, ERNIE 4.5 VL and others) get positions in time,
     height and width for each document as if it were alone, behind the text positions, from which transformers reads

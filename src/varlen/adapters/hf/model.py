@@ -20,6 +20,8 @@ MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SEL
 BY_DISTANCE = {"mpt": "max_seq_len"}
 """Families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in its row;
 each with the setting that bounds how wide a row may be."""
+FLAT_MASKS = frozenset(("openai-gpt", "reformer", "xlm"))
+"""Families whose code takes masks of padding alone: a finished 4-D one makes it fail."""
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
 """Modules that aren't called where there is no encoder."""
 
@@ -41,6 +43,8 @@ def unwrap(model: Any) -> Any:
     """
     while True:
         wrapped = getattr(model, "_orig_mod", None)
+        if wrapped is None:  # FSDP's first version hands all questions on, that for the config among them
+            wrapped = getattr(model, "_fsdp_wrapped_module", None)
         if wrapped is None and not hasattr(model, "config"):
             wrapped = getattr(model, "module", None)
         if wrapped is None and hasattr(model, "get_base_model"):
@@ -150,10 +154,26 @@ def vocabulary_size(model: Any) -> int:
 
     Args:
         model: a transformers model, bare or wrapped.
+
+    Raises:
+        ModelError: neither the model nor its config says.
     """
     config = text_config(model)
-    size = getattr(unwrap(model).get_input_embeddings(), "num_embeddings", None)
+    size = getattr(_embeddings(model, "get_input_embeddings"), "num_embeddings", None)
+    if size is None and getattr(config, "vocab_size", None) is None:
+        raise ModelError(
+            f"nobody knows how many tokens {type(unwrap(model)).__name__} embeds: its config has no vocab_size, and "
+            "get_input_embeddings() returns no embedding"
+        )
     return int(config.vocab_size if size is None else size)
+
+
+def _embeddings(model: Any, getter: str) -> Any:
+    """Return what a model says of its embeddings; None where it says nothing."""
+    try:
+        return getattr(unwrap(model), getter)()
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def logits_size(model: Any) -> int:
@@ -162,7 +182,7 @@ def logits_size(model: Any) -> int:
     Args:
         model: a transformers model, bare or wrapped.
     """
-    head = unwrap(model).get_output_embeddings()
+    head = _embeddings(model, "get_output_embeddings")
     size = getattr(head, "out_features", None)
     return vocabulary_size(model) if size is None else int(size)
 
@@ -213,11 +233,12 @@ def check_family(model: Any) -> None:
         model: a transformers model, bare or wrapped.
 
     Raises:
-        ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
-            outside attention (recurrence, convolution) or number positions in their own way.
+        ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
+            attention (recurrence, convolution) or number positions in their own way, models that take masks of
+            padding alone, and virtual tokens in front of rows.
     """
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
-    reason = _two_sequences(base) or _both_directions(config)
+    reason = _two_sequences(base) or _both_directions(config) or _virtual_tokens(model) or _flat_masks(model)
     if not reason and model_type(model) not in TOLD:
         reason = _foreign_layers(config) or _recurrence(base) or _unfit_module(decoder)
     if reason:
@@ -233,6 +254,18 @@ def _two_sequences(base: Any) -> str | None:
 def _both_directions(config: Any) -> str | None:
     if getattr(config, "is_causal", True) is False:
         return "attends in both directions (config.is_causal is False), and varlen packs for causal models"
+    return None
+
+
+def _virtual_tokens(model: Any) -> str | None:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "gets virtual tokens in front of each row (PEFT's prompt learning), and of all its documents"
+    return None
+
+
+def _flat_masks(model: Any) -> str | None:
+    if model_type(model) in FLAT_MASKS:
+        return "takes masks of padding alone, in which documents of a row can't be told apart"
     return None
 
 

@@ -1,0 +1,104 @@
+"""in_training: the same question in training mode, where models may compute otherwise than in eval mode.
+
+Recurrent layers have kernels of their own there, norms take statistics of the batch, experts drop or jitter, losses
+get terms. Dropout is left out, since it would hide everything else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from varlen.errors import ModelError
+from varlen.verify.isolation import IsolationReport, Movements, judge
+from varlen.verify.own_loss import own_loss
+from varlen.verify.trial import Trial, untouched
+
+_CHANGED = 4
+"""At most so many documents are changed."""
+_DROPPING = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Lets values through where they would be dropped."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of PyTorch, unless it drops."""
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPPING:
+            return args[0] if args else given["input"]
+        if name == "scaled_dot_product_attention":
+            given |= {"dropout_p": 0.0} if len(args) < 5 else {}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **given)
+
+
+def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> tuple[Any, str]:
+    """Return the verdict of training mode on what is isolated in eval mode, with the reason.
+
+    Where logits are the same to the bit in both modes, so is the verdict.
+
+    Args:
+        trial: the model, isolated in eval mode, and its batch.
+        in_eval: logits of the batch in eval mode.
+        found: the report of eval mode.
+    """
+    verdict: Any = "isolated"
+    reason = ""
+    with untouched(trial.model), _training(trial.model):
+        try:
+            before = trial.logits(trial.batch)
+            # Where random numbers are drawn beside dropout, nothing can be told from one run to another.
+            if not torch.equal(before, in_eval) and _wavering(trial, before) <= found.rounding:
+                verdict, reason = judge(_movements(trial, before, found), float("inf"), found.rounding)
+            if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
+                verdict, reason = "coupled", loss.coupling
+        except (ModelError, NotImplementedError) as error:
+            verdict, reason = "refuses", " ".join(str(error).split())
+    return verdict, f"in training mode, {reason}" if reason else ""
+
+
+def _wavering(trial: Trial, before: torch.Tensor) -> float:
+    return trial.moved(before, trial.logits(trial.batch), trial.owner >= 0)
+
+
+def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Movements:
+    """Change some documents, and padding."""
+    padding, others = 0.0, []
+    for document in trial.choose(_CHANGED):
+        after = trial.logits(trial.changed(document))
+        others.append(trial.moved(before, after, trial.others(document)))
+    if (trial.owner < 0).any():
+        padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
+    moves = max(*others, padding)
+    return replace(
+        found.movements,
+        largest_difference=max(others),
+        padding_difference=padding,
+        row_coupling=trial.row_coupling(found.tolerance) if moves > 0 else None,
+        attention_across=None,
+    )
+
+
+@contextmanager
+def _training(model: Any) -> Iterator[None]:
+    """Put a model into training mode without dropout, and its buffers back afterwards: norms would count on."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    model.train()
+    try:
+        with _WithoutDropout(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # checkpointing warns where there is no gradient
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
