@@ -76,10 +76,14 @@ def _run(families: list[str] | None, processes: int) -> None:
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": {name: told[name] for name in ("varlen", "torch", "transformers")},
-        "seconds": before["seconds"] if families and before else round(time.monotonic() - begun),
-        "processes": before["processes"] if families and before else processes,
-        "families": dict(sorted(rows.items())),
+        "seconds": round(time.monotonic() - begun),
+        "processes": processes,
+        "again": [],
     }
+    if before:  # what the page says of date and machine is true of the others
+        again = sorted({*before.get("again", []), *names})
+        found |= {name: before[name] for name in found if name in before} | {"again": again}
+    found["families"] = dict(sorted(rows.items()))
     RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -129,7 +133,8 @@ def _summary(found: dict[str, Any], backends: list[str]) -> list[str]:
     told = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [
         f"{len(families)} families on {found['date']}: {told}; {cpu}, {found['processes']} processes, "
-        f"{found['seconds']:,} seconds.",
+        f"{found['seconds']:,} seconds."
+        + (f" Run again since then: {', '.join(found['again'])}." if found.get("again") else ""),
         "",
         "| cells | " + " | ".join(f"`{backend}`" for backend in backends) + " |",
         "|---" * (len(backends) + 1) + "|",
