@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import compatibility
@@ -55,6 +56,26 @@ def test_no_cell_of_a_family_is_silent(name: str) -> None:
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_family_that_is_run_again_gives_the_same_verdicts(family: str) -> None:
     assert verdicts(matrix_row(family)) == verdicts(FOUND["families"][family])
+
+
+def test_a_family_that_is_run_again_by_itself_leaves_the_others_their_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = FOUND["families"]
+    written = tmp_path / "found.json"
+    written.write_text(
+        json.dumps(FOUND | {"date": "2001-02-03", "families": {"llama": known["llama"], "musicgen": {}}})
+    )
+    monkeypatch.setattr(compatibility, "RESULTS", written)
+    monkeypatch.setattr(compatibility, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"{compatibility.START}\n{compatibility.END}")
+    compatibility.main(["--families", "musicgen", "--processes", "1"])
+
+    found = json.loads(written.read_text())
+    assert found["families"]["musicgen"] == known["musicgen"]
+    assert found["families"]["llama"] == known["llama"]
+    assert "on 2001-02-03" in (tmp_path / "page.md").read_text()
+    assert "Run again since then: musicgen." in (tmp_path / "page.md").read_text()
 
 
 def verdicts(row: dict[str, Any]) -> Any:
