@@ -59,8 +59,8 @@ def _pair(d: Drawing, result: dict[str, Any], set_name: str, top: float) -> None
     lowest = min(loss for curve in by_label.values() for _, _, loss in curve)
     highest = max(loss for curve in by_label.values() for _, _, loss in curve)
     panels = (
-        (70, f"{set_name} set: validation loss by thousands of tokens", 1, 1e-3),
-        (470, "and by steps", 0, 1.0),
+        (70, f"{set_name} set: loss by thousands of tokens", 1, 1e-3),
+        (470, "loss by steps", 0, 1.0),
     )
     for left, title, column, scale in panels:
         most = max(curve[-1][column] for curve in by_label.values()) * scale
