@@ -31,6 +31,8 @@ from benchmarks.strategies_figures import (
 from benchmarks.table import ROOT, ratio_text
 
 PAGE = ROOT / "docs" / "strategies.md"
+ALIKE = ("offline", "sampled", "ours")
+"""Strategies that pack, with as many tokens a step as a minibatch holds."""
 _PART = re.compile(
     r"(?P<start><!-- (?P<name>\w+): written by `python -m benchmarks.strategies_page` -->\n)"
     r".*?(?P<end><!-- end -->)",
@@ -85,14 +87,14 @@ def _origin(result: dict[str, Any]) -> str:
     held, versions = result["machine"], result["versions"]
     names = ("torch", "transformers", "trl", "peft", "axolotl", "datasets", "numpy")
     parts = ", ".join(
-        f"{name} {part['seconds'] / 60:.0f} min at a load of {part['load'][0]} to {part['load'][1]}"
+        f"{name} {part['seconds'] / 60:.0f} min (load {part['load'][0]} to {part['load'][1]})"
         for name, part in result["parts"].items()
     )
     return (
         f"Measured on {result['date']}: {held['cpu']}, {held['cores']} cores, {held['memory_gib']} GiB, "
         f"{held['system']}, Python {held['python']}; varlen {versions['varlen']} ({versions['commit']}), "
         + ", ".join(f"{name} {versions.get(name, 'absent')}" for name in names)
-        + f". {parts}."
+        + f". Parts, with the load average of the machine: {parts}."
     )
 
 
@@ -108,8 +110,8 @@ def _sets(result: dict[str, Any]) -> str:
             (
                 f"{name}: {of_set['title']}",
                 f"{of_set['documents']:,}",
-                f"{of_set['mean']:.0f}",
-                f"{of_set['median']:.0f}",
+                f"{of_set['mean']:,.0f}",
+                f"{of_set['median']:,.0f}",
                 f"{of_set['longest']:,}",
                 f"{of_set['variation']:.2f}",
                 f"{100 * of_set['cut_share']:.1f} %",
@@ -163,14 +165,45 @@ def _seeds(result: dict[str, Any]) -> str:
     for run in figures(result, "comparison"):
         at[run["set"]].add(run["at_step"])
     steps = ", ".join(
-        f"{min(found)} to {max(found)} for the {name} set"
+        f"step {min(found)} to {max(found)}, by seed, on the {name} set"
         if len(found) > 1
-        else f"{min(found)} for the {name} set"
-        for name, found in at.items()
+        else f"step {min(found)} on the {name} set"
+        for name, found in sorted(at.items(), reverse=True)
     )
+    apart = largest_difference_of_step_losses(result)
     return (
-        f"Seeds: {counts}. “Equal steps” are {steps}. Padding's losses are the online minibatch's: over all steps "
-        f"that both trained, the largest difference is {largest_difference_of_step_losses(result):.1e} nats."
+        f"Seeds: {counts}. “Equal steps” means after {steps}. Online minibatches have the losses of padding: over "
+        f"all steps trained both ways, the largest difference is {apart:.1e} nats."
+    )
+
+
+def _clear(result: dict[str, Any]) -> str:
+    """Say which intervals of the strategies with equal tokens a step leave zero out, and how many would by chance."""
+    found = [
+        (label, set_name, family, what, one)
+        for label in ALIKE
+        for set_name in result["sets"]
+        for family in FAMILIES
+        for what in ("steps", "tokens")
+        if (one := differences(result, set_name, family, label, what)) is not None
+        and one.half_width is not None
+    ]
+    named = [
+        f"{TITLES[label]} on {FAMILIES[family]}, {set_name} set, equal {what} ({signed(one).strip('*')})"
+        for label, set_name, family, what, one in found
+        if one.is_clear
+    ]
+    ends = [
+        end
+        for *_, what, one in found
+        if what == "tokens"
+        for end in (one.mean - (one.half_width or 0), one.mean + (one.half_width or 0))
+    ]
+    titles = ", ".join(TITLES[label] for label in ALIKE)
+    return (
+        f"Of the {len(found)} intervals of {titles}, chance alone would make about "
+        f"{len(found) / 20:.0f} leave zero out. {len(named)} do: {'; '.join(named) or 'none'}. At equal tokens "
+        f"all lie between {min(ends, default=0):+.3f} and {max(ends, default=0):+.3f}."
     )
 
 
@@ -245,8 +278,8 @@ def _ranks(result: dict[str, Any]) -> str:
             )
         )
     head = (
-        "sampler", "ranks", "steps", "documents dropped", "repeated", "validation loss",
-        "a step's loss, from 1 rank's", "tokens, most / mean", "attention, most / mean",
+        "sampler", "ranks", "steps", "dropped, by seed", "repeated, by seed", "validation loss",
+        "largest difference of a step's loss from 1 rank", "tokens, most / mean", "attention, most / mean",
     )  # fmt: skip
     return _table(head, rows)
 
@@ -309,6 +342,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "origin": _origin,
     "sets": _sets,
     "seeds": _seeds,
+    "clear": _clear,
     "losses_short": lambda result: _comparison(result, "short"),
     "losses_long": lambda result: _comparison(result, "long"),
     "throughput_short": lambda result: _throughput(result, "short"),

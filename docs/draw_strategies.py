@@ -21,6 +21,8 @@ from benchmarks.strategies_figures import (
 from svg import ACCENT, DOCUMENTS, INK, RULE, SOFT, WARM, Drawing
 
 Point = tuple[float, float]
+_ROW = 300
+"""Height of a pair of curves."""
 STROKES = {
     "online": INK,
     "ours": ACCENT,
@@ -34,34 +36,45 @@ STROKES = {
 
 
 def curves() -> Drawing:
-    """Validation loss of every strategy against tokens, and against steps: Llama on the short set."""
+    """Validation loss of every strategy against tokens, and against steps: Llama on both sets."""
     result = newest()
-    d = Drawing(860, 430, "validation loss against tokens and against steps, by strategy")
-    by_label = {label: _mean_curve(result, label) for label in STROKES}
-    lowest = min(loss for curve in by_label.values() for _, _, loss in curve)
-    highest = max(loss for curve in by_label.values() for _, _, loss in curve)
-    panels = ((70, "validation loss by thousands of tokens", 1, 1e-3), (470, "and by steps", 0, 1.0))
-    for left, title, column, scale in panels:
-        most = max(curve[-1][column] for curve in by_label.values()) * scale
-        axes = _Axes(left, 60, 340, 230, 0.0, most, lowest - 0.01, highest + 0.01)
-        d.text(left, 34, title, size=15, bold=True)
-        axes.draw(d)
-        for label, curve in by_label.items():
-            points = [axes.at(row[column] * scale, row[2]) for row in curve]
-            _line(d, points, STROKES[label])
+    sets = [name for name in result["sets"] if runs_of(result, name, "llama", BASE)]
+    bottom = 54 + _ROW * len(sets)
+    d = Drawing(860, bottom + 66, "validation loss against tokens and against steps, by strategy")
+    for row, set_name in enumerate(sets):
+        _pair(d, result, set_name, 34 + _ROW * row)
     for place, label in enumerate(STROKES):
-        x, y = 70 + 265 * (place % 3), 350 + 24 * (place // 3)
+        x, y = 70 + 265 * (place % 3), bottom + 24 * (place // 3)
         d.line(x, y - 4, x + 26, y - 4, stroke=STROKES[label], width=3)
         title = TITLES[label].replace("`", "")
         d.text(x + 34, y, f"padding; {title}" if label == BASE else title, size=13)
     seeds = len(runs_of(result, "short", "llama", BASE))
-    d.text(840, 416, f"Llama, short set, mean of {seeds} seeds", size=12, fill=SOFT, anchor="end")
+    d.text(840, bottom + 52, f"Llama, mean of {seeds} seeds", size=12, fill=SOFT, anchor="end")
     return d
 
 
-def _mean_curve(result: dict[str, Any], label: str) -> list[tuple[float, float, float]]:
+def _pair(d: Drawing, result: dict[str, Any], set_name: str, top: float) -> None:
+    """Draw the losses on one set, by tokens on the left and by steps on the right."""
+    by_label = {label: _mean_curve(result, set_name, label) for label in STROKES}
+    lowest = min(loss for curve in by_label.values() for _, _, loss in curve)
+    highest = max(loss for curve in by_label.values() for _, _, loss in curve)
+    panels = (
+        (70, f"{set_name} set: loss by thousands of tokens", 1, 1e-3),
+        (470, "loss by steps", 0, 1.0),
+    )
+    for left, title, column, scale in panels:
+        most = max(curve[-1][column] for curve in by_label.values()) * scale
+        axes = _Axes(left, top + 26, 340, _ROW - 84, 0.0, most, lowest - 0.01, highest + 0.01)
+        d.text(left, top, title, size=15, bold=True)
+        axes.draw(d)
+        for label, curve in by_label.items():
+            points = [axes.at(row[column] * scale, row[2]) for row in curve]
+            _line(d, points, STROKES[label])
+
+
+def _mean_curve(result: dict[str, Any], set_name: str, label: str) -> list[tuple[float, float, float]]:
     """Return (steps, tokens, loss), the means over seeds of each validation at equal distances in tokens."""
-    runs = runs_of(result, "short", "llama", label).values()
+    runs = runs_of(result, set_name, "llama", label).values()
     curves = []
     for run in runs:
         total = run["tokens"]

@@ -95,4 +95,6 @@ def train(folder, stop_after):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     train(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

@@ -101,5 +101,7 @@ def train(folder, processes, stop_after):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     processes, stop_after = (*map(int, sys.argv[2:]), *(1, -1)[len(sys.argv) - 2 :])
     train(Path(sys.argv[1]), processes, stop_after)

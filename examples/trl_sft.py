@@ -86,5 +86,7 @@ def main(way):
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:] or {*sys.argv[1:]} - {"packed", "collator", "loader"}:
+        sys.exit(__doc__)
     for name in sys.argv[1:]:
         main(name)

@@ -91,6 +91,8 @@ def test_a_configuration_too_large_to_be_made_is_refused_before_it_is() -> None:
     [
         ("lama", "did you mean llama"),
         ("meta-llama/Llama-9-1T", "models are not downloaded"),
+        ("Qwen/Qwen3-0.6B", "models are not downloaded"),
+        ("./lama", "models are not downloaded"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(name: str, words: str) -> None:

@@ -129,7 +129,8 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
         return LoadedModel(model=tiny(), notes=(note,), remade=tiny)
     if name and path.exists():
         raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
-    near = difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING), n=3, cutoff=0.5)
+    is_place = "/" in name or "\\" in name
+    near = [] if is_place else difflib.get_close_matches(name.lower(), list(CONFIG_MAPPING), n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     raise ModelError(
         f"{name!r} is neither a folder nor a model type of the installed transformers (config.model_type, such as "
