@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,14 +40,21 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a transformers model, bare or wrapped.
     """
+    *_, inner = _wrappers(model)
+    return inner
+
+
+def _wrappers(model: Any) -> Iterator[Any]:
+    """Yield a model, what it wraps, and so on."""
     while True:
+        yield model
         wrapped = getattr(model, "_orig_mod", None)
         if wrapped is None and not hasattr(model, "config"):
             wrapped = getattr(model, "module", None)
         if wrapped is None and hasattr(model, "get_base_model"):
             wrapped = model.get_base_model()
         if not isinstance(wrapped, torch.nn.Module):
-            return model
+            return
         model = wrapped
 
 
@@ -213,11 +221,11 @@ def check_family(model: Any) -> None:
         model: a transformers model, bare or wrapped.
 
     Raises:
-        ModelError: encoder-decoders, models that attend in both directions, and models that mix tokens
-            outside attention (recurrence, convolution) or number positions in their own way.
+        ModelError: encoder-decoders, models that attend in both directions, soft prompts, and models that mix
+            tokens outside attention (recurrence, convolution) or number positions in their own way.
     """
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
-    reason = _two_sequences(base) or _both_directions(config)
+    reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model)
     if not reason and model_type(model) not in TOLD:
         reason = _foreign_layers(config) or _recurrence(base) or _unfit_module(decoder)
     if reason:
@@ -233,6 +241,17 @@ def _two_sequences(base: Any) -> str | None:
 def _both_directions(config: Any) -> str | None:
     if getattr(config, "is_causal", True) is False:
         return "attends in both directions (config.is_causal is False), and varlen packs for causal models"
+    return None
+
+
+def _soft_prompt(model: Any) -> str | None:
+    for wrapper in _wrappers(model):
+        told: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(told, "is_prompt_learning", False):
+            return (
+                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT), which stands before a row and not "
+                "before each of its documents"
+            )
     return None
 
 
