@@ -87,6 +87,20 @@ def test_sequential_packs_keep_the_order_of_the_sampler(
     assert [index for batch in batches for pack in batch for index in pack] == order
 
 
+@given(LENGTHS)
+def test_sequential_packs_of_one_rank_are_axolotls_own(lengths: list[int]) -> None:
+    theirs: list[list[int]] = []  # `allocate_sequentially` in other words; it takes no heed of bin_size
+    space = 0
+    for index, length in enumerate(lengths):
+        if length > space:
+            theirs.append([])
+            space = CAPACITY
+        theirs[-1].append(index)
+        space -= length
+
+    assert list(sampler(lengths, sequential=True, bin_size=0)) == [[pack] for pack in theirs]
+
+
 def test_an_epoch_is_another_order_where_the_sampler_gives_one_and_the_same_again_at_its_number() -> None:
     class Shuffled:
         epoch = 0

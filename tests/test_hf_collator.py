@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import DataCollatorWithFlattening as Theirs
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from varlen.adapters.hf import DataCollatorWithFlattening
 from varlen.errors import DocumentsError, SettingError
@@ -250,6 +252,27 @@ def test_padding_stands_in_segments_of_its_own(
     assert len(ends) - documents == -(-(width - tokens) // 128)
     assert padded["max_length_q"] == np.diff(ends).max()
     assert padded["seq_idx"][0].tolist() == np.repeat(np.arange(len(ends) - 1), np.diff(ends)).tolist()
+
+
+@given(features(), st.integers(1, 20))
+def test_both_of_transformers_detectors_find_our_documents_in_the_positions(
+    batch: list[dict[str, Any]], multiple: int
+) -> None:
+    collate = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, pad_to_multiple_of=multiple
+    )
+    row, documents = collate(batch), len(batch)
+    tokens = sum(len(feature["input_ids"]) for feature in batch)
+
+    numbers = find_packed_sequence_indices(row["position_ids"])  # of eager, SDPA and FlexAttention
+    (ends, _), _ = prepare_fa_kwargs_from_position_ids(row["position_ids"])  # of FlashAttention
+
+    if numbers is None:
+        assert row["position_ids"][0].tolist() == list(range(tokens))
+    else:
+        assert numbers[0, :tokens].tolist() == row["seq_idx"][0, :tokens].tolist()
+        assert (numbers[0, tokens:] >= documents).all()
+    assert ends[: documents + 1].tolist() == row["cu_seq_lens_q"][: documents + 1].tolist()
 
 
 def test_shifted_labels_hold_at_each_position_the_target_that_follows() -> None:

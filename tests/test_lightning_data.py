@@ -160,3 +160,12 @@ def test_a_trainer_that_would_train_something_else_is_refused(settings, trainer,
 def test_ranks_are_lightnings(texts):
     with pytest.raises(SettingError, match="dp_rank can't be given here"):
         data_of(texts, dp_rank=0)
+
+
+def test_processes_that_lightning_does_not_know_of_are_refused(texts, monkeypatch):
+    monkeypatch.setenv(
+        "WORLD_SIZE", "2"
+    )  # as torchrun sets it; on CPUs Lightning takes one device unless told
+
+    with pytest.raises(SettingError, match=r"one of 2 processes \(WORLD_SIZE\), and Lightning knows of 1"):
+        taken_by(data_of(texts))

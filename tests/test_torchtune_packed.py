@@ -172,6 +172,23 @@ def test_what_max_packs_leaves_out_is_logged_and_no_more_is_read_than_needed(
     assert "max_packs=3 leaves out 8 of the 20 tokens read, and all samples after them" in caplog.text
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_as_many_rows_hold_more_tokens_than_filled_one_after_the_other(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 100, 500).tolist()
+    filled = vl.pack(lengths, 128, "next_fit")
+
+    packed = PackedDataset(samples_of(lengths), max_seq_len=128, max_packs=20)
+
+    held = sum(int((packed[number]["tokens"] > 0).sum()) for number in range(len(packed)))
+    assert held > filled.lengths[: filled.offsets[20]].sum()
+
+
+def test_the_fullest_rows_are_kept() -> None:
+    packed = PackedDataset(samples_of([7, 1, 8]), max_seq_len=9, max_packs=1)
+
+    assert packed[0]["tokens"].tolist() == [8, *range(9, 17)]  # by first samples it would be the row of 7
+
+
 def test_where_all_fits_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "varlen"):
         assert len(PackedDataset(samples_of([4, 2]), max_seq_len=6, max_packs=1)) == 1

@@ -117,3 +117,26 @@ def test_padded_rows_and_other_tensors_are_refused() -> None:
         DataCollatorForLanguageModeling(0, padding_free=False)
     with pytest.raises(SettingError, match='"pt"'):
         DataCollatorForLanguageModeling(0, return_tensors="np")
+    with pytest.raises(SettingError, match="\"pt\", as in TRL; got 'np'"):
+        DataCollatorForLanguageModeling(0)([{"input_ids": [1]}], return_tensors="np")
+    same(
+        DataCollatorForLanguageModeling(0)([{"input_ids": [1, 2]}], "pt"),
+        Theirs(0, padding_free=True)([{"input_ids": [1, 2]}], "pt"),
+    )
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_positions_of_packed_rows_are_trls_own(rows: list[list[int]]) -> None:
+    ours = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths(rows)
+    theirs = Theirs.get_position_ids_from_packed_seq_lengths(rows)
+
+    assert [row.dtype for row in ours] == [row.dtype for row in theirs]
+    assert [row.tolist() for row in ours] == [row.tolist() for row in theirs]
+
+
+def test_lengths_of_0_shift_positions_there_and_take_no_place_here() -> None:
+    rows = [[2, 0, 3], [0]]
+
+    ours = DataCollatorForLanguageModeling.get_position_ids_from_packed_seq_lengths(rows)
+
+    assert [row.tolist() for row in ours] == [[0, 1, 0, 1, 2], []]

@@ -44,6 +44,31 @@ def as_num_replicas(num_replicas: int | None) -> int:
     return as_replicas(None, None)[0] if num_replicas is None else as_count(num_replicas, "num_replicas")
 
 
+def check_processes(
+    known: int,
+    who: str = "accelerate",
+    way: str = "on CPUs pass use_cpu=True or set ACCELERATE_USE_CPU=true",
+) -> None:
+    """Refuse a job of several processes of which the framework doesn't know, as on CPUs where nobody told it.
+
+    Each process would take itself for the only one, train on all of the data, and share no gradient.
+
+    Args:
+        known: processes, by the framework.
+        who: what the framework is called.
+        way: how it is told.
+
+    Raises:
+        SettingError: WORLD_SIZE says other.
+    """
+    told = os.environ.get("WORLD_SIZE", "1")
+    if told != "1" and told != str(known):
+        raise SettingError(
+            f"this is one of {told} processes (WORLD_SIZE), and {who} knows of {known:,}, so each would train on all "
+            f"of the data; {way}, and where this process does train alone, unset WORLD_SIZE"
+        )
+
+
 def _group() -> tuple[int, int] | None:
     """Rank and size of the default process group, or None where there is none."""
     distributed: Any = import_torch().distributed

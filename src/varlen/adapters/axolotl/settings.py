@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from varlen.adapters.hf.trainer import Weighting
+from varlen.adapters.hf.agreement import Weighting
 from varlen.errors import SettingError
 from varlen.types import Method, Overlong
 

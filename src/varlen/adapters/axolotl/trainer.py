@@ -10,7 +10,7 @@ from axolotl.integrations.base import PluginManager
 
 from varlen.adapters.axolotl.prepared import folder_of, loader_settings, saved
 from varlen.adapters.hf.trainer import PackedTraining, loader_for
-from varlen.errors import SettingError
+from varlen.adapters.replicas import check_processes
 
 
 class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
@@ -42,11 +42,7 @@ class VarlenTrainer(PackedTraining, _ToldItems):
 
     def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:
         cfg = PluginManager.get_instance().cfg
-        if cfg.world_size != args.world_size:
-            raise SettingError(
-                f"this is one of {cfg.world_size:,} processes (WORLD_SIZE), and accelerate knows of "
-                f"{args.world_size:,}, so each would train on all of the data; on CPUs set ACCELERATE_USE_CPU=true"
-            )
+        check_processes(args.world_size)  # before the data is written and a loader started
         args.max_steps = (
             cfg.max_steps or -1
         )  # axolotl has written in how many steps there are; the loader knows

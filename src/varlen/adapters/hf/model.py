@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,7 +42,14 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a transformers model, bare or wrapped.
     """
+    *_, inner = _wrappers(model)
+    return inner
+
+
+def _wrappers(model: Any) -> Iterator[Any]:
+    """Yield a model, what it wraps, and so on."""
     while True:
+        yield model
         wrapped = getattr(model, "_orig_mod", None)
         if wrapped is None:  # FSDP's first version hands all questions on, that for the config among them
             wrapped = getattr(model, "_fsdp_wrapped_module", None)
@@ -50,7 +58,7 @@ def unwrap(model: Any) -> Any:
         if wrapped is None and hasattr(model, "get_base_model"):
             wrapped = model.get_base_model()
         if not isinstance(wrapped, torch.nn.Module):
-            return model
+            return
         model = wrapped
 
 
@@ -235,10 +243,10 @@ def check_family(model: Any) -> None:
     Raises:
         ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
             attention (recurrence, convolution) or number positions in their own way, models that take masks of
-            padding alone, and virtual tokens in front of rows.
+            padding alone, and soft prompts in front of rows.
     """
     base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
-    reason = _two_sequences(base) or _both_directions(config) or _virtual_tokens(model) or _flat_masks(model)
+    reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model) or _flat_masks(model)
     if not reason and model_type(model) not in TOLD:
         reason = _foreign_layers(config) or _recurrence(base) or _unfit_module(decoder)
     if reason:
@@ -257,15 +265,20 @@ def _both_directions(config: Any) -> str | None:
     return None
 
 
-def _virtual_tokens(model: Any) -> str | None:
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return "gets virtual tokens in front of each row (PEFT's prompt learning), and of all its documents"
-    return None
-
-
 def _flat_masks(model: Any) -> str | None:
     if model_type(model) in FLAT_MASKS:
         return "takes masks of padding alone, in which documents of a row can't be told apart"
+    return None
+
+
+def _soft_prompt(model: Any) -> str | None:
+    for wrapper in _wrappers(model):
+        told: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(told, "is_prompt_learning", False):
+            return (
+                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands before "
+                "a row and not before each of its documents"
+            )
     return None
 
 

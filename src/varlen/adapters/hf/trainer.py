@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -18,14 +18,20 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from varlen.adapters.hf.agreement import (
+    Weighting,
+    check_evaluation,
+    check_own_loss,
+    check_settings,
+    check_train_dataset,
+)
 from varlen.adapters.hf.inputs import model_inputs
-from varlen.adapters.hf.model import check_family, text_config
+from varlen.adapters.hf.model import check_family
 from varlen.adapters.hf.place import LoaderBatches, LoaderPlace, go_to_checkpoint
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, StateError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
 
-Weighting = Literal["token", "document", "longalign"]
 PACKED = "packed"
 WEIGHTS = "loss_weights"
 
@@ -60,6 +66,7 @@ class PackedTraining(_BeforeTrainer):
     def __init__(
         self, *args: Any, train_loader: PackedLoader, loss_weighting: Weighting = "token", **rest: Any
     ) -> None:
+        check_evaluation(rest.get("eval_dataset"))
         super().__init__(*args, **rest)
         self.train_loader = train_loader
         self.loss_weighting = loss_weighting
@@ -225,7 +232,19 @@ class PackedTrainer(PackedTraining, Trainer):
         loader = loader_for(args, "store", capacity=4096)
         trainer = PackedTrainer(model=model, args=args, train_loader=loader)
         trainer.train(resume_from_checkpoint=True)
+
+    Args:
+        args: as the Trainer takes them.
+        rest: as the Trainer and PackedTraining take it.
+
+    Raises:
+        SettingError: a `train_dataset` too, and as of PackedTraining.
+        ModelError: as of PackedTraining.
     """
+
+    def __init__(self, *args: Any, **rest: Any) -> None:
+        check_train_dataset(args, rest)
+        super().__init__(*args, **rest)
 
 
 def loader_for(
@@ -273,99 +292,3 @@ def weighted_sum(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tens
     wide = logits[:, :-1].flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(wide, labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
     return (losses * weights[:, 1:].flatten().to(losses.dtype)).sum()
-
-
-def check_settings(trainer: PackedTraining) -> None:
-    """Refuse a Trainer and a loader whose settings contradict each other.
-
-    Args:
-        trainer: with its `train_loader`.
-
-    Raises:
-        SettingError: names both settings.
-    """
-    args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
-    if not isinstance(loader, PackedLoader):
-        raise SettingError(f"train_loader must be a PackedLoader, got {type(loader).__name__}")
-    if weighting not in get_args(Weighting):
-        raise SettingError(
-            f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
-        )
-    _check_ranks(trainer, loader)
-    if args.gradient_accumulation_steps != loader.micro_batches:
-        raise SettingError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps:,}, but the loader gives each rank "
-            f"{loader.micro_batches:,} batches a step; pass gradient_accumulation_steps={loader.micro_batches}, or "
-            "another micro_batch_size to the loader"
-        )
-    epochs = loader.settings.epochs
-    if args.max_steps <= 0 and epochs is not None and args.num_train_epochs > epochs:
-        raise SettingError(
-            f"num_train_epochs={args.num_train_epochs:g}, but the loader ends after epochs={epochs:,}; pass "
-            f"num_train_epochs={epochs}, or epochs={math.ceil(args.num_train_epochs)} to the loader"
-        )
-    if args.auto_find_batch_size:
-        raise SettingError(
-            "auto_find_batch_size=True makes batches smaller where memory ends, but the loader's are made already; "
-            "leave it out, and pass a smaller capacity to the loader"
-        )
-
-
-def _check_ranks(trainer: PackedTraining, loader: PackedLoader) -> None:
-    """Require that the loader deals to the ranks that there are.
-
-    Raises:
-        SettingError: it doesn't, or a batch would be cut among processes.
-    """
-    args, (rank, world) = trainer.args, loader.settings.ranks
-    if trainer.get_cp_size() * trainer.get_sp_size() > 1:
-        raise SettingError(
-            "context and sequence parallelism cut the rows of a batch, which transformers does without regard to "
-            "documents; use data and tensor parallelism"
-        )
-    if args.n_gpu > 1:
-        raise SettingError(
-            f"one process drives {args.n_gpu} GPUs, which cuts batches without regard to documents; launch one "
-            "process each by torchrun, or show one by CUDA_VISIBLE_DEVICES"
-        )
-    tensor_ranks = trainer.get_tp_size()
-    replicas = trainer.accelerator.num_processes // tensor_ranks
-    wrong_rank = tensor_ranks == 1 and rank != trainer.accelerator.process_index
-    if world != replicas or wrong_rank:
-        raise SettingError(
-            f"the loader is that of rank {rank:,} of {world:,}, but this is process "
-            f"{trainer.accelerator.process_index:,} of {trainer.accelerator.num_processes:,} ({replicas:,} with "
-            "different data), so documents would be trained on twice or never; pass dp_rank and dp_world_size of "
-            "this process to the loader"
-        )
-    if replicas > 1 and not args.average_tokens_across_devices:
-        raise SettingError(
-            "average_tokens_across_devices=False gives every rank's mean the same weight, however many targets it "
-            "has; leave it True"
-        )
-
-
-def check_own_loss(trainer: PackedTraining) -> None:
-    """Refuse what the weighted loss doesn't compute.
-
-    Args:
-        trainer: that weighs targets.
-
-    Raises:
-        SettingError: names it.
-    """
-    for name, asked in (
-        ("label_smoothing_factor", trainer.label_smoother is not None),
-        ("compute_loss_func", trainer.compute_loss_func is not None),
-        ("output_router_logits", getattr(text_config(trainer.model), "output_router_logits", False)),
-    ):
-        if asked:
-            raise SettingError(
-                f"{name} changes the loss, and so does loss_weighting={trainer.loss_weighting!r} (or a model that "
-                "takes no num_items_in_batch); leave one of them out"
-            )
-    if not trainer.model_accepts_loss_kwargs and not hasattr(Trainer, "loss_is_scaled_for_ga"):
-        raise SettingError(
-            f"{type(trainer.model).__name__} takes no num_items_in_batch, and this transformers would divide its "
-            "loss once more; install transformers 5.19 or later"
-        )

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
+from varlen.adapters.replicas import check_processes
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
@@ -68,8 +69,14 @@ class PackedDataModule(LightningDataModule):
         Raises:
             SettingError: of `PackedLoader`, or the trainer's settings would train something else.
         """
+        trainer: Any = self.trainer
         if self._batches is None:
-            ranks = getattr(self.trainer, "distributed_sampler_kwargs", None) or {
+            check_processes(
+                trainer.world_size,
+                "Lightning",
+                'pass Trainer(strategy="ddp", devices=...) for all of them',
+            )
+            ranks = getattr(trainer, "distributed_sampler_kwargs", None) or {
                 "num_replicas": 1,
                 "rank": 0,
             }
@@ -81,7 +88,7 @@ class PackedDataModule(LightningDataModule):
                 **self._settings,
             )
             try:
-                _check(self.trainer, loader)
+                _check(trainer, loader)
             except BaseException:
                 loader.close()
                 raise

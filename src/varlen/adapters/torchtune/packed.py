@@ -38,7 +38,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         ds: samples, each with "tokens" and "labels", lists or arrays of whole numbers.
         max_seq_len: tokens of a row.
         padding_idx: token at padding.
-        max_packs: most rows; samples are then read until they would fill as many, and what is left out is logged.
+        max_packs: most rows; samples are then read until they would fill as many, the fullest rows are kept, and what
+            is left out is logged.
         split_across_pack: lay samples end to end and cut them where a row is full, in place of keeping them whole.
 
     Raises:
@@ -76,13 +77,16 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             "wrapped" if split_across_pack else "best_fit_decreasing",
             "split" if split_across_pack else "error",
         )
-        self._num_rows = min(self._packing.num_packs, self.max_packs or self._packing.num_packs)
-        if self._num_rows < self._packing.num_packs or not is_all:
-            self._say_what_is_left_out(is_all)
+        held = np.diff(
+            np.concatenate([[0], np.cumsum(self._packing.lengths, dtype=np.int64)])[self._packing.offsets]
+        )
+        self._rows = np.sort(np.argsort(-held, kind="stable")[: self.max_packs])
+        if self._rows.size < self._packing.num_packs or not is_all:
+            self._say_what_is_left_out(int(held[self._rows].sum()), is_all)
 
     def __len__(self) -> int:
         """Rows."""
-        return self._num_rows
+        return self._rows.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Return a row.
@@ -102,6 +106,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
             raise IndexError(f"row {index:,} of {len(self):,}")
+        number = int(self._rows[number])
         batch = collate(
             (self._tokens, self._offsets),
             self._packing,
@@ -127,9 +132,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         }
         return {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
 
-    def _say_what_is_left_out(self, is_all: bool) -> None:
+    def _say_what_is_left_out(self, held: int, is_all: bool) -> None:
         """Log what no row holds because of `max_packs`."""
-        held = self._packing.lengths[: self._packing.offsets[self._num_rows]].sum(dtype=np.int64)
         _log.warning(
             "max_packs=%s leaves out %s of the %s tokens read%s; raise it to train on them",
             f"{self.max_packs:,}",

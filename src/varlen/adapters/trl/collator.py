@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from varlen.adapters.features import (
     Features,
@@ -16,9 +16,12 @@ from varlen.adapters.features import (
     required,
 )
 from varlen.batch.flatten import flatten
+from varlen.batch.torch import import_torch
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.lengths import as_count
+from varlen.pack.lengths import as_count, as_lengths
 
+RowLengths: TypeAlias = Sequence[Sequence[int]]
+"""Of each row the lengths of its documents, in TRL's form."""
 _TAKEN = frozenset(
     [
         *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths"),
@@ -73,18 +76,18 @@ class DataCollatorForLanguageModeling:
                 "this collator lays documents end to end and makes no padded rows; pass padding_free=True, or take "
                 "trl's own for padded rows of one document each"
             )
-        if self.return_tensors != "pt":
-            raise SettingError(f'return_tensors must be "pt", as in TRL; got {self.return_tensors!r}')
+        _check_form(self.return_tensors)
         if self.pad_to_multiple_of is not None:
             as_count(self.pad_to_multiple_of, "pad_to_multiple_of")
 
-    def __call__(self, examples: Features) -> dict[str, Any]:
+    def __call__(self, examples: Features, return_tensors: str | None = None) -> dict[str, Any]:
         """Return a batch of one row.
 
         Args:
             examples: for each row its `input_ids`, and perhaps `labels`, `seq_lengths` of its documents,
                 `attention_mask`, and other columns; lists, numpy arrays or tensors. Or all rows' columns at once, an
                 Arrow table or a mapping.
+            return_tensors: None or "pt".
 
         Returns:
             `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32
@@ -92,9 +95,11 @@ class DataCollatorForLanguageModeling:
 
         Raises:
             DocumentsError: no token, values that aren't whole numbers, columns that don't match each other.
+            SettingError: other tensors, or a column that can't be carried along.
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """
+        _check_form("pt" if return_tensors is None else return_tensors)
         columns = as_columns(examples, {*_NEEDED, *(self.columns or ())})
         documents, labels = required(columns, "input_ids"), columns.get("labels")
         masks = [name for name in _MASKS if name in columns]
@@ -124,3 +129,28 @@ class DataCollatorForLanguageModeling:
         )
 
     torch_call = __call__
+
+    @staticmethod
+    def get_position_ids_from_packed_seq_lengths(batch_seq_lengths: RowLengths) -> list[Any]:
+        """Return the positions of rows, an int64 tensor each.
+
+        Args:
+            batch_seq_lengths: of each row the lengths of its documents.
+
+        Raises:
+            LengthsError: lengths that aren't whole numbers from 0.
+        """
+        torch = import_torch()
+        rows = [as_lengths(lengths).tolist() for lengths in batch_seq_lengths]
+        nothing = torch.empty(0, dtype=torch.int64)
+        return [torch.cat([nothing, *map(torch.arange, lengths)]) for lengths in rows]
+
+
+def _check_form(return_tensors: object) -> None:
+    """Refuse other tensors than torch's.
+
+    Raises:
+        SettingError: they are.
+    """
+    if return_tensors != "pt":
+        raise SettingError(f'return_tensors must be "pt", as in TRL; got {return_tensors!r}')

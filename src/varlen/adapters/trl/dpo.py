@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from trl.trainer.dpo_trainer import DPOTrainer
 
+from varlen.adapters.hf.agreement import check_scaling
 from varlen.adapters.hf.model import check_family
+from varlen.adapters.replicas import check_processes
 from varlen.adapters.trl.pairs import PACKED, FlatCall, PairCollator, PairPacks
 from varlen.errors import SettingError
 from varlen.pack.lengths import as_count
@@ -32,7 +34,8 @@ class PackedDPOTrainer(DPOTrainer):
         rest: as DPOTrainer takes it.
 
     Raises:
-        SettingError: pairs with images.
+        SettingError: pairs with images, processes of which accelerate doesn't know, or batches to accumulate with a
+            transformers before 5.19.
         OverlongDocumentError: a pair longer than `capacity`.
         ModelError: a model whose documents no argument keeps apart.
     """
@@ -42,6 +45,9 @@ class PackedDPOTrainer(DPOTrainer):
     def __init__(self, *args: Any, capacity: int | None = None, **rest: Any) -> None:
         super().__init__(*args, **rest)
         config: Any = self.args
+        if config.gradient_accumulation_steps > 1:
+            check_scaling("a step of pairs is several batches")
+        check_processes(cast(Any, self.accelerator).num_processes)
         check_family(self.model)
         if self._is_vision_dataset:
             raise SettingError("pairs with images can't be packed; use TRL's DPOTrainer for them")

@@ -8,10 +8,8 @@ import torch
 from datasets import Dataset
 from trl.trainer.sft_trainer import SFTTrainer
 
+from varlen.adapters.hf.agreement import BEFORE_DATASET, check_train_dataset
 from varlen.adapters.hf.trainer import PackedTraining
-
-_BEFORE_DATASET = 3
-"""Arguments of SFTTrainer that stand before `train_dataset`."""
 
 
 class PackedSFTTrainer(PackedTraining, SFTTrainer):
@@ -31,7 +29,8 @@ class PackedSFTTrainer(PackedTraining, SFTTrainer):
     """
 
     def __init__(self, *args: Any, **rest: Any) -> None:
-        if len(args) <= _BEFORE_DATASET and rest.get("train_dataset") is None:
+        check_train_dataset(args, rest)
+        if len(args) <= BEFORE_DATASET:
             # SFTTrainer looks at a first row, and would refuse to have none.
             rest["train_dataset"] = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
         self._real_tokens: torch.Tensor | None = None

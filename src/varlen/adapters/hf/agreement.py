@@ -1,0 +1,171 @@
+"""What a Trainer and a loader can't agree on: settings that contradict each other, refused in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any, Literal, get_args
+
+from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
+
+from varlen.adapters.hf.model import text_config
+from varlen.adapters.replicas import check_processes
+from varlen.errors import SettingError
+from varlen.feed.loader import PackedLoader
+
+Weighting = Literal["token", "document", "longalign"]
+BEFORE_DATASET = 3
+"""Arguments of a Trainer that stand before `train_dataset`."""
+
+
+def check_train_dataset(args: Sequence[Any], rest: Mapping[str, Any]) -> None:
+    """Refuse a data set to train on beside the loader, of which nothing would be read.
+
+    Args:
+        args: of a Trainer's constructor.
+        rest: likewise.
+
+    Raises:
+        SettingError: there is one.
+    """
+    given = args[BEFORE_DATASET] if len(args) > BEFORE_DATASET else rest.get("train_dataset")
+    if given is not None:
+        raise SettingError(
+            f"a train_dataset ({type(given).__name__}) was given beside train_loader, and nothing of it would be "
+            "trained on; leave it out, or make it the source of the loader"
+        )
+
+
+def check_evaluation(data: Any) -> None:
+    """Refuse a loader to evaluate on.
+
+    Args:
+        data: a Trainer's `eval_dataset`, or a mapping of several.
+
+    Raises:
+        SettingError: it is one, or holds one.
+    """
+    if any(isinstance(one, PackedLoader) for one in (data.values() if isinstance(data, Mapping) else [data])):
+        raise SettingError(
+            "eval_dataset is a PackedLoader, and a Trainer evaluates on data sets; pass one, and "
+            "hf.DataCollatorWithFlattening(return_flash_attn_kwargs=True) as data_collator"
+        )
+
+
+def check_settings(trainer: Any) -> None:
+    """Refuse a Trainer and a loader whose settings contradict each other.
+
+    Args:
+        trainer: with its `train_loader`.
+
+    Raises:
+        SettingError: names both settings.
+    """
+    args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
+    if not isinstance(loader, PackedLoader):
+        raise SettingError(f"train_loader must be a PackedLoader, got {type(loader).__name__}")
+    if weighting not in get_args(Weighting):
+        raise SettingError(
+            f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
+        )
+    _check_ranks(trainer, loader)
+    if args.gradient_accumulation_steps != loader.micro_batches:
+        raise SettingError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps:,}, but the loader gives each rank "
+            f"{loader.micro_batches:,} batches a step; pass gradient_accumulation_steps={loader.micro_batches}, or "
+            "another micro_batch_size to the loader"
+        )
+    epochs = loader.settings.epochs
+    if args.max_steps <= 0 and epochs is not None and args.num_train_epochs > epochs:
+        raise SettingError(
+            f"num_train_epochs={args.num_train_epochs:g}, but the loader ends after epochs={epochs:,}; pass "
+            f"num_train_epochs={epochs}, or epochs={math.ceil(args.num_train_epochs)} to the loader"
+        )
+    if (
+        trainer.label_smoother is not None
+        and "num_items_in_batch" not in signature(LabelSmoother.__call__).parameters
+    ):
+        raise SettingError(
+            "label_smoothing_factor takes the mean over each batch in this transformers, not over the targets of a "
+            "step; install a later one, or leave it out"
+        )
+    if args.auto_find_batch_size:
+        raise SettingError(
+            "auto_find_batch_size=True makes batches smaller where memory ends, but the loader's are made already; "
+            "leave it out, and pass a smaller capacity to the loader"
+        )
+
+
+def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
+    """Require that the loader deals to the ranks that there are.
+
+    Raises:
+        SettingError: it doesn't, or a batch would be cut among processes.
+    """
+    args, (rank, world) = trainer.args, loader.settings.ranks
+    check_processes(trainer.accelerator.num_processes)
+    if trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        raise SettingError(
+            "context and sequence parallelism cut the rows of a batch, which transformers does without regard to "
+            "documents; use data and tensor parallelism"
+        )
+    if args.n_gpu > 1:
+        raise SettingError(
+            f"one process drives {args.n_gpu} GPUs, which cuts batches without regard to documents; launch one "
+            "process each by torchrun, or show one by CUDA_VISIBLE_DEVICES"
+        )
+    tensor_ranks = trainer.get_tp_size()
+    replicas = trainer.accelerator.num_processes // tensor_ranks
+    wrong_rank = tensor_ranks == 1 and rank != trainer.accelerator.process_index
+    if world != replicas or wrong_rank:
+        raise SettingError(
+            f"the loader is that of rank {rank:,} of {world:,}, but this is process "
+            f"{trainer.accelerator.process_index:,} of {trainer.accelerator.num_processes:,} ({replicas:,} with "
+            "different data), so documents would be trained on twice or never; pass dp_rank and dp_world_size of "
+            "this process to the loader"
+        )
+    if replicas > 1 and not args.average_tokens_across_devices:
+        raise SettingError(
+            "average_tokens_across_devices=False gives every rank's mean the same weight, however many targets it "
+            "has; leave it True"
+        )
+
+
+def check_own_loss(trainer: Any) -> None:
+    """Refuse what the weighted loss doesn't compute.
+
+    Args:
+        trainer: that weighs targets.
+
+    Raises:
+        SettingError: names it.
+    """
+    for name, asked in (
+        ("label_smoothing_factor", trainer.label_smoother is not None),
+        ("compute_loss_func", trainer.compute_loss_func is not None),
+        ("output_router_logits", getattr(text_config(trainer.model), "output_router_logits", False)),
+    ):
+        if asked:
+            raise SettingError(
+                f"{name} changes the loss, and so does loss_weighting={trainer.loss_weighting!r} (or a model that "
+                "takes no num_items_in_batch); leave one of them out"
+            )
+    if not trainer.model_accepts_loss_kwargs:
+        check_scaling(f"{type(trainer.model).__name__} takes no num_items_in_batch")
+
+
+def check_scaling(reason: str) -> None:
+    """Refuse a transformers that divides a loss by the batches of a step, whatever it is told.
+
+    Args:
+        reason: why the loss is divided here.
+
+    Raises:
+        SettingError: it does.
+    """
+    if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        raise SettingError(
+            f"{reason}, and this transformers would divide its loss once more; install transformers 5.19 or later"
+        )
