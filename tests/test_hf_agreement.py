@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -12,10 +14,12 @@ from trainers import arguments, packed_loader, store_in, tiny_llama
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
+from varlen.adapters.hf.agreement import check_settings
 from varlen.adapters.hf.model import check_family
 from varlen.adapters.hf.trainer import PackedTrainer
 from varlen.adapters.trl.dpo import PackedDPOTrainer
 from varlen.errors import ModelError, SettingError
+from varlen.feed.loader import PackedLoader
 
 # TRL asks transformers for what transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
@@ -53,6 +57,61 @@ def test_data_that_nothing_would_be_read_of_is_refused(store: Path, tmp_path: Pa
                 SettingError, match="eval_dataset is a PackedLoader, and a Trainer evaluates on"
             ):
                 PackedTrainer(tiny_llama(), args, train_loader=loader, eval_dataset=data)
+
+
+def test_a_trainer_without_a_loader_is_told_what_to_pass(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}]
+    with pytest.raises(
+        SettingError, match=r"PackedTrainer trains on train_loader, .*loader_for\(args, data"
+    ):
+        PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=rows)
+    with pytest.raises(SettingError, match="train_loader must be a PackedLoader, got list"):
+        PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), train_loader=rows)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "changes", "fault"),
+    [
+        (1, 2, {}, None),
+        (0, 2, {}, "the loader is that of rank 0 of 2, but this is process 1 of 2"),
+        (0, 1, {}, "the loader is that of rank 0 of 1, but this is process 1 of 2"),
+        (
+            1,
+            2,
+            {"average_tokens_across_devices": False},
+            "average_tokens_across_devices=False gives every rank",
+        ),
+        (1, 2, {"n_gpu": 2}, "one process drives 2 GPUs"),
+        (1, 2, {"auto_find_batch_size": True}, "auto_find_batch_size=True makes batches smaller"),
+    ],
+)
+def test_settings_of_several_ranks_that_contradict_the_loader_are_refused(
+    rank: int,
+    world: int,
+    changes: dict[str, Any],
+    fault: str | None,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = {"average_tokens_across_devices": True, "n_gpu": 1, "auto_find_batch_size": False}
+    said |= {"gradient_accumulation_steps": 1, "max_steps": 3, "num_train_epochs": 1}
+    with PackedLoader(
+        store, capacity=128, micro_batch_size=1, global_batch_size=world, dp_rank=rank, dp_world_size=world
+    ) as loader:
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(**said | changes),
+            train_loader=loader,
+            loss_weighting="token",
+            label_smoother=None,
+            accelerator=SimpleNamespace(num_processes=2, process_index=1),
+            **{f"get_{name}_size": lambda: 1 for name in ("cp", "sp", "tp")},
+        )
+        if fault is None:
+            check_settings(trainer)
+            return
+        with pytest.raises(SettingError, match=fault):
+            check_settings(trainer)
 
 
 def test_soft_prompts_which_stand_before_a_row_are_refused(store: Path, tmp_path: Path) -> None:

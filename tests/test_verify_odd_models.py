@@ -12,6 +12,7 @@ from hf_models import SMALL, make
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import varlen as vl
+from varlen.verify.batch_isolation import ONE_A_ROW
 from varlen.verify.families import tiny_model
 from varlen.verify.isolation import Movements, judge
 
@@ -217,6 +218,24 @@ def test_where_positions_alone_leak_no_cache_is_blamed() -> None:
     whys = {cell.call: (cell.kind, cell.fix) for cell in report.leaks}
     assert whys["position_ids, use_cache=True"] == whys["position_ids, use_cache=False"]
     assert whys["position_ids, use_cache=True"][0] == "model_family"
+
+
+def test_nobody_is_told_to_use_what_refuses_the_model() -> None:
+    report = vl.verify("mamba", backends=["eager", "varlen"])
+
+    assert {cell.verdict for cell in report.cells} == {"refuses"}
+    assert len(report.leaks) == len(report.calls)
+    assert {(cell.why, cell.fix) for cell in report.leaks} == {(report.cells[0].reason, ONE_A_ROW)}
+
+
+def test_masks_of_different_kinds_are_explained_one_by_one() -> None:
+    text = str(vl.verify("llama", backends=["eager", "sdpa"], gradients=False))
+
+    assert (
+        "attention_mask of ones; attention_mask 0 at padding (eager, sdpa): attention_mask is all ones"
+        in text
+    )
+    assert "attention_mask of numbers (eager, sdpa): attention_mask numbers segments" in text
 
 
 def test_the_reason_of_a_refused_attention_is_that_of_making_the_model_with_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -60,7 +60,8 @@ def numbers(rows: Sequence[tuple[str, str, str]]) -> str:
     """Show a few large numbers side by side.
 
     Args:
-        rows: the class of each ("varlen" for the one that matters most, or ""), its value, and what it is.
+        rows: the class of each ("varlen" where it matters most, "good" or "bad" for a verdict, or ""), its value, and
+            what it is.
     """
     boxes = "".join(
         f'<div class="number {escape(kind)}"><b>{escape(value)}</b><small>{escape(note)}</small></div>'
@@ -69,16 +70,22 @@ def numbers(rows: Sequence[tuple[str, str, str]]) -> str:
     return f'<div class="numbers">{boxes}</div>'
 
 
-def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def table(
+    head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kinds: Mapping[str, str] | None = None
+) -> str:
     """Write a table of plain text; it scrolls sideways where it doesn't fit.
 
     Args:
         head: titles of the columns.
         rows: the class of each row, and its cells.
+        kinds: classes of cells, by what stands in them.
     """
+    marks = {cell: f' class="{escape(kind)}"' for cell, kind in (kinds or {}).items()}
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     lines = "\n".join(
-        f'<tr class="{escape(kind)}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        f'<tr class="{escape(kind)}">'
+        + "".join(f"<td{marks.get(cell, '')}>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
         for kind, cells in rows
     )
     return (

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import torch
 
 from varlen.adapters import hf
+from varlen.adapters.hf.model import check_family
 from varlen.adapters.hf.recurrent import TOLD
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
@@ -19,7 +20,7 @@ from varlen.verify import stand_in
 from varlen.verify.attention import AttentionPicture, attention_picture
 from varlen.verify.backends import attending, backends_for, first_sentence
 from varlen.verify.batch_checks import check_batch
-from varlen.verify.batch_isolation import WITH_MODEL_INPUTS
+from varlen.verify.batch_isolation import ONE_A_ROW, WITH_MODEL_INPUTS
 from varlen.verify.calls import CALLS, Call
 from varlen.verify.gradients import gradient_parity
 from varlen.verify.isolation import IsolationReport, check_isolation
@@ -286,7 +287,7 @@ def _call_cells(
                 raise model
             with attending(model, cell.backend), _recurrence(model, cells):
                 tried = _called_in_turn(model, cell, batch, seed)
-            found += _explained(tried)
+            found += _explained(tried, _refusal(model))
         except ModelError as error:
             found += [
                 CallCell(
@@ -307,9 +308,29 @@ def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any
     return stand_in.recurrence(model) if missing - {stand_in.FLASH} else nullcontext()
 
 
-def _explained(cells: list[CallCell]) -> list[CallCell]:
-    """Where positions alone leak, they are why every call leaks: without a cache or a mask it would leak as well."""
+def _refusal(model: Any) -> str:
+    """Return why no argument keeps the model's documents apart; empty where some do."""
+    try:
+        check_family(model)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
+    """Say why calls leak whatever their arguments.
+
+    No argument helps a model that is refused. And where positions alone leak, they are why every call leaks: without
+    a cache or a mask it would leak as well.
+    """
     plain = cells[0]
+    if refusal:
+        return [
+            replace(cell, kind="model_family", why=refusal, fix=ONE_A_ROW)
+            if cell.verdict == "leaks"
+            else cell
+            for cell in cells
+        ]
     if plain.verdict != "leaks":
         return cells
     why = plain.why or "boundaries aren't read from position_ids"

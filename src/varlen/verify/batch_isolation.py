@@ -26,6 +26,7 @@ NAMED = {
     "varlen": 'the "varlen" attention',
 }
 WITH_MODEL_INPUTS = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**inputs)"
+ONE_A_ROW = "one document a row, padded on the right, with a 0/1 attention_mask"
 ALL_FOUR = 'pass "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q" and "max_length_k", all four'
 RESTART = "restart position_ids at 0 with every document and every piece of one"
 
@@ -103,7 +104,7 @@ def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Findin
         "model_family",
         "warning" if told else "error",
         why if told else str(facts.refusal),
-        "one document a row, padded on the right, with a 0/1 attention_mask",
+        ONE_A_ROW,
         segments.needed,
         "the document that begins at",
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from varlen.errors import ModelError
+from varlen.verify.said import named
 
 VOCABULARY = 97
 POSITIONS = 256
@@ -192,7 +193,7 @@ def tiny_config(family: str) -> Any:
     try:
         return kind(**_arguments(kind))
     except Exception as error:
-        raise ModelError(f"no tiny configuration of {family}: {_sentence(error)}") from error
+        raise ModelError(f"no tiny configuration of {family}: {named(error, 200)}") from error
 
 
 def tiny_model(
@@ -217,7 +218,7 @@ def tiny_model(
         with torch.device("meta"):
             size = sum(weight.numel() for weight in kind.from_config(config).parameters())
     except Exception as error:
-        raise ModelError(f"no tiny model of {family}: {_sentence(error)}") from error
+        raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
     if size > _LARGEST:
         raise ModelError(
             f"the smallest model of {family} that was found has {size:,} weights, above {_LARGEST:,}"
@@ -228,7 +229,7 @@ def tiny_model(
             # Experts one by one: their grouped kernels know no float64, and round by what else is in a group.
             model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
         except Exception as error:
-            raise ModelError(f"no tiny model of {family}: {_sentence(error)}") from error
+            raise ModelError(f"no tiny model of {family}: {named(error, 200)}") from error
         _enlarge(model)
     return model.to(dtype).eval()
 
@@ -292,9 +293,3 @@ def _named(kind: Any) -> set[str]:
         if "__init__" in vars(each):
             found |= set(inspect.signature(each.__init__).parameters)
     return found
-
-
-def _sentence(error: BaseException) -> str:
-    """Return an error of a library in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"

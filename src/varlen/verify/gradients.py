@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX
 from varlen.errors import ModelError
+from varlen.verify.said import said
 from varlen.verify.trial import Inputs, Trial
 
 GRADIENT_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
@@ -89,9 +90,9 @@ def gradient_parity(trial: Trial, dtype: torch.dtype) -> GradientParity:
             packed, loss = _gradients(weights, _packed_loss(trial))
             across = _across(trial)
         except NotImplementedError as error:
-            return GradientParity(reason=" ".join(str(error).split())[:200])
+            return GradientParity(reason=said(error, 200))
         except (RuntimeError, UserWarning) as error:
-            return GradientParity(reason=f"no backward: {' '.join(str(error).split())[:200]}")
+            return GradientParity(reason=f"no backward: {said(error, 200)}")
         alone, alone_loss = _one_by_one(trial, weights)
         control = None
         if trial.followed() is not None:

@@ -15,6 +15,7 @@ from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.kernels import computed_in
+from varlen.verify.said import said
 from varlen.verify.sample import sample_batch
 from varlen.verify.trial import Inputs, Trial, untouched
 
@@ -190,7 +191,7 @@ def check_isolation(
             limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
             moved = _movements(trial, before, max_changed, limit, known)
         except (ModelError, NotImplementedError, ValueError) as error:
-            return IsolationReport(verdict="refuses", reason=_said(error), **facts)
+            return IsolationReport(verdict="refuses", reason=said(error), **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
     # their last bits where nothing leaks; a leak would move them about as far as the control does. In float64
     # experts run one by one, and nothing moves at all.
@@ -266,11 +267,6 @@ def _described(arguments: dict[str, Any]) -> tuple[str, ...]:
         return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
     return tuple(f"{name}={describe(value)}" for name, value in arguments.items())
-
-
-def _said(error: BaseException) -> str:
-    """Return an error's words; its name where it has none."""
-    return " ".join(str(error).split()) or f"{type(error).__name__}, and no word of why"
 
 
 def _row_coupling(trial: Trial, limit: float, known: IsolationReport | None) -> float:

@@ -18,6 +18,7 @@ import torch
 from varlen.adapters import hf
 from varlen.errors import ModelError
 from varlen.verify.families import tiny_model
+from varlen.verify.said import named
 
 _LARGEST_RANDOM = 500_000_000
 """Weights; a configuration without weights is made into a model of random ones up to this size."""
@@ -105,7 +106,7 @@ def _moved(loaded: LoadedModel, device: torch.device | str) -> LoadedModel:
     try:
         model = loaded.model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"the model can't be moved to {device}: {_sentence(error)}") from None
+        raise ModelError(f"the model can't be moved to {device}: {named(error)}") from None
     again = loaded.remade
     return replace(
         loaded, model=model, remade=None if again is None else lambda attention: again(attention).to(device)
@@ -184,7 +185,7 @@ def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
     except ModelError:
         raise
     except Exception as error:  # whatever a library makes of a folder that isn't what it seems
-        raise ModelError(f"{path} can't be loaded: {_sentence(error)}") from error
+        raise ModelError(f"{path} can't be loaded: {named(error)}") from error
     notes = _about(model)
     if lacking:
         notes.append(
@@ -257,7 +258,7 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"no model can be made of this configuration: {_sentence(error)}") from error
+        raise ModelError(f"no model can be made of this configuration: {named(error)}") from error
 
 
 def _copies(model: Any) -> Callable[[str], Any] | None:
@@ -300,7 +301,7 @@ def _own_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(place))
     except Exception as error:
-        raise ModelError(f"{place} can't be read: {_sentence(error)}") from error
+        raise ModelError(f"{place} can't be read: {named(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,7 +328,7 @@ def _listed(path: Path) -> _Vocabulary | None:
                 token: index for index, token in enumerate(lines)
             }  # a token may be a line's end of another kind
     except (ValueError, OSError, AttributeError) as error:
-        raise ModelError(f"the tokenizer's files in {path} can't be read: {_sentence(error)}") from error
+        raise ModelError(f"the tokenizer's files in {path} can't be read: {named(error)}") from error
     return _Vocabulary(ids=ids) if ids else None
 
 
@@ -349,9 +350,3 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
             f"the model embeds {size:,}; use the model's own tokenizer, or model.resize_token_embeddings"
             f"({max(beyond)[0] + 1})"
         )
-
-
-def _sentence(error: BaseException) -> str:
-    """Return an error of a library in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

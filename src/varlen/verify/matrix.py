@@ -15,6 +15,7 @@ from varlen.errors import ModelError
 from varlen.verify.api import verify
 from varlen.verify.backends import CPU_BACKENDS
 from varlen.verify.model_report import CallCell, VerifyReport
+from varlen.verify.said import named
 
 FAULT = "the check itself failed"
 
@@ -40,7 +41,7 @@ def matrix_row(family: str) -> dict[str, Any]:
         except ModelError as error:
             return _not_run(str(error))
         except Exception as error:  # one family must not cost the others; a test looks for these words
-            return _not_run(f"{FAULT}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return _not_run(f"{FAULT}: {named(error)}")
 
 
 def _not_run(reason: str) -> dict[str, Any]:

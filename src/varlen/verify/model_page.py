@@ -10,11 +10,28 @@ from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, parag
 from varlen.report.svg import drawing, line, rect, text
 from varlen.verify.attention import AttentionPicture
 from varlen.verify.model_report import VerifyReport
-from varlen.verify.model_text import backend_rows, call_rows, explanations, reasons, stand_ins, tried
+from varlen.verify.model_text import (
+    arguments,
+    backend_rows,
+    call_rows,
+    explanations,
+    reasons,
+    stand_ins,
+    tried,
+)
 
 _STEPS = 9
 """Shades of attention weights."""
 _GAP, _TOP = 28.0, 22.0
+_KINDS = {
+    verdict: kind
+    for kind, verdicts in (
+        ("good", ("isolated",)),
+        ("bad", ("leaks", "coupled", "leaks/isolated", "isolated/leaks", "leaks/coupled", "coupled/leaks")),
+    )
+    for verdict in verdicts
+}
+"""Classes of what stands in the tables."""
 
 
 def model_page(report: VerifyReport) -> str:
@@ -44,7 +61,7 @@ def _opening(report: VerifyReport) -> str:
     leaking = {cell.call for cell in report.leaks}
     boxes = [
         (
-            "varlen",
+            _KINDS.get(report.verdict, ""),
             report.verdict,
             f"in {many(len(ran), 'backend and layout', 'backends and layouts')} that ran",
         ),
@@ -58,7 +75,8 @@ def _opening(report: VerifyReport) -> str:
     ]
     lead = (
         f"Called with varlen's arguments: {report.verdict}. "
-        f"Of {len({cell.call for cell in report.calls})} other ways of calling it, {len(leaking)} leak."
+        f"Of {len({cell.call for cell in report.calls})} other ways of calling it, {len(leaking)} leak with some "
+        "attention or layout."
         if report.calls
         else f"Called with varlen's arguments: {report.verdict}."
     )
@@ -71,7 +89,7 @@ def _opening(report: VerifyReport) -> str:
 def _own(report: VerifyReport) -> list[str]:
     """Return the table of backends, and what must be said of it."""
     head, *rows = backend_rows(report)
-    parts = [table(head, [("", row) for row in rows])]
+    parts = [table(head, [("", row) for row in rows], _KINDS)]
     parts += [paragraph(said) for said in (*stand_ins(report), *reasons(report))]
     return parts
 
@@ -79,7 +97,7 @@ def _own(report: VerifyReport) -> list[str]:
 def _others(report: VerifyReport) -> list[str]:
     """Return the table of other calls, and why they leak."""
     head, *rows = call_rows(report)
-    parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows])]
+    parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows], _KINDS)]
     if any("/" in cell for row in rows for cell in row[1:]):
         parts.append(paragraph("Where layouts differ, the first word is for rows and the second for flat."))
     return parts + [
@@ -96,8 +114,7 @@ def _facts(report: VerifyReport) -> list[tuple[str, str]]:
         *(("documents", told) for told in (tried(report),) if told),
         *(("note", note) for note in report.notes),
     ]
-    arguments = next((c.isolation.arguments for c in report.cells if c.isolation and c.kernels), ())
-    return [*found, *(("argument", argument) for argument in arguments)]
+    return [*found, *(("arguments", told) for told in arguments(report))]
 
 
 def _attention(picture: AttentionPicture) -> str:

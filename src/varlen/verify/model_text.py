@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -209,7 +210,9 @@ def explanations(report: VerifyReport) -> list[tuple[str, str]]:
     """
     found: dict[str, list[CallCell]] = {}
     for cell in report.leaks:
-        found.setdefault(cell.kind or cell.why or "unexplained", []).append(cell)
+        # The same reason names another attention and other counts in each cell.
+        alike = re.sub(r"\d[\d,]*", "", cell.why.replace(cell.backend, ""))
+        found.setdefault(f"{cell.kind}: {alike}", []).append(cell)
     explained = []
     for cells in found.values():
         first = cells[0]

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from varlen.adapters import hf
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.errors import ModelError
+from varlen.verify.said import named, said
 
 Inputs = Callable[[PackedBatch, Any], dict[str, Any]]
 BoolArray = npt.NDArray[np.bool_]
@@ -162,16 +163,14 @@ class Trial:
         except ModelError:
             raise
         except Exception as error:
-            said = " ".join(str(error).split())[:300]
-            if said and isinstance(error, NotImplementedError):  # PyTorch's, where a kernel has no backward
+            if str(error) and isinstance(
+                error, NotImplementedError
+            ):  # PyTorch's, where a kernel has no backward
                 raise
-            if said and isinstance(error, ValueError):  # it refuses by a sentence of its own
-                raise ModelError(said) from error
-            text = (
-                f"{type(error).__name__}: {said}" if said else f"{type(error).__name__}, and no word of why"
-            )
+            if str(error) and isinstance(error, ValueError):  # it refuses by a sentence of its own
+                raise ModelError(said(error)) from error
             raise ModelError(
-                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {text}"
+                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {named(error)}"
             ) from error
 
     def where(self, chosen: BoolArray) -> torch.Tensor:

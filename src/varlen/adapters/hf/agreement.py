@@ -20,6 +20,26 @@ BEFORE_DATASET = 3
 """Arguments of a Trainer that stand before `train_dataset`."""
 
 
+def checked_loader(loader: object, trainer: str) -> PackedLoader:
+    """Return what a Trainer is to train on.
+
+    Args:
+        loader: what was given as `train_loader`.
+        trainer: name of the Trainer's class.
+
+    Raises:
+        SettingError: it is none.
+    """
+    if loader is None:
+        raise SettingError(
+            f"{trainer} trains on train_loader, and none was given; make one of the same data: "
+            "train_loader=varlen.adapters.hf.loader_for(args, data, tokenizer, capacity=4096)"
+        )
+    if not isinstance(loader, PackedLoader):
+        raise SettingError(f"train_loader must be a PackedLoader, got {type(loader).__name__}")
+    return loader
+
+
 def check_train_dataset(args: Sequence[Any], rest: Mapping[str, Any]) -> None:
     """Refuse a data set to train on beside the loader, of which nothing would be read.
 
@@ -31,7 +51,7 @@ def check_train_dataset(args: Sequence[Any], rest: Mapping[str, Any]) -> None:
         SettingError: there is one.
     """
     given = args[BEFORE_DATASET] if len(args) > BEFORE_DATASET else rest.get("train_dataset")
-    if given is not None:
+    if given is not None and rest.get("train_loader") is not None:
         raise SettingError(
             f"a train_dataset ({type(given).__name__}) was given beside train_loader, and nothing of it would be "
             "trained on; leave it out, or make it the source of the loader"
@@ -64,8 +84,6 @@ def check_settings(trainer: Any) -> None:
         SettingError: names both settings.
     """
     args, loader, weighting = trainer.args, trainer.train_loader, trainer.loss_weighting
-    if not isinstance(loader, PackedLoader):
-        raise SettingError(f"train_loader must be a PackedLoader, got {type(loader).__name__}")
     if weighting not in get_args(Weighting):
         raise SettingError(
             f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"

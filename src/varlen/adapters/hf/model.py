@@ -276,8 +276,8 @@ def _soft_prompt(model: Any) -> str | None:
         told: Any = getattr(wrapper, "active_peft_config", None)
         if getattr(told, "is_prompt_learning", False):
             return (
-                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands before "
-                "a row and not before each of its documents"
+                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands "
+                "before a row and not before each of its documents"
             )
     return None
 

@@ -24,6 +24,7 @@ from varlen.adapters.hf.agreement import (
     check_own_loss,
     check_settings,
     check_train_dataset,
+    checked_loader,
 )
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.model import check_family
@@ -64,11 +65,16 @@ class PackedTraining(_BeforeTrainer):
     """
 
     def __init__(
-        self, *args: Any, train_loader: PackedLoader, loss_weighting: Weighting = "token", **rest: Any
+        self,
+        *args: Any,
+        train_loader: PackedLoader | None = None,
+        loss_weighting: Weighting = "token",
+        **rest: Any,
     ) -> None:
+        loader = checked_loader(train_loader, type(self).__name__)
         check_evaluation(rest.get("eval_dataset"))
         super().__init__(*args, **rest)
-        self.train_loader = train_loader
+        self.train_loader = loader
         self.loss_weighting = loss_weighting
         self._resumed_at = 0
         self._batches: LoaderBatches | None = None

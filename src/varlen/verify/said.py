@@ -1,0 +1,25 @@
+"""What a library says in an error, in one line and not cut within a word."""
+
+from __future__ import annotations
+
+from textwrap import shorten
+
+
+def said(error: BaseException, most: int = 300) -> str:
+    """Return an error's words, or that it has none.
+
+    Args:
+        error: that somebody else raised.
+        most: characters.
+    """
+    return shorten(str(error), most, placeholder=" …") or "no word of why"
+
+
+def named(error: BaseException, most: int = 300) -> str:
+    """Return an error's type and words.
+
+    Args:
+        error: that somebody else raised.
+        most: characters of its words.
+    """
+    return f"{type(error).__name__}: {said(error, most)}"
