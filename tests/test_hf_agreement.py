@@ -61,9 +61,7 @@ def test_data_that_nothing_would_be_read_of_is_refused(store: Path, tmp_path: Pa
 
 def test_a_trainer_without_a_loader_is_told_what_to_pass(tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2], "labels": [1, 2]}]
-    with pytest.raises(
-        SettingError, match=r"PackedTrainer trains on train_loader, .*loader_for\(args, data"
-    ):
+    with pytest.raises(SettingError, match=r"PackedTrainer trains on train_loader, .*loader_for\(args, data"):
         PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), train_dataset=rows)
     with pytest.raises(SettingError, match="train_loader must be a PackedLoader, got list"):
         PackedTrainer(model=tiny_llama(), args=arguments(tmp_path), train_loader=rows)
