@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log10
+from math import ceil, floor, log10
 from typing import Any
 
 from benchmarks.strategies_figures import (
@@ -183,34 +183,36 @@ def extreme() -> Drawing:
     races = figures(newest(), "extreme")
     names = [contestant["strategy"] for contestant in races[0]["contestants"]]
     strokes = dict(zip(names, (DOCUMENTS[1], WARM, INK, ACCENT)))
-    d = Drawing(
-        860, 128 + 96 * len(races), "tokens a second and peak memory, by how much longer the longest is"
-    )
+    bottom = 56 + 96 * len(races)
+    d = Drawing(860, bottom + 92, "tokens a second and peak memory, by how much longer the longest is")
     panels = (
-        (120, "tokens a second", lambda one: one.tokens_per_s, "{:,.0f}"),
-        (500, "peak memory, MB", lambda one: one.memory_mb, "{:,.0f}"),
+        (130, "tokens a second", lambda one: one.tokens_per_s),
+        (510, "peak memory, MB", lambda one: one.memory_mb),
     )
-    for left, title, value_of, form in panels:
+    for left, title, value_of in panels:
         d.text(left, 34, title, size=15, bold=True)
         values = [[value_of(speed(race["contestants"], name)) for name in names] for race in races]
-        most = max(max(row) for row in values)
-        least = min(min(row) for row in values) / 2
+        least, most = (log10(end(end(row) for row in values)) for end in (min, max))
+        tens = range(floor(least), ceil(most) + 1)
+        for ten in tens:
+            x = left + 250 * (ten - tens[0]) / (len(tens) - 1)
+            d.line(x, 50, x, bottom - 12, stroke=RULE)
+            d.text(x, bottom + 6, f"{10**ten:,}", size=12, fill=SOFT, anchor="middle")
         for group, row in enumerate(values):
             for place, value in enumerate(row):
-                y = 56 + 96 * group + 19 * place
-                width = 250 * log10(value / least) / log10(most / least)
-                d.box(left, y, width, 15, strokes[names[place]], radius=2)
-                d.text(left + width + 6, y + 12, form.format(value), size=12)
+                x, y = left + 250 * (log10(value) - tens[0]) / (len(tens) - 1), 62 + 96 * group + 19 * place
+                d.line(left, y, x, y, stroke=RULE)
+                d.curve([(x, y)], stroke=strokes[names[place]])
+                d.text(x + 9, y + 4, f"{value:,.0f}", size=12)
     for group, race in enumerate(races):
-        d.text(104, 98 + 96 * group, f"{race['factor']:,}x longer", size=13, anchor="end")
-    bottom = 86 + 96 * len(races)
+        d.text(114, 95 + 96 * group, f"{race['factor']:,}x longer", size=13, anchor="end")
     x = 30.0
     for name in names:
         title = TITLES[name].replace("`", "")
-        d.box(x, bottom - 11, 14, 14, strokes[name], radius=2)
-        d.text(x + 20, bottom, title, size=13)
+        d.curve([(x + 7, bottom + 44)], stroke=strokes[name])
+        d.text(x + 20, bottom + 48, title, size=13)
         x += 64 + 7 * len(title)
-    d.text(830, bottom + 26, "logarithmic scales", size=12, fill=SOFT, anchor="end")
+    d.text(830, bottom + 74, "logarithmic scales", size=12, fill=SOFT, anchor="end")
     return d
 
 
