@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 
 from varlen.adapters.trl.columns import SEQ_LENGTHS, Rows, lengths_of, listed, marked_schema, packed
+from varlen.adapters.trl.strategies import METHODS, Strategy, say_what_was_lost
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
 from varlen.pack.api import as_choice, pack
 from varlen.pack.lengths import as_count
-from varlen.types import IntArray, Ledger, Method, Overlong
+from varlen.types import IntArray
 
-_log = logging.getLogger(__name__)
-
-Strategy = Literal["bfd", "bfd_split", "bfd-requeue", "wrapped"]
-METHODS: dict[Strategy, tuple[Method, Overlong]] = {
-    "bfd": ("best_fit_decreasing", "truncate"),
-    "bfd_split": ("best_fit_decreasing", "split"),
-    "bfd-requeue": ("best_fit_decreasing", "split"),
-    "wrapped": ("wrapped", "split"),
-}
-"""varlen's method and policy for each of TRL's strategies."""
 _MAP_SETTINGS = (
     "num_proc",
     "batch_size",
@@ -197,22 +187,3 @@ def _where(dataset: Any, capacity: int, strategy: Strategy, settings: dict[str, 
         folder = os.path.dirname(dataset.cache_files[0]["filename"])  # noqa: PTH120
         chosen.setdefault("cache_file_name", f"{folder}/cache-{chosen['new_fingerprint']}.arrow")
     return chosen
-
-
-def say_what_was_lost(ledger: Ledger, capacity: int) -> None:
-    """Log the tokens that were cut off, if any were.
-
-    Args:
-        ledger: of a finished packing.
-        capacity: most tokens of a row.
-    """
-    if ledger.truncated:
-        _log.warning(
-            "%s of %s tokens (%.2f %%) were cut off the ends of %s documents longer than %s tokens and will not be "
-            'trained on; strategy="bfd_split" keeps them, and so does a larger seq_length',
-            f"{ledger.truncated:,}",
-            f"{ledger.tokens_in:,}",
-            100 * ledger.truncated / ledger.tokens_in,
-            f"{ledger.truncated_documents:,}",
-            f"{capacity:,}",
-        )
