@@ -169,20 +169,22 @@ def main(arguments: list[str] | None = None) -> int:
     out = asked.out or FOLDER / f"{today}.json"
     result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
     size = QUICK if asked.quick else FULL
-    result |= {"date": today, "machine": machine(), "versions": versions(), "sets": _described(size)}
+    measured = {"date": today, "machine": machine(), "versions": versions()}
+    result |= {**measured, "sets": _described(size)}
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in PARTS:
         if not asked.parts or name in asked.parts:
             if asked.again:
                 result["parts"].pop(name, None)
-            _run(name, size, result, out)
+            _run(name, size, result, out, measured)
     print(f"Written to {out.name}; `python -m benchmarks.strategies_page` puts it into the docs.")
     return 0
 
 
-def _run(name: str, size: Size, result: dict[str, Any], out: Path) -> None:
+def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dict[str, Any]) -> None:
     """Run what is missing of a part; keep each record as it comes, with the load of the machine meanwhile."""
-    part = result["parts"].setdefault(name, {"seconds": 0.0, "load": [], "figures": []})
+    new: dict[str, Any] = {"measured": measured, "seconds": 0.0, "load": [], "figures": []}
+    part = result["parts"].setdefault(name, new)
     begun = time.perf_counter()
     said = [begun]
 
@@ -196,9 +198,9 @@ def _run(name: str, size: Size, result: dict[str, Any], out: Path) -> None:
         part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
         part["seconds"] += round(time.perf_counter() - said[-1], 1)
         said.append(time.perf_counter())
-        new = out.with_suffix(".new")
-        new.write_text(json.dumps(result, indent=1) + "\n")
-        new.replace(out)
+        whole = out.with_suffix(".new")
+        whole.write_text(json.dumps(result, indent=1) + "\n")
+        whole.replace(out)
     print(file=sys.stderr)
 
 

@@ -83,18 +83,25 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Say on what and when everything was measured."""
-    held, versions = result["machine"], result["versions"]
-    names = ("torch", "transformers", "trl", "peft", "axolotl", "datasets", "numpy")
-    parts = ", ".join(
-        f"{name} {part['seconds'] / 60:.0f} min (load {part['load'][0]} to {part['load'][1]})"
-        for name, part in result["parts"].items()
+    """Say on what and when everything was measured; parts may have been run on different days."""
+    by_origin: dict[str, list[str]] = {}
+    for name, part in result["parts"].items():
+        told = f"{name} {part['seconds'] / 60:.0f} min (load {part['load'][0]} to {part['load'][1]})"
+        by_origin.setdefault(_measured(part.get("measured", result)), []).append(told)
+    return " ".join(
+        f"Measured on {origin}. Parts, with the load average of the machine: {', '.join(parts)}."
+        for origin, parts in by_origin.items()
     )
+
+
+def _measured(origin: dict[str, Any]) -> str:
+    """Say the date, the machine and the versions of a part."""
+    held, versions = origin["machine"], origin["versions"]
+    names = ("torch", "transformers", "trl", "peft", "axolotl", "datasets", "numpy")
     return (
-        f"Measured on {result['date']}: {held['cpu']}, {held['cores']} cores, {held['memory_gib']} GiB, "
+        f"{origin['date']}: {held['cpu']}, {held['cores']} cores, {held['memory_gib']} GiB, "
         f"{held['system']}, Python {held['python']}; varlen {versions['varlen']} ({versions['commit']}), "
         + ", ".join(f"{name} {versions.get(name, 'absent')}" for name in names)
-        + f". Parts, with the load average of the machine: {parts}."
     )
 
 
