@@ -107,7 +107,7 @@ def test_samples_of_a_step_are_divided_over_ranks_as_instructlab_s_packers_promi
 
 
 def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch_are_limited() -> None:
-    lengths = RANDOM.integers(20, 200, 50).tolist()
+    lengths = np.random.default_rng(0).integers(20, 200, 50).tolist()
     tokens = [sum(lengths[index] for index in indices(packs)) for packs in taken(lengths, 500, 4)]
     assert 1 - min(tokens) / max(tokens) < 0.5
 
@@ -117,7 +117,7 @@ def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch
 
 def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_each_and_put_back() -> None:
     limit = 300
-    of_ranks = [RANDOM.integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
+    of_ranks = [np.random.default_rng(rank).integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
     fewest = 4
 
     agreed = max(fewest, *(vl.pack(lengths, limit).num_packs for lengths in of_ranks))  # an all-reduce there
