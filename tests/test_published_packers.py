@@ -120,7 +120,9 @@ def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_
     of_ranks = [np.random.default_rng(rank).integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
     fewest = 4
 
-    agreed = max(fewest, *(vl.pack(lengths, limit).num_packs for lengths in of_ranks))  # an all-reduce there
+    agreed = max(
+        fewest, *(vl.pack(lengths, limit, "best_fit").num_packs for lengths in of_ranks)
+    )  # an all-reduce there
     for lengths in of_ranks:
         (packs,) = taken(lengths, limit, 1, batch_size=agreed)
 
@@ -138,7 +140,7 @@ def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_
 def test_more_micro_batches_than_tokens_ask_for_come_where_the_limit_or_verl_s_fewest_needs_them(
     lengths: list[int], limit: int, fewest: int, number: int
 ) -> None:
-    (packs,) = taken(lengths, limit, 1, batch_size=max(fewest, vl.pack(lengths, limit).num_packs))
+    (packs,) = taken(lengths, limit, 1, batch_size=max(fewest, vl.pack(lengths, limit, "best_fit").num_packs))
 
     assert len(packs) == number
     assert indices(packs) == list(range(len(lengths)))
