@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pytest
+from torch.utils.data import DataLoader
 
 import varlen as vl
+from varlen.adapters.axolotl import MultipackBatchSampler
+from varlen.adapters.hf import DataCollatorWithFlattening
+from varlen.types import Ledger, Packing
 
 
 def test_boundaries_and_masks_are_those_of_llama_factory_s_numbered_rows() -> None:
@@ -45,3 +55,208 @@ def test_the_example_of_best_fit_that_olmo_core_tests_gives_the_same_packs() -> 
 
     assert vl.pack(lengths, 8).to_lists() == [[0], [1], [2], [3, 4]]
     assert vl.pack([*lengths, 2, 3], 8, "best_fit").to_lists() == [[0], [1, 5], [2], [3, 4], [6]]
+
+
+def taken(lengths: list[int], most: int, ranks: int, **settings: Any) -> list[list[list[int]]]:
+    """The packs that each rank takes of one step's samples, at most `most` tokens in each."""
+    usual = {"batch_size": 1, "bin_size": None, "num_replicas": ranks, "fill": "empty", **settings}
+    samplers = [
+        MultipackBatchSampler(range(len(lengths)), batch_max_len=most, lengths=lengths, rank=rank, **usual)
+        for rank in range(ranks)
+    ]
+    return [[pack for batch in sampler for pack in batch or [[]]] for sampler in samplers]
+
+
+def indices(packs: Iterable[Iterable[int]]) -> list[int]:
+    return sorted(itertools.chain.from_iterable(packs))
+
+
+RANDOM = np.random.default_rng(0)
+# Lengths, most tokens, and how many minibatches instructlab-training 0.16.2 returned for them on 2026-11-23: by its
+# packer without padding, and on each rank by that with padding.
+MINIBATCHES: list[tuple[list[int], int, int, list[int]]] = [
+    ([], 100, 0, [0, 0]),
+    ([50], 100, 1, [1]),
+    ([30, 40, 50, 20, 60, 70, 80, 90], 200, 1, [1, 1, 1, 1]),
+    ([80, 60, 40, 90, 50, 70], 100, 3, [3, 2]),
+    ([50] * 10, 200, 2, [2, 1]),
+    ([98, 95, 97, 96, 94, 99, 93, 96], 400, 2, [2]),
+    ([100, 90, 80, 70, 60, 50, 40, 30, 20, 10], 200, 2, [3, 2]),
+    ([30, 20], 100, 1, [1, 1, 1, 1]),
+    ([7] * 5, 10, 3, [3, 2]),
+    (RANDOM.integers(20, 200, 50).tolist(), 500, 4, [4, 3, 4, 4]),
+    (RANDOM.integers(20, 100, 25).tolist(), 200, 3, [3, 3, 3, 2]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "most", "unpadded", "padded"), MINIBATCHES)
+def test_samples_of_a_step_are_divided_over_ranks_as_instructlab_s_packers_promise(
+    lengths: list[int], most: int, unpadded: int, padded: list[int]
+) -> None:
+    of_ranks = taken(lengths, most, len(padded))
+
+    assert indices(itertools.chain.from_iterable(of_ranks)) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in pack) <= most for packs in of_ranks for pack in packs)
+    # As many on every rank, as there without padding; with padding, ranks there wait for others that have ended.
+    numbers = {len(packs) for packs in of_ranks}
+    assert len(numbers) == 1
+    assert max(numbers) <= unpadded <= max(padded)
+    if len(lengths) >= len(padded) * unpadded:
+        assert all(pack for packs in of_ranks for pack in packs)
+    assert taken(lengths, most, len(padded)) == of_ranks
+
+
+def test_work_of_ranks_is_as_even_as_instructlab_asks_and_samples_of_a_minibatch_are_limited() -> None:
+    lengths = np.random.default_rng(0).integers(20, 200, 50).tolist()
+    tokens = [sum(lengths[index] for index in indices(packs)) for packs in taken(lengths, 500, 4)]
+    assert 1 - min(tokens) / max(tokens) < 0.5
+
+    (packs,) = taken([10] * 20, 1000, 1, bin_size=5)
+    assert [len(pack) for pack in packs] == [5] * 4
+
+
+def test_micro_batches_of_verl_s_ranks_stay_within_the_limit_and_are_as_many_on_each_and_put_back() -> None:
+    limit = 300
+    of_ranks = [np.random.default_rng(rank).integers(50, 91, 20 + 5 * rank).tolist() for rank in range(2)]
+    fewest = 4
+
+    agreed = max(
+        fewest, *(vl.pack(lengths, limit, "best_fit").num_packs for lengths in of_ranks)
+    )  # an all-reduce there
+    for lengths in of_ranks:
+        (packs,) = taken(lengths, limit, 1, batch_size=agreed)
+
+        assert len(packs) == agreed
+        assert all(0 < sum(lengths[index] for index in pack) <= limit for pack in packs)
+        order = np.concatenate(packs)
+        back = np.empty_like(order)
+        back[order] = np.arange(order.size)
+        assert (np.array(lengths)[order][back] == lengths).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit", "fewest", "number"), [([6, 6, 6], 9, 1, 3), ([5] * 4, 20, 3, 3)]
+)
+def test_more_micro_batches_than_tokens_ask_for_come_where_the_limit_or_verl_s_fewest_needs_them(
+    lengths: list[int], limit: int, fewest: int, number: int
+) -> None:
+    (packs,) = taken(lengths, limit, 1, batch_size=max(fewest, vl.pack(lengths, limit, "best_fit").num_packs))
+
+    assert len(packs) == number
+    assert indices(packs) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in pack) <= limit for pack in packs)
+
+
+def test_responses_of_a_group_share_a_micro_batch_as_verl_forces_them_to() -> None:
+    lengths = [4, 3, 2, 2, 5, 1]
+
+    packs = vl.pack(lengths, 11, groups=[0, 0, 1, 1, 2, 2]).to_lists()
+
+    assert sorted(packs) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("width", [512, 4096])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_grid_of_axolotl_s_own_test_has_every_index_once_in_rows_of_its_shape(
+    batch_size: int, width: int, sequential: bool
+) -> None:
+    lengths = np.clip(np.random.default_rng(1).lognormal(5, 1, 300), 1, width).astype(int)
+    rows = [{"input_ids": np.full(length, number)} for number, length in enumerate(lengths)]
+    order = np.random.default_rng(2).permutation(300)
+    sampler = MultipackBatchSampler(
+        order, batch_size, width, lengths, 200, group_size=100_000, sequential=sequential
+    )
+
+    batches = [list(itertools.chain.from_iterable(batch)) for batch in sampler]
+    collator = DataCollatorWithFlattening(pad_to_multiple_of=width)
+    loaded = list(DataLoader(rows, batch_sampler=batches, collate_fn=collator))
+
+    assert indices(batches) == list(range(300))
+    assert len(loaded) == len(sampler)
+    for batch, numbers in zip(loaded, batches):
+        assert batch["input_ids"].shape[0] == 1
+        assert batch["input_ids"].shape[1] % width == 0 < batch["input_ids"].shape[1] <= batch_size * width
+        assert int((batch["position_ids"][batch["labels"] != -100] > 0).sum()) == lengths[
+            numbers
+        ].sum() - len(numbers)
+
+
+def test_what_is_left_over_waits_for_the_next_documents_and_in_a_checkpoint() -> None:
+    packer = vl.WindowPacker(capacity=5, window=4, min_fill=1.0, max_age=9)
+    first = packer.add([1, 2, 4, 4])  # of the first documents llm-foundry packs 9 tokens, and 2 wait
+
+    resumed = vl.WindowPacker(capacity=5, window=4, min_fill=1.0, max_age=9)
+    resumed.load_state_dict(packer.state_dict())
+    for one in (packer, resumed):
+        rest = [one.add([1, 2]), one.flush()]
+        packs = [pack for packing in (first, *rest) for pack in packing.to_lists()]
+        assert indices(packs) == list(range(6))
+        assert len(packs) == 3  # there the 2 left over and the next document are a row each
+        assert one.ledger.packed == one.ledger.tokens_in == 14
+
+
+FILES = [
+    [[1, 2, 3, 4, 5, 6, 7, 0], [1, 2, 3, 4, 5, 0], [1, 2, 3, 4, 5, 0], [1, 2, 3, 0], [1, 2, 0]],
+    [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0], [1, 2, 0]],
+]
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split"])
+def test_documents_that_olmo_core_cuts_are_cut_so_and_masked_tokens_stay_masked(overlong: Any) -> None:
+    documents = [document for file in FILES for document in file]
+    masks = [[1] * len(document) for document in documents]
+    masks[0][1] = masks[5][8] = 0
+
+    packing = vl.pack([len(document) for document in documents], 8, overlong=overlong)
+    batch = vl.collate(documents, packing, loss_mask=masks, pad_id=-1)
+
+    rows = [row[row >= 0].tolist() for row in batch.input_ids]
+    assert len(rows) == 6  # as there, where each file is packed by itself
+    assert rows[0] == documents[0]
+    assert [1, 2, 3, 4, 5, 6, 7, 8] in rows
+    assert any(row[-6:] == [9, 10, 0, 1, 2, 0] or row[:3] == [9, 10, 0] for row in rows) == (
+        overlong == "split"
+    )
+    assert packing.ledger.truncated == (3 if overlong == "truncate" else 0)
+    assert batch.labels[0].tolist() == [-100, -100, 3, 4, 5, 6, 7, 0]
+    # 10 is a target either way in what is kept; 9, which is masked, begins a piece besides.
+    assert (batch.labels == 9).sum() == 0
+    assert (batch.labels == 10).sum() == (overlong == "split")
+
+
+def test_files_that_olmo_core_packs_in_groups_are_packed_whole_in_no_more_rows() -> None:
+    lengths = [4, 6, 6, 4, 3, 3, 8, 10, 3, 5]  # of four files, which in groups of two make 7 rows
+
+    packing = vl.pack(lengths, 8, overlong="truncate")
+
+    assert packing.num_packs == 7
+    assert packing.ledger.truncated == 2
+    assert indices(packing.to_lists()) == list(range(10))
+
+
+def test_a_plan_of_packs_that_is_kept_in_files_is_replayed_as_xtuner_replays_its_own(tmp_path: Path) -> None:
+    samples = [list(range(begin, begin + 100)) for begin in range(0, 1000, 100)]
+    # (sample, first token, one past the last), in packs of 2, 1 and 2: whole samples, and parts of others.
+    plan = np.array([[7, 0, 100], [2, 0, 100], [4, 25, 75], [5, 90, 100], [9, 10, 30]])
+    np.save(tmp_path / "slices.npy", plan)
+    np.save(tmp_path / "bounds.npy", np.array([0, 2, 3, 5]))
+    kept, bounds = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("slices", "bounds"))
+
+    packing = Packing(
+        document_ids=kept[:, 0].astype(np.int64),
+        starts=kept[:, 1].astype(np.int32),
+        stops=kept[:, 2].astype(np.int32),
+        offsets=np.array(bounds),
+        capacity=200,
+        ledger=Ledger(documents_in=len(samples), tokens_in=1000, packed=280, truncated=220, dropped=500),
+        overlong="truncate",  # pieces may end anywhere
+    )
+    for number in reversed(range(3)):
+        batch = vl.collate(samples, packing, pack_ids=[number])
+        slices = plan[bounds[number] : bounds[number + 1]].tolist()
+        expected = [token for sample, begin, end in slices for token in samples[sample][begin:end]]
+        assert batch.input_ids[0].tolist() == expected + [0] * (200 - len(expected))
+        assert batch.position_ids[0].tolist()[: len(expected)] == [
+            place for _, begin, end in slices for place in range(end - begin)
+        ]

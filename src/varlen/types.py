@@ -91,6 +91,9 @@ class Packing:
     Invariants: every token of every packed document stands in exactly one piece; no pack's slots
     (`slot_lengths`) sum over `capacity`; packs stand in the order of their first document (unless a
     seed permuted them), pieces within a pack in input order.
+
+    Made by hand, a Packing replays a plan from elsewhere. Where pieces end inside their documents it needs
+    `overlong="truncate"`: with the others `collate` takes that for documents that have changed since.
     """
 
     document_ids: IntArray
