@@ -55,12 +55,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def alone(out: Path, folder: Path, **changes: Any) -> Any:
+def alone(out: Path, folder: Path, loss_weighting: Any = "token", **changes: Any) -> Any:
     """The same run on one rank."""
     args = arguments(folder, num_train_epochs=1, **changes)
-    return CountingTrainer(
-        model=tiny_llama(), args=args, train_loader=packed_loader(args, out / "store", global_batch_size=24)
-    )
+    loader = packed_loader(args, out / "store", global_batch_size=24)
+    return CountingTrainer(model=tiny_llama(), args=args, train_loader=loader, loss_weighting=loss_weighting)
 
 
 def test_two_ranks_take_every_document_once_before_and_after_a_checkpoint(job: Path) -> None:
@@ -86,6 +85,18 @@ def test_two_ranks_have_the_losses_and_weights_of_one(job: Path, tmp_path: Path)
     two = [entry["loss"] for entry in taken_by(job, "resumed")[0]["log"] if "loss" in entry]
     assert two == pytest.approx(logged(single), rel=1e-6)
     for name, weight in torch.load(job / "weights.pt").items():
+        assert torch.allclose(weight, single.model.state_dict()[name], atol=1e-5), name
+
+
+def test_two_ranks_have_the_losses_and_weights_of_one_where_documents_weigh_the_same(
+    job: Path, tmp_path: Path
+) -> None:
+    single = alone(job, tmp_path, "document", max_steps=2)
+    single.train()
+
+    two = [entry["loss"] for entry in json.loads((job / "weighted.json").read_text()) if "loss" in entry]
+    assert two == pytest.approx(logged(single), rel=1e-6)
+    for name, weight in torch.load(job / "weighted.pt").items():
         assert torch.allclose(weight, single.model.state_dict()[name], atol=1e-5), name
 
 

@@ -20,6 +20,7 @@ def main() -> None:
     trainer = CountingTrainer(model=tiny_llama(), args=args, train_loader=loader)
     if not checkpoint:
         train_on_pairs(out, args.process_index)
+        train_weighted(store, out, sizes, args.process_index)
         trainer.add_callback(StopAt(4))
     trainer.train(resume_from_checkpoint=checkpoint[0] if checkpoint else None)
     when, rank = "resumed" if checkpoint else "begun", args.process_index
@@ -27,6 +28,17 @@ def main() -> None:
     Path(out, f"{when}-{rank}.json").write_text(json.dumps(found))
     if rank == 0:
         torch.save(trainer.model.state_dict(), f"{out}/weights.pt")
+
+
+def train_weighted(store: str, out: str, sizes: dict[str, Any], rank: int) -> None:
+    """Train two steps on the mean over documents."""
+    args = arguments(f"{out}/weighted", **{**sizes, "max_steps": 2})
+    loader = packed_loader(args, store)
+    trainer = CountingTrainer(model=tiny_llama(), args=args, train_loader=loader, loss_weighting="document")
+    trainer.train()
+    if rank == 0:
+        Path(out, "weighted.json").write_text(json.dumps(trainer.state.log_history))
+        torch.save(trainer.model.state_dict(), f"{out}/weighted.pt")
 
 
 def train_on_pairs(out: str, rank: int) -> None:
