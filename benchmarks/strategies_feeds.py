@@ -153,7 +153,6 @@ def _packed_by_trl(documents: Documents, capacity: int, kind: str) -> Any:
     import trl
 
     datasets.disable_progress_bars()
-    datasets.disable_caching()
     owners = np.repeat(np.arange(len(documents.lengths)), documents.lengths)
     columns = {
         name: pa.ListArray.from_arrays(pa.array(documents.offsets.astype(np.int32)), pa.array(values))

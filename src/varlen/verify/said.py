@@ -22,4 +22,5 @@ def named(error: BaseException, most: int = 300) -> str:
         error: that somebody else raised.
         most: characters of its words.
     """
-    return f"{type(error).__name__}: {said(error, most)}"
+    words = shorten(str(error), most, placeholder=" …")
+    return f"{type(error).__name__}: {words}" if words else f"{type(error).__name__}, and no word of why"
