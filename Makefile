@@ -52,7 +52,7 @@ types: setup
 	$(RUN) -m mypy --strict
 
 docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
-	$(PYTEST) tests/test_docs.py tests/test_readme.py
+	$(PYTEST) -n $(WORKERS) tests/test_docs.py tests/test_readme.py
 	$(RUN) -m benchmarks.table --check
 	$(RUN) -m benchmarks.strategies_page --check
 	$(RUN) docs/compatibility.py --check
