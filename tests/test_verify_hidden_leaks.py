@@ -59,6 +59,18 @@ def test_statistics_of_a_batch_in_training_mode_are_coupled_and_do_not_count_on(
     assert float(norm.running_mean.abs().max()) == 0  # type: ignore[union-attr, operator]
 
 
+def test_a_model_that_draws_numbers_beside_dropout_is_not_silently_isolated_in_training_mode() -> None:
+    model = changed(llama(), lambda x, training: x + 0.1 * training * torch.randn_like(x))
+    report = vl.verify(model, backends=["sdpa"], layouts=["rows"], calls=False)
+
+    assert report.cells[0].verdict == "isolated"
+    assert "gives other logits a second time" in report.cells[0].training
+    assert "sdpa: training mode wasn't judged: the same batch gives other logits" in " ".join(
+        str(report).split()
+    )
+    assert vl.verify(llama(), backends=["sdpa"], layouts=["rows"], calls=False).cells[0].training == ""
+
+
 def test_dropout_is_no_leak() -> None:
     config = LlamaConfig(**SMALL, attention_dropout=0.3)
     for backend in ("eager", "sdpa", "varlen"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -71,22 +71,25 @@ def numbers(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], kinds: Mapping[str, str] | None = None
+    head: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[str]]],
+    kind_of: Callable[[str], str] = lambda _: "",
 ) -> str:
     """Write a table of plain text; it scrolls sideways where it doesn't fit.
 
     Args:
         head: titles of the columns.
         rows: the class of each row, and its cells.
-        kinds: classes of cells, by what stands in them.
+        kind_of: returns the class of a cell by what stands in it, or "".
     """
-    marks = {cell: f' class="{escape(kind)}"' for cell, kind in (kinds or {}).items()}
+
+    def written(cell: str) -> str:
+        kind = kind_of(cell)
+        return (f'<td class="{escape(kind)}">' if kind else "<td>") + f"{escape(cell)}</td>"
+
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     lines = "\n".join(
-        f'<tr class="{escape(kind)}">'
-        + "".join(f"<td{marks.get(cell, '')}>{escape(cell)}</td>" for cell in cells)
-        + "</tr>"
-        for kind, cells in rows
+        f'<tr class="{escape(kind)}">' + "".join(map(written, cells)) + "</tr>" for kind, cells in rows
     )
     return (
         f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'

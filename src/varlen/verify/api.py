@@ -266,8 +266,9 @@ def _judged(
     if cell.verdict == "isolated" and loss is not None and loss.coupling:
         return replace(cell, verdict="coupled", reason=loss.coupling)
     if cell.verdict == "isolated":
-        verdict, reason = in_training(trial, logits, found)
-        return replace(cell, verdict=verdict, reason=reason)
+        told = in_training(trial, logits, found)
+        verdict: ModelVerdict = "not run" if told.verdict == "blind" else told.verdict
+        return replace(cell, verdict=verdict, reason=told.reason, training=told.unjudged)
     return cell
 
 

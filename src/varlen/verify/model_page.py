@@ -23,15 +23,6 @@ from varlen.verify.model_text import (
 _STEPS = 9
 """Shades of attention weights."""
 _GAP, _TOP = 28.0, 22.0
-_KINDS = {
-    verdict: kind
-    for kind, verdicts in (
-        ("good", ("isolated",)),
-        ("bad", ("leaks", "coupled", "leaks/isolated", "isolated/leaks", "leaks/coupled", "coupled/leaks")),
-    )
-    for verdict in verdicts
-}
-"""Classes of what stands in the tables."""
 
 
 def model_page(report: VerifyReport) -> str:
@@ -61,7 +52,7 @@ def _opening(report: VerifyReport) -> str:
     leaking = {cell.call for cell in report.leaks}
     boxes = [
         (
-            _KINDS.get(report.verdict, ""),
+            _kind(report.verdict),
             report.verdict,
             f"in {many(len(ran), 'backend and layout', 'backends and layouts')} that ran",
         ),
@@ -89,7 +80,7 @@ def _opening(report: VerifyReport) -> str:
 def _own(report: VerifyReport) -> list[str]:
     """Return the table of backends, and what must be said of it."""
     head, *rows = backend_rows(report)
-    parts = [table(head, [("", row) for row in rows], _KINDS)]
+    parts = [table(head, [("", row) for row in rows], _kind)]
     parts += [paragraph(said) for said in (*stand_ins(report), *reasons(report))]
     return parts
 
@@ -97,13 +88,21 @@ def _own(report: VerifyReport) -> list[str]:
 def _others(report: VerifyReport) -> list[str]:
     """Return the table of other calls, and why they leak."""
     head, *rows = call_rows(report)
-    parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows], _KINDS)]
+    parts = [table(head, [("", [cell.strip() for cell in row]) for row in rows], _kind)]
     if any("/" in cell for row in rows for cell in row[1:]):
         parts.append(paragraph("Where layouts differ, the first word is for rows and the second for flat."))
     return parts + [
         paragraph(f"{what}. {remedy[:1].upper()}{remedy[1:]}".strip())
         for what, remedy in explanations(report)
     ]
+
+
+def _kind(cell: str) -> str:
+    """Return the class of a cell by the verdicts in it, one a layout where they differ."""
+    verdicts = set(cell.split("/"))
+    if verdicts & {"leaks", "coupled"}:
+        return "bad"
+    return "good" if verdicts == {"isolated"} else ""
 
 
 def _facts(report: VerifyReport) -> list[tuple[str, str]]:

@@ -35,6 +35,8 @@ class Cell:
     """None where they weren't asked for, or nothing ran."""
     own_loss: float | None = None
     """The loss that the model itself returned."""
+    training: str = ""
+    """Why nothing can be said of training mode; empty where it was judged, or wasn't reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,7 @@ def stand_ins(report: VerifyReport) -> list[str]:
 
 
 def reasons(report: VerifyReport) -> list[str]:
-    """Return why backends aren't isolated, or their gradients weren't compared, each reason once.
+    """Return why backends aren't isolated, or what of them wasn't compared, each reason once.
 
     Args:
         report: of one model.
@@ -117,7 +117,11 @@ def reasons(report: VerifyReport) -> list[str]:
     found: dict[str, dict[str, list[str]]] = {}
     for cell in report.cells:
         uncompared = cell.gradients.reason if cell.gradients else ""
-        for reason in (cell.reason, f"gradients weren't compared: {uncompared}" if uncompared else ""):
+        for reason in (
+            cell.reason,
+            f"gradients weren't compared: {uncompared}" if uncompared else "",
+            f"training mode wasn't judged: {cell.training}" if cell.training else "",
+        ):
             if reason:
                 found.setdefault(reason, {}).setdefault(cell.backend, []).append(cell.layout)
     layouts = {cell.layout for cell in report.cells}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from varlen.errors import ModelError
-from varlen.verify.isolation import IsolationReport, Movements, judge
+from varlen.verify.isolation import IsolationReport, Movements, Verdict, judge
 from varlen.verify.own_loss import own_loss
 from varlen.verify.trial import Trial, untouched
 
@@ -42,8 +42,19 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **given)
 
 
-def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> tuple[Any, str]:
-    """Return the verdict of training mode on what is isolated in eval mode, with the reason.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InTraining:
+    """What training mode adds to what was found in eval mode."""
+
+    verdict: Verdict = "isolated"
+    reason: str = ""
+    """Why the verdict isn't "isolated"; empty if it is."""
+    unjudged: str = ""
+    """Why documents' movements tell nothing; empty where they do."""
+
+
+def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> InTraining:
+    """Judge in training mode what is isolated in eval mode.
 
     Where logits are the same to the bit in both modes, so is the verdict.
 
@@ -52,19 +63,27 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
         in_eval: logits of the batch in eval mode.
         found: the report of eval mode.
     """
-    verdict: Any = "isolated"
-    reason = ""
+    verdict: Verdict = "isolated"
+    reason, wavering = "", 0.0
     with untouched(trial.model), _training(trial.model):
         try:
             before = trial.logits(trial.batch)
-            # Where random numbers are drawn beside dropout, nothing can be told from one run to another.
-            if not torch.equal(before, in_eval) and _wavering(trial, before) <= found.rounding:
+            differs = not torch.equal(before, in_eval)
+            wavering = _wavering(trial, before) if differs else 0.0
+            if differs and wavering <= found.rounding:
                 verdict, reason = judge(_movements(trial, before, found), float("inf"), found.rounding)
             if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
                 verdict, reason = "coupled", loss.coupling
         except (ModelError, NotImplementedError) as error:
             verdict, reason = "refuses", " ".join(str(error).split())
-    return verdict, f"in training mode, {reason}" if reason else ""
+    unjudged = ""
+    if wavering > found.rounding:
+        unjudged = (
+            f"the same batch gives other logits a second time, by {wavering:.3g}: random numbers are drawn beside "
+            "dropout"
+        )
+    told = f"in training mode, {reason}" if reason else ""
+    return InTraining(verdict=verdict, reason=told, unjudged=unjudged)
 
 
 def _wavering(trial: Trial, before: torch.Tensor) -> float:

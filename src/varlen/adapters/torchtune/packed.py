@@ -77,9 +77,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             "wrapped" if split_across_pack else "best_fit_decreasing",
             "split" if split_across_pack else "error",
         )
-        held = np.diff(
-            np.concatenate([[0], np.cumsum(self._packing.lengths, dtype=np.int64)])[self._packing.offsets]
-        )
+        held = self._packing.pack_sums(self._packing.lengths)
         self._rows = np.sort(np.argsort(-held, kind="stable")[: self.max_packs])
         if self._rows.size < self._packing.num_packs or not is_all:
             self._say_what_is_left_out(int(held[self._rows].sum()), is_all)
