@@ -114,7 +114,9 @@ def _race_collator(form: str, kind: str, size: int, labelled: bool) -> list[Row]
     if form == "arrow":
         what = "a table of Arrow, the other from numpy" + (", with labels" if labelled else "")
     note = "" if form in ("lists", "arrow") else _WHY.get(size, "")
-    return [_race(batch, what, ours, transformers.NAME, theirs, target, note)]
+    return [
+        _race(batch, what, "hf.DataCollatorWithFlattening", ours, transformers.NAME, theirs, target, note)
+    ]
 
 
 def _race_trl(form: str) -> list[Row]:
@@ -125,12 +127,24 @@ def _race_trl(form: str) -> list[Row]:
     ours = partial(DataCollatorForLanguageModeling(pad_token_id=0), _features(batch, form, False))
     theirs = trl.collator(_documents(batch, form))
     target, note = (FROM_LISTS, "") if form == "lists" else (FROM_ARRAYS, "the other copies arrays as arrays")
-    return [_race(batch, f"features of {form}", ours, trl.COLLATOR, theirs, target, note)]
+    return [
+        _race(
+            batch,
+            f"features of {form}",
+            "trl.DataCollatorForLanguageModeling",
+            ours,
+            trl.COLLATOR,
+            theirs,
+            target,
+            note,
+        )
+    ]
 
 
 def _race(
     batch: Batch,
     form: str,
+    call: str,
     ours: Callable[[], Any],
     name: str,
     theirs: Callable[[], Any],
@@ -144,7 +158,7 @@ def _race(
     return Race(
         section=SECTION,
         what=f"{len(batch.documents.lengths):,} {batch.name}, {num_tokens:,} tokens a call, {form}",
-        ours=Contestant(name="varlen", call="the same", samples=our_samples),
+        ours=Contestant(name="varlen", call=call, samples=our_samples),
         peer=Contestant(
             name=name, call="positions, segments and boundaries, as tensors", samples=their_samples
         ),

@@ -46,6 +46,17 @@ def test_a_leak_in_training_mode_alone_is_found() -> None:
     assert cell.reason.startswith("in training mode, changing one document moved another's logits by")
 
 
+def test_a_place_in_the_row_that_counts_in_training_mode_alone_is_found() -> None:
+    def by_column(x: torch.Tensor, training: bool) -> torch.Tensor:
+        return x * (1 + 0.1 * training * torch.arange(x.shape[1])[None, :, None] / x.shape[1])
+
+    cell = first_cell(changed(llama(), by_column))
+
+    assert cell.isolation.verdict == "isolated"
+    assert cell.verdict == "leaks"
+    assert cell.reason.startswith("in training mode, logits differ by")
+
+
 def test_statistics_of_a_batch_in_training_mode_are_coupled_and_do_not_count_on() -> None:
     model = llama()
     norm = torch.nn.BatchNorm1d(32)

@@ -23,7 +23,7 @@ from varlen.verify.batch_checks import check_batch
 from varlen.verify.batch_isolation import ONE_A_ROW, WITH_MODEL_INPUTS
 from varlen.verify.calls import CALLS, Call
 from varlen.verify.gradients import gradient_parity
-from varlen.verify.isolation import IsolationReport, check_isolation
+from varlen.verify.isolation import IsolationReport, Verdict, check_isolation
 from varlen.verify.kernels import kernels_of
 from varlen.verify.loading import LoadedModel, load_model
 from varlen.verify.model_report import CallCell, Cell, ModelVerdict, VerifyReport
@@ -248,7 +248,7 @@ def _judged(
     cell = Cell(
         backend=backend,
         layout=batch.layout,
-        verdict=_verdict_of(found),
+        verdict=_verdict_of(found.verdict),
         reason=found.reason,
         stand_in=missing,
         isolation=found,
@@ -267,13 +267,13 @@ def _judged(
         return replace(cell, verdict="coupled", reason=loss.coupling)
     if cell.verdict == "isolated":
         told = in_training(trial, logits, found)
-        verdict: ModelVerdict = "not run" if told.verdict == "blind" else told.verdict
+        verdict = _verdict_of(told.verdict)
         return replace(cell, verdict=verdict, reason=told.reason, training=told.unjudged)
     return cell
 
 
-def _verdict_of(found: IsolationReport) -> ModelVerdict:
-    return "not run" if found.verdict == "blind" else found.verdict
+def _verdict_of(verdict: Verdict) -> ModelVerdict:
+    return "not run" if verdict == "blind" else verdict
 
 
 def _call_cells(
@@ -365,7 +365,7 @@ def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: Is
         call=call.name,
         backend=backend,
         layout=batch.layout,
-        verdict=_verdict_of(report),
+        verdict=_verdict_of(report.verdict),
         reason=report.reason,
     )
     if report.verdict == "refuses":

@@ -297,7 +297,7 @@ def _movements(
     padding = 0.0
     if (trial.owner < 0).any():
         padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
-    against = _against_alone(trial, before, chosen)
+    against = against_alone(trial, before, chosen)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(
         changed_documents=len(chosen),
@@ -321,8 +321,17 @@ def _control(trial: Trial) -> float | None:
     return trial.moved(before, after, trial.others(document))
 
 
-def _against_alone(trial: Trial, before: torch.Tensor, chosen: list[int]) -> dict[str, float]:
-    """Compare the chosen documents, packed and unchanged, with each of them run alone."""
+def against_alone(trial: Trial, before: torch.Tensor, chosen: list[int]) -> dict[str, float]:
+    """Compare the chosen documents, packed and unchanged, with each of them run alone.
+
+    Args:
+        trial: the model and the batch.
+        before: logits of the batch, unchanged.
+        chosen: documents.
+
+    Returns:
+        By the names of `Movements`: `alone_difference`, `packed_loss` and `alone_loss`.
+    """
     largest = before[trial.where(trial.owner >= 0)].abs().max().double()
     difference, packed, alone, targets = 0.0, 0.0, 0.0, 0
     for document in chosen:

@@ -16,8 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from varlen.errors import ModelError
-from varlen.verify.isolation import IsolationReport, Movements, Verdict, judge
+from varlen.verify.isolation import IsolationReport, Movements, Verdict, against_alone, judge
 from varlen.verify.own_loss import own_loss
+from varlen.verify.said import said
 from varlen.verify.trial import Trial, untouched
 
 _CHANGED = 4
@@ -71,11 +72,11 @@ def in_training(trial: Trial, in_eval: torch.Tensor, found: IsolationReport) -> 
             differs = not torch.equal(before, in_eval)
             wavering = _wavering(trial, before) if differs else 0.0
             if differs and wavering <= found.rounding:
-                verdict, reason = judge(_movements(trial, before, found), float("inf"), found.rounding)
+                verdict, reason = judge(_movements(trial, before, found), found.tolerance, found.rounding)
             if verdict == "isolated" and (loss := own_loss(trial)) is not None and loss.coupling:
                 verdict, reason = "coupled", loss.coupling
         except (ModelError, NotImplementedError) as error:
-            verdict, reason = "refuses", " ".join(str(error).split())
+            verdict, reason = "refuses", said(error)
     unjudged = ""
     if wavering > found.rounding:
         unjudged = (
@@ -91,20 +92,24 @@ def _wavering(trial: Trial, before: torch.Tensor) -> float:
 
 
 def _movements(trial: Trial, before: torch.Tensor, found: IsolationReport) -> Movements:
-    """Change some documents, and padding."""
+    """Change some documents, and padding; compare with documents alone."""
+    chosen = trial.choose(_CHANGED)
+    against = against_alone(trial, before, chosen)
     padding, others = 0.0, []
-    for document in trial.choose(_CHANGED):
+    for document in chosen:
         after = trial.logits(trial.changed(document))
         others.append(trial.moved(before, after, trial.others(document)))
     if (trial.owner < 0).any():
         padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
-    moves = max(*others, padding)
+    stays = max(*others, padding) == 0 and against["alone_difference"] <= found.tolerance
     return replace(
         found.movements,
+        changed_documents=len(chosen),
         largest_difference=max(others),
         padding_difference=padding,
-        row_coupling=trial.row_coupling(found.tolerance) if moves > 0 else None,
+        row_coupling=None if stays else trial.row_coupling(found.tolerance),
         attention_across=None,
+        **against,
     )
 
 
