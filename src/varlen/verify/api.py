@@ -42,7 +42,7 @@ _WINDOWS = (
 """How configurations call the width of their windows and chunks."""
 _WIDEST_WINDOW = 256
 """Tokens; rows are made long enough for windows up to this one to matter."""
-_CHANGED, _CHANGED_BY_CALL = 16, 2
+_CHANGED, _BY_CALL = 16, 2
 """At most so many documents are changed, one at a time, in a cell."""
 
 
@@ -348,9 +348,10 @@ def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
 def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> list[CallCell]:
     """Try every way of calling the model; how far plain rows move each other is asked once."""
     known, found = cell.isolation if cell.kernels else None, []
+    alone: dict[int, torch.Tensor] = {}
     for call in CALLS:
         report = check_isolation(
-            model, batch, inputs=call.inputs, max_changed=_CHANGED_BY_CALL, seed=seed, known=known
+            model, batch, inputs=call.inputs, max_changed=_BY_CALL, seed=seed, known=known, alone=alone
         )
         found.append(_called(model, call, cell.backend, batch, report))
         coupling = report.movements.row_coupling

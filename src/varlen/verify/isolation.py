@@ -131,6 +131,7 @@ def check_isolation(
     max_changed: int = 8,
     seed: int = 0,
     known: IsolationReport | None = None,
+    alone: dict[int, torch.Tensor] | None = None,
 ) -> IsolationReport:
     """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
 
@@ -149,6 +150,8 @@ def check_isolation(
         seed: of the changed tokens, and of the batch where none is given.
         known: what was found of the same model, attention and batch, called in another way: its control, its dtype
             and its rows' coupling are true here as well, and the check then ends with the first document that leaks.
+        alone: logits of documents alone, by number, of the same model, attention and batch: they aren't computed
+            again, and what is missing is put in.
 
     Returns:
         What moved, and the verdict; `report.ok` if documents are isolated.
@@ -189,7 +192,7 @@ def check_isolation(
                 before, dtype, wavering = trial.logits(batch), known.computed_in, 0.0
             dtype = dtype or base.dtype
             limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
-            moved = _movements(trial, before, max_changed, limit, known)
+            moved = _movements(trial, before, max_changed, limit, known, alone)
         except (ModelError, NotImplementedError, ValueError) as error:
             return IsolationReport(verdict="refuses", reason=said(error), **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
@@ -276,7 +279,12 @@ def _row_coupling(trial: Trial, limit: float, known: IsolationReport | None) -> 
 
 
 def _movements(
-    trial: Trial, before: torch.Tensor, max_changed: int, limit: float, known: IsolationReport | None = None
+    trial: Trial,
+    before: torch.Tensor,
+    max_changed: int,
+    limit: float,
+    known: IsolationReport | None,
+    alone: dict[int, torch.Tensor] | None,
 ) -> Movements:
     """Change documents one at a time, padding, and one in the control; compare with documents alone."""
     control = _control(trial) if known is None else known.movements.control_difference
@@ -297,7 +305,7 @@ def _movements(
     padding = 0.0
     if (trial.owner < 0).any():
         padding = trial.moved(before, trial.logits(trial.changed(-1)), trial.owner >= 0)
-    against = against_alone(trial, before, chosen)
+    against = against_alone(trial, before, chosen, alone)
     stays = max(*others, padding) == 0 and against["alone_difference"] <= limit
     return Movements(
         changed_documents=len(chosen),
@@ -321,21 +329,27 @@ def _control(trial: Trial) -> float | None:
     return trial.moved(before, after, trial.others(document))
 
 
-def against_alone(trial: Trial, before: torch.Tensor, chosen: list[int]) -> dict[str, float]:
+def against_alone(
+    trial: Trial, before: torch.Tensor, chosen: list[int], known: dict[int, torch.Tensor] | None = None
+) -> dict[str, float]:
     """Compare the chosen documents, packed and unchanged, with each of them run alone.
 
     Args:
         trial: the model and the batch.
         before: logits of the batch, unchanged.
         chosen: documents.
+        known: logits of documents alone; what is missing is put in.
 
     Returns:
         By the names of `Movements`: `alone_difference`, `packed_loss` and `alone_loss`.
     """
     largest = before[trial.where(trial.owner >= 0)].abs().max().double()
+    logits = {} if known is None else known
     difference, packed, alone, targets = 0.0, 0.0, 0.0, 0
     for document in chosen:
-        together, apart = before[trial.where(trial.owner == document)], trial.alone(document)
+        if document not in logits:
+            logits[document] = trial.alone(document)
+        together, apart = before[trial.where(trial.owner == document)], logits[document]
         difference = max(difference, float((together.double() - apart.double()).abs().max() / largest))
         packed += trial.loss(together, document)[0]
         total, count = trial.loss(apart, document)
