@@ -1,0 +1,47 @@
+"""Megatron-Bridge and Megatron-LM: their packed files, batches, settings and schedules, in each release's dialect.
+
+Names are loaded when first used: files and settings need no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from varlen.adapters.megatron.dialects import Dialect
+    from varlen.adapters.megatron.rows import PackedRows
+
+_HOMES = {
+    "Dialect": "varlen.adapters.megatron.dialects",
+    "PackedRows": "varlen.adapters.megatron.rows",
+}
+
+__all__ = [
+    "Dialect",
+    "PackedRows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use and keep it."""
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
+    import importlib
+
+    from varlen.errors import MissingExtraError
+
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError("torch is not installed; `pip install 'varlen[train]'` installs it") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, whether loaded or not."""
+    return sorted(__all__)

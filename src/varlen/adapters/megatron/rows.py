@@ -1,0 +1,119 @@
+"""Packed rows as Megatron-Bridge stores them, in flat arrays: what its files hold and its batches are made of.
+
+Every document is stored with one token more than a model reads of it, the last target: a document stored as tokens
+`t[0:n]` is `n - 1` positions of input `t[0:n - 1]` with targets `t[1:n]`. `loss_mask` stands at the input that a
+target belongs to, so the mask of a document's last stored token is never used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.counts import many
+from varlen.errors import DocumentsError
+from varlen.types import Int32Array, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRows:
+    """Packed rows end to end; row r holds the stored tokens `offsets[r]:offsets[r + 1]`."""
+
+    input_ids: npt.NDArray[np.integer[Any]]
+    """`[stored tokens]`."""
+    loss_mask: npt.NDArray[Any]
+    """`[stored tokens]`: 1 at an input whose target is trained; int8 from files, any number in memory."""
+    offsets: IntArray
+    """int64 `[rows + 1]`."""
+    seq_start_id: npt.NDArray[np.integer[Any]]
+    """`[documents]`: where each document begins, counted from the first stored token of its row."""
+    document_offsets: IntArray
+    """int64 `[rows + 1]`: row r holds the documents `document_offsets[r]:document_offsets[r + 1]`."""
+    seq_lengths: Int32Array | None = None
+    """int32 `[documents]`: positions of input that hold real tokens, at most the stored tokens - 1; what lies behind
+    them in a document is padding. None where a file doesn't say: then it holds no padding, or nobody wrote where."""
+
+    @property
+    def num_rows(self) -> int:
+        """Packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of all rows."""
+        return len(self.seq_start_id)
+
+    @property
+    def begins(self) -> IntArray:
+        """int64 `[documents]`: each document's first stored token, counted over all rows."""
+        shifts = np.repeat(self.offsets[:-1], np.diff(self.document_offsets))
+        begins: IntArray = self.seq_start_id.astype(np.int64) + shifts
+        return begins
+
+    @property
+    def stored_lengths(self) -> IntArray:
+        """int64 `[documents]`: stored tokens of each document, padding and the last target included."""
+        begins = self.begins
+        ends = np.append(begins[1:], self.offsets[-1])
+        last = self.document_offsets[1:] - 1
+        has_any = np.diff(self.document_offsets) > 0
+        ends[last[has_any]] = self.offsets[1:][has_any]
+        lengths: IntArray = ends - begins
+        return lengths
+
+    def check(self, where: Callable[[int], str] = "row {:,}".format) -> PackedRows:
+        """Return these rows if their boundaries and masks are those of packed rows.
+
+        Args:
+            where: names a row, for messages.
+
+        Raises:
+            DocumentsError: says of the first row that is wrong what was seen, and how many are.
+        """
+        for found, why in _faults(self):
+            if len(found):
+                first = int(found[0])
+                raise DocumentsError(
+                    f"{where(first)}: {why(first)} ({many(len(found), 'row')} of {self.num_rows:,} like it); "
+                    "pack the data again"
+                )
+        return self
+
+
+_Fault = tuple[npt.NDArray[np.intp], Callable[[int], str]]
+
+
+def _faults(rows: PackedRows) -> list[_Fault]:
+    """Return for each rule the rows that break it, and words for one of them."""
+    counts, sizes = np.diff(rows.document_offsets), np.diff(rows.offsets)
+    if len(rows.loss_mask) != len(rows.input_ids):
+        return [
+            (
+                np.zeros(1, dtype=np.intp),
+                lambda _: (
+                    f"{len(rows.input_ids):,} `input_ids`, but {len(rows.loss_mask):,} values of `loss_mask`"
+                ),
+            )
+        ]
+    empty: _Fault = np.flatnonzero(counts == 0), lambda _: "`seq_start_id` is empty"
+    if len(empty[0]):
+        return [empty]
+    firsts = rows.seq_start_id[rows.document_offsets[:-1]] if rows.num_rows else rows.seq_start_id[:0]
+    owners = np.repeat(np.arange(rows.num_rows), counts)
+    stored = rows.stored_lengths
+    outside = np.unique(owners[rows.seq_start_id >= sizes[owners]])
+    short = np.unique(owners[stored < 1])
+    faults: list[_Fault] = [
+        (np.flatnonzero(firsts != 0), lambda r: f"`seq_start_id` begins at {int(firsts[r]):,} and not at 0"),
+        (outside, lambda r: f"`seq_start_id` reaches past the row's {int(sizes[r]):,} tokens"),
+        (short, lambda _: "`seq_start_id` must rise from document to document"),
+    ]
+    if rows.seq_lengths is not None:
+        lengths = rows.seq_lengths
+        wrong = np.unique(owners[(lengths < 0) | (lengths > stored - 1)])
+        faults.append((wrong, lambda _: "`seq_lengths` has a document longer than what is stored of it"))
+    return faults
