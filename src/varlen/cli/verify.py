@@ -126,7 +126,7 @@ def verify(
     [bold]Example:[/]  varlen verify --megatron run_config.yaml --world-size 64
     """
     if megatron is not None:
-        given = {
+        given: dict[str, object] = {
             "MODEL": model,
             "--backend": backend,
             "--layout": layout,
@@ -137,13 +137,12 @@ def verify(
             "--output": output,
         }
         _refuse([name for name, value in given.items() if value], "with --megatron, which runs no model")
-        if not check_megatron(megatron, dialect=dialect, world_size=world_size, as_json=as_json):
-            raise typer.Exit(HAS_ERRORS)
+        is_right = check_megatron(megatron, dialect=dialect, world_size=world_size, as_json=as_json)
+        _end(is_right, HAS_ERRORS)
         return
-    given = {"--dialect": dialect, "--world-size": world_size}
-    _refuse([name for name, value in given.items() if value is not None], "without --megatron")
-    if model is None:
-        raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
+    refused = {"--dialect": dialect, "--world-size": world_size}
+    _refuse([name for name, value in refused.items() if value is not None], "without --megatron")
+    model = _named(model)
     require_training("verify")
     from varlen.report.page import check_writable, write_page
     from varlen.verify.api import verify as run
@@ -167,7 +166,7 @@ def verify(
         print()
     else:
         _print(str(report), output)
-    _end(report.ok)
+    _end(report.ok, NOT_ISOLATED)
 
 
 def _refuse(names: list[str], why: str) -> None:
@@ -180,10 +179,21 @@ def _refuse(names: list[str], why: str) -> None:
         raise SettingError(f"leave out {' and '.join(names)} {why}")
 
 
-def _end(is_isolated: bool) -> None:
+def _named(model: str | None) -> str:
+    """Return the model that was named.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if model is None:
+        raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
+    return model
+
+
+def _end(is_right: bool, code: int) -> None:
     """End with an exit code that a script can act on."""
-    if not is_isolated:
-        raise typer.Exit(NOT_ISOLATED)
+    if not is_right:
+        raise typer.Exit(code)
 
 
 def _dtype(name: str | None) -> Any:
