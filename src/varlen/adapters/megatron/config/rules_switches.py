@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from varlen.adapters.megatron.config.finding import found
-from varlen.adapters.megatron.config.reading import Reading
+from varlen.adapters.megatron.config.reading import Reading, multiples
 from varlen.adapters.megatron.config.report import ConfigFinding
 from varlen.adapters.megatron.config.settings import (
     IN_BATCH_NEW,
@@ -15,6 +15,9 @@ from varlen.adapters.megatron.config.settings import (
     OFFLINE_OLD,
     SETTINGS,
 )
+
+USUAL_PACK = 4096
+"""Tokens of a pack, offered where no length is given."""
 
 
 def names_of_one_release(reading: Reading) -> Iterator[ConfigFinding]:
@@ -93,8 +96,7 @@ def flag_and_specs(reading: Reading) -> Iterator[ConfigFinding]:
             changes={OFFLINE_FLAG: True},
         )
     if OFFLINE_NEW not in reading.held:
-        size = reading["dataset.seq_length"] or reading["model.seq_length"] or 4096
-        size = -(-size // reading.alignment) * reading.alignment
+        size = _row_size(reading)
         yield found(
             reading,
             "packing_specs",
@@ -107,13 +109,17 @@ def flag_and_specs(reading: Reading) -> Iterator[ConfigFinding]:
         )
 
 
+def _row_size(reading: Reading) -> int:
+    """Return the length of a row, up to the multiple that it must have; 4,096 where nothing says."""
+    length = reading["dataset.seq_length"] or reading["model.seq_length"] or USUAL_PACK
+    return multiples(length, reading.alignment)[1]
+
+
 def pack_size_is_positive(reading: Reading) -> Iterator[ConfigFinding]:
     """From 0.6 on a pack size of 0 or less is refused; before, it turns packing off."""
     if reading.specs not in reading.held or reading.spec("packed_sequence_size") > 0:
         return
     setting = f"{reading.specs}.packed_sequence_size"
-    size = reading["dataset.seq_length"] or reading["model.seq_length"]
-    size = size and -(-size // reading.alignment) * reading.alignment
     is_new = reading.dialect == "0.6"
     yield found(
         reading,
@@ -127,8 +133,7 @@ def pack_size_is_positive(reading: Reading) -> Iterator[ConfigFinding]:
             else "packing is off, though its specs are set"
         ),
         outcome="stops" if is_new else "advice",
-        changes={setting: size} if size else None,
-        fix=None if size else "set the tokens of a pack, such as 4096",
+        changes={setting: _row_size(reading)},
     )
 
 
