@@ -1,13 +1,11 @@
-"""Rules beyond Megatron-Bridge's own validation: batches, multiples, families, releases and files."""
+"""Rules beyond Megatron-Bridge's own validation: batches, multiples, families and releases."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_configs import in_batch, packed, plain
+from megatron_configs import changed, in_batch, packed, plain
 
 from varlen.adapters.megatron import check_config
 
@@ -145,6 +143,33 @@ def test_rows_packed_without_a_loss_per_token_are_told_how_targets_weigh() -> No
     assert (found.level, found.fix) == ("warning", "model.calculate_per_token_loss = true")
 
 
+def test_a_loss_per_token_is_never_advised_together_with_averaging() -> None:
+    cfg = packed(model__calculate_per_token_loss=False, ddp__average_in_collective=True)
+    advised = only(cfg, "loss_weighting").changes
+
+    assert advised == {"model.calculate_per_token_loss": True, "ddp.average_in_collective": False}
+    assert not check_config(changed(cfg, dict(advised)))
+
+
+@pytest.mark.parametrize(("dialect", "outcome"), [("0.5", "silently wrong"), ("0.6", "stops")])
+def test_graphs_of_packed_rows_are_checked_by_nvidia_from_release_0_6_on(dialect: str, outcome: str) -> None:
+    report = check_config(packed(dialect, model__cuda_graph_impl="transformer_engine"), dialect=dialect)
+
+    assert {(found.kind, found.outcome) for found in report.errors} == {
+        ("static_width", outcome),
+        ("static_boundaries", outcome),
+    }
+
+
+@pytest.mark.parametrize(
+    ("switch", "is_held"), [("enable_cuda_graph", True), ("external_cuda_graph", True), ("none", False)]
+)
+def test_older_switches_of_graphs_count_before_release_0_6(switch: str, is_held: bool) -> None:
+    report = check_config(packed("0.5", **{f"model__{switch}": True}), dialect="0.5")
+
+    assert ("static_boundaries" in report.kinds) == is_held
+
+
 @pytest.mark.parametrize(
     ("model", "way", "level"),
     [
@@ -178,6 +203,14 @@ def test_qwen3_next_stops_in_core_before_release_0_6() -> None:
 
     assert only(cfg, "model_family", dialect="0.4").outcome == "stops"
     assert check_config(check_config(cfg, dialect="0.4").fixed(cfg)).packing == ""
+
+
+def test_a_family_s_packing_is_turned_off_switch_and_specs() -> None:
+    cfg = packed(model___target_="a.GLM45AirModelProvider106B")
+    advised = only(cfg, "model_family").changes
+
+    assert advised == {"dataset.offline_packing_specs": None, "dataset.enable_offline_packing": False}
+    assert check_config(changed(cfg, dict(advised))).packing == ""
 
 
 def test_further_targets_are_silently_wrong_where_documents_are_padded() -> None:
@@ -269,81 +302,6 @@ def test_chats_too_long_for_a_pack_are_told(dialect: str, words: str) -> None:
     assert words in only(packed(dialect, dataset__dataset_kwargs={"chat": True}), "overlong_samples").what
 
 
-# Files.
-
-
-def test_packed_files_that_are_not_there_stop(tmp_path: Path) -> None:
-    found = only(
-        packed(specs__packed_train_data_path=str(tmp_path / "none" / "a.idx.parquet")), "packed_file"
-    )
-
-    assert found.outcome == "stops"
-    assert "there is nothing at this path; neither is the folder" in found.what
-    assert check_config(packed(specs__packed_train_data_path="msc://bucket/a.idx.parquet")).ok
-    assert check_config(packed(specs__packed_train_data_path="a.parquet"), files=False).ok
-
-
-@pytest.mark.parametrize("path", ["a.idx.parquet", "*.parquet", "", "b", "A.PQ"])
-def test_packed_files_that_are_there_pass(path: str, tmp_path: Path) -> None:
-    for name in ("a.idx.parquet", "b.bin", "b.idx", "A.PQ"):
-        (tmp_path / name).touch()
-
-    assert check_config(packed(specs__packed_train_data_path=str(tmp_path / path))).ok
-
-
-def test_pickled_files_are_deprecated_and_others_refused(tmp_path: Path) -> None:
-    for name in ("a.npy", "a.jsonl"):
-        (tmp_path / name).touch()
-
-    assert only(packed(specs__packed_train_data_path=tmp_path / "a.npy"), "npy_file").level == "warning"
-    assert only(packed(specs__packed_train_data_path=tmp_path / "a.jsonl"), "packed_file").level == "error"
-    old = packed("0.4", specs__packed_train_data_path=str(tmp_path / "a.npy"))
-    assert not kinds(old, dialect="0.3.1") & {"npy_file", "packed_file"}
-
-
-ENTRY = {"pack_size": 512, "dataset_max_seqlen": 500, "max_samples_per_bin": 9, "min_packed_seqlen": 400}
-
-
-@pytest.mark.parametrize(
-    ("text", "level", "words"),
-    [
-        (json.dumps([ENTRY]), None, ""),
-        (json.dumps([ENTRY, ENTRY]), None, ""),
-        (json.dumps([ENTRY, {**ENTRY, "pack_size": 1024}]), "error", "packs of 1024"),
-        (json.dumps([{"pack_size": 512}]), "error", "without dataset_max_seqlen, max_samples_per_bin"),
-        (json.dumps(ENTRY), "error", "pack_size"),
-        ("[]", "error", "it holds []"),
-        ("{", "error", "isn't JSON"),
-    ],
-)
-def test_metadata_belong_to_the_packs(text: str, level: str | None, words: str, tmp_path: Path) -> None:
-    (tmp_path / "a.idx.parquet").touch()
-    (tmp_path / "metadata.jsonl").write_text(text, encoding="utf-8")
-    static = {"specs__pad_cu_seqlens": True, "dataset__dataset_kwargs": {"pad_to_max_length": True}}
-    cfg = packed(
-        **static,
-        specs__packed_train_data_path=str(tmp_path / "a.idx.parquet"),
-        specs__packed_metadata_path=str(tmp_path / "metadata.jsonl"),
-    )
-
-    if level is None:
-        assert check_config(cfg).findings == ()
-    else:
-        found = only(cfg, "metadata")
-        assert found.level == level
-        assert words in found.what
-
-
-def test_metadata_that_are_missing_are_told(tmp_path: Path) -> None:
-    (tmp_path / "a.idx.parquet").touch()
-    there = {"specs__packed_train_data_path": str(tmp_path / "a.idx.parquet")}
-    static = {"specs__pad_cu_seqlens": True, "dataset__dataset_kwargs": {"pad_to_max_length": True}}
-
-    assert only(packed(**there, specs__packed_metadata_path="none.jsonl"), "metadata").level == "error"
-    assert only(packed(**there, **static), "metadata").level == "warning"
-    assert "metadata" not in kinds(packed(**there))
-
-
 # Megatron-LM's own arguments.
 
 
@@ -358,6 +316,8 @@ def test_hybrid_context_parallelism_is_told_what_it_can_not_be_combined_with() -
         "max_seqlen_per_dp_cp_rank",
     }
     assert check_config(report.fixed({**arguments, "seq_length": 512})).ok
+    graphs = check_config({**arguments, "enable_cuda_graph": True, "use_megatron_fsdp": True}).changes
+    assert (graphs["enable_cuda_graph"], graphs["use_megatron_fsdp"]) == (False, False)
 
 
 def test_packed_fine_tuning_of_megatron_lm_takes_one_row_and_names_its_own_arguments() -> None:

@@ -187,7 +187,7 @@ class ConfigReport:
         """Return a deep copy of a configuration with `changes` made in it.
 
         Args:
-            cfg: a mapping or an object with attributes, the one that was checked.
+            cfg: a mapping or an object with attributes, the one that was checked; it must take new names.
         """
         copy = deepcopy(cfg)
         for name, value in self.changes.items():
@@ -213,6 +213,7 @@ def _put(cfg: Any, name: str, value: Any) -> None:
         if inner is None:
             inner = {} if isinstance(cfg, Mapping) or part == "dataset_kwargs" else SimpleNamespace()
             _set(cfg, part, inner)
+            inner = (entries(cfg, (part,)) or {})[part]  # OmegaConf keeps a copy
         cfg = inner
     if isinstance(value, Mapping) and not isinstance(cfg, Mapping):
         value = SimpleNamespace(**value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from enum import Enum
 from typing import Any
 
@@ -63,7 +63,7 @@ def _word(value: Any) -> str | None:
         return value.name
     if isinstance(value, Mapping) and "_target_" in value:
         arguments = value.get("_args_")
-        if isinstance(arguments, (list, tuple)) and len(arguments) == 1:
+        if isinstance(arguments, Sequence) and len(arguments) == 1:
             (number,) = arguments
             if isinstance(number, int) and 0 < number < len(GRAPH_SCOPES):
                 return GRAPH_SCOPES[number]
@@ -75,23 +75,32 @@ def _word(value: Any) -> str | None:
 def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, bytes):
         return tuple(_text(part).rsplit(".", 1)[-1] for part in value)
     return (_text(value),)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str):
+    if isinstance(value, (str, bytes, Mapping)):
         raise TypeError
     return tuple(_integer(part, 1) for part in value)
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, (list, tuple)):  # one for each kind of balancing loss: any of them counts
+    if isinstance(value, Sequence) and not isinstance(
+        value, (str, bytes)
+    ):  # one for each kind of balancing loss: any of them counts
         return max((_number(part) for part in value), default=0.0)
     if isinstance(value, (bool, str)):
         raise TypeError
     return float(value)
+
+
+def _path(value: Any) -> str:
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError
+    return path
 
 
 _READERS: dict[Kind, Any] = {
@@ -103,5 +112,5 @@ _READERS: dict[Kind, Any] = {
     "sizes": _sizes,
     "words": _words,
     "number": _number,
-    "path": os.fspath,
+    "path": _path,
 }
