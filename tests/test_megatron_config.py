@@ -201,6 +201,12 @@ def test_a_graph_of_the_mlp_alone_needs_no_padded_boundaries_but_one_width() -> 
     assert kinds(packed(**graph)) == {"static_width"}
 
 
+def test_one_width_is_asked_for_once() -> None:
+    cfg = packed(model__cuda_graph_impl="transformer_engine", specs__pad_cu_seqlens=True)
+
+    assert check_config(cfg).kinds == ("static_width",)
+
+
 @pytest.mark.parametrize(
     "graph",
     [
@@ -267,6 +273,14 @@ def test_energons_packing_stops_with_any_of_what_it_is_not_made_for(setting: str
     assert check_config(report.fixed(energon(**{setting: value}))).ok
 
 
+def test_energons_micro_batch_of_evaluation_counts_where_there_is_an_evaluation() -> None:
+    cfg = energon(validation__eval_micro_batch_size=2)
+
+    assert kinds(cfg) == {"energon"}
+    cfg["dataset"]["do_validation"] = False
+    assert check_config(cfg).ok
+
+
 def test_overlap_of_experts_is_a_warning_with_energons_packing() -> None:
     report = check_config(energon(comm_overlap__overlap_moe_expert_parallel_comm=True))
 
@@ -300,3 +314,19 @@ def test_a_hierarchy_without_sizes_is_silently_wrong() -> None:
     found = only(cfg, "cp_sizes")
     assert found.outcome == "silently wrong"
     assert check_config(check_config(cfg).fixed(cfg)).ok
+
+
+@pytest.mark.parametrize(("cp", "sizes"), [(2, (2, 1)), (3, (3, 1)), (8, (4, 2)), (16, (8, 2))])
+def test_sizes_are_offered_for_a_hierarchy(cp: int, sizes: tuple[int, int]) -> None:
+    cfg = plain(GPT, model__context_parallel_size=cp, model__cp_comm_type="a2a+p2p")
+
+    assert only(cfg, "cp_sizes").changes == {"model.hierarchical_context_parallel_sizes": sizes}
+
+
+@pytest.mark.parametrize(("layers", "is_right"), [(2, True), (3, False), (None, True)])
+def test_kinds_of_communication_are_one_or_one_a_layer(layers: int | None, is_right: bool) -> None:
+    cfg = plain(
+        GPT, model__context_parallel_size=2, model__cp_comm_type=["p2p", "a2a"], model__num_layers=layers
+    )
+
+    assert ("cp_sizes" not in kinds(cfg)) == is_right

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron_configs import packed, plain
 
@@ -102,6 +103,20 @@ def test_both_spellings_are_a_contradiction_and_the_release_decides() -> None:
     assert check_config(report.fixed(cfg)).ok
 
 
+def test_an_older_name_set_on_an_object_of_release_0_6_trains_unpacked_and_is_told() -> None:
+    dataset = GPTSFTDatasetConfig(seq_length=512, enable_offline_packing=False, offline_packing_specs=None)
+    dataset.packed_sequence_specs = PackedSequenceSpecs(512)
+    report = check_config(SimpleNamespace(model=SimpleNamespace(seq_length=512), dataset=dataset))
+
+    assert (report.dialect, report.kinds, report.errors[0].outcome) == (
+        "0.6",
+        ("packing_names",),
+        "silently wrong",
+    )
+    assert report.packing == ""
+    assert check_config(report.fixed(SimpleNamespace(dataset=dataset))).packing == "offline packing to 512"
+
+
 def test_specs_of_an_older_release_are_moved_for_a_newer_one() -> None:
     cfg = packed("0.5", specs__pad_seq_to_mult=8)
     report = check_config(cfg, dialect="0.6")
@@ -135,7 +150,9 @@ class PackedSequenceSpecs:
 class GPTSFTDatasetConfig:
     seq_length: int
     enable_offline_packing: bool = True
-    offline_packing_specs: PackedSequenceSpecs = field(default_factory=lambda: PackedSequenceSpecs(512))
+    offline_packing_specs: PackedSequenceSpecs | None = field(
+        default_factory=lambda: PackedSequenceSpecs(512)
+    )
     dataset_kwargs: dict[str, Any] | None = None
 
 
@@ -266,6 +283,14 @@ def test_a_mapping_that_keeps_copies_is_mended() -> None:
     report = check_config(cfg)
     assert not report.ok
     assert check_config(report.fixed(cfg)).ok
+
+
+def test_what_packs_nothing_is_said_to_pack_nothing() -> None:
+    report = check_config(plain("GPTDatasetConfig", model__sequence_parallel=np.bool_(False)))
+
+    assert str(report) == (
+        "nothing found in the configuration; Megatron-Bridge 0.6, as nothing says which, no packing"
+    )
 
 
 def test_sequences_that_are_no_lists_are_read() -> None:

@@ -191,6 +191,12 @@ def test_families_that_opt_out_are_told_by_their_class(model: str, way: Any, lev
     assert [found.level for found in report if found.kind == "model_family"] == ([level] if level else [])
 
 
+def test_in_batch_packing_is_turned_off_for_families_that_refuse_it() -> None:
+    cfg = in_batch(model___target_="a.Qwen3OmniModelProvider")
+
+    assert check_config(cfg).changes == {"dataset.enable_in_batch_packing": False}
+
+
 def test_families_are_told_by_the_name_of_their_weights_too() -> None:
     assert (
         "Qwen/Qwen3-Next-80B-A3B"
@@ -253,6 +259,10 @@ def test_padding_counts_among_experts_before_release_0_7() -> None:
 
     assert "moe_padding" in kinds(cfg, dialect="0.6.0")
     assert "moe_padding" not in kinds(cfg, dialect="0.7.0")
+    experts = {"model__num_moe_experts": 8, "model__moe_aux_loss_coeff": 0.01}
+    assert "moe_padding" in kinds(packed(**experts, dataset__dataset_kwargs={"pad_to_max_length": True}))
+    assert "moe_padding" not in kinds(packed(**experts))
+    assert "moe_padding" not in kinds(packed(model__num_moe_experts=8, specs__pad_seq_to_mult=8))
 
 
 @pytest.mark.parametrize(
@@ -278,6 +288,7 @@ CUT = {"model__context_parallel_size": 2, "specs__pad_seq_to_mult": 4, "dataset_
         ("0.4.2", {"boundary_terminators", "parquet_padding", "packing_seed", "eos_padding"}),
         ("0.5.0", {"boundary_terminators", "parquet_padding", "packing_seed", "eos_padding"}),
         ("0.5.1", {"packing_seed", "eos_padding"}),
+        ("0.6", {"eos_padding"}),
         ("0.6.0", {"eos_padding"}),
         ("0.6.1", set()),
         ("0.7", set()),
@@ -290,6 +301,10 @@ def test_each_release_is_told_what_it_alone_does(dialect: str, expected: set[str
 
     assert report.ok
     assert set(report.kinds) == expected
+
+
+def test_a_release_is_not_blamed_for_what_it_is_not_asked_to_do() -> None:
+    assert kinds(packed("0.4"), dialect="0.4.2") == set()
 
 
 def test_one_tokenizer_process_is_told_from_release_0_6_on() -> None:

@@ -171,16 +171,12 @@ def _suspect(found: _Found, written: str, last: str, near: list[str]) -> None:
 
 
 def _told(found: _Found) -> Dialect | None:
-    """Return the dialect whose names the configuration has; of both, the one whose names are in use."""
-    names = found.named
-    old, new = (any(name in names for name in group) for group in (_OLD_NAMES, _NEW_NAMES))
-    if old and new:
-        new = any(found.values.get(name) or name in found.held for name in _NEW_NAMES)
-        old = not new
-    classes = set(found.classes.get("dataset", ()))
-    if new or (not old and classes & _NEW_CLASSES):
-        return "0.6"
-    return None
+    """Return the dialect whose names or classes are there; a setting of 0.6 that is off is a setting of 0.6.
+
+    An older name beside them was set by hand, and is found to be one that nobody reads.
+    """
+    is_new = found.named & set(_NEW_NAMES) or set(found.classes.get("dataset", ())) & _NEW_CLASSES
+    return "0.6" if is_new else None
 
 
 def _is_old(found: _Found) -> bool:
