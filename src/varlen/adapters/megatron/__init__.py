@@ -8,17 +8,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varlen.adapters.megatron.config.check import check_config
+    from varlen.adapters.megatron.config.report import ConfigReport
     from varlen.adapters.megatron.dialects import Dialect
     from varlen.adapters.megatron.rows import PackedRows
 
 _HOMES = {
+    "ConfigReport": "varlen.adapters.megatron.config.report",
     "Dialect": "varlen.adapters.megatron.dialects",
     "PackedRows": "varlen.adapters.megatron.rows",
+    "check_config": "varlen.adapters.megatron.config.check",
 }
 
 __all__ = [
+    "ConfigReport",
     "Dialect",
     "PackedRows",
+    "check_config",
 ]
 
 
