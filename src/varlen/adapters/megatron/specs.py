@@ -48,7 +48,7 @@ class PackedSequenceSpecs:
     tokenizer_model_name: str | None = None
     """Part of the name of the release's cache, nothing else."""
     num_tokenizer_workers: int = -1
-    """Processes that tokenize; `workers` says how many: 0 or less is all processors before 0.6, and one from then on."""
+    """Processes that tokenize; `workers` says how many: 0 or less is all processors before 0.6, and one since."""
     packed_train_data_path: str | Path | None = None
     packed_val_data_path: str | Path | None = None
     """Packed files that are there already: Parquet (a file, glob or folder), or `.npy`, which is deprecated."""
@@ -165,21 +165,21 @@ class PackedSequenceSpecs:
             return self
         if pad_to_max_length is False:
             raise SettingError(
-                "pad_cu_seqlens=True makes the number of boundaries constant, which takes rows of constant width: set "
-                'dataset_kwargs["pad_to_max_length"] = True'
+                "pad_cu_seqlens=True makes the number of boundaries constant, which takes rows of constant width; "
+                'set dataset_kwargs["pad_to_max_length"] = True'
             )
         paths = (self.packed_train_data_path, self.packed_val_data_path)
         if self.packed_metadata_path is None and any(path is not None for path in paths):
             raise SettingError(
                 "pad_cu_seqlens=True reads how many documents a row has from metadata, and packed data of your own "
                 f"has none at the release's own place: set packed_metadata_path to "
-                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data (`varlen pack --format megatron` "
-                "writes it)"
+                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack --format "
+                "megatron` writes"
             )
         if self.packed_metadata_path is not None and not Path(self.packed_metadata_path).exists():
             raise SettingError(
-                f"packed_metadata_path names {self.packed_metadata_path}, which isn't there; pad_cu_seqlens=True reads "
-                "it"
+                f"packed_metadata_path names {self.packed_metadata_path}, which isn't there; "
+                "pad_cu_seqlens=True reads it"
             )
         return self
 
@@ -240,7 +240,7 @@ class PackedSequenceSpecs:
             raise SettingError(f"pad_seq_to_mult must be a positive integer, or None for 1; got {multiple}")
         if size > 0 and self.multiple > size:
             raise SettingError(
-                f"pad_seq_to_mult is {multiple:,}, more than packed_sequence_size, {size:,}, so that no document fits; "
+                f"pad_seq_to_mult is {multiple:,}, more than packed_sequence_size, {size:,}: no document fits; "
                 f"set packed_sequence_size to a multiple of {multiple:,}"
             )
         if longest is None:
@@ -256,8 +256,8 @@ class PackedSequenceSpecs:
             )
         if 0 < size < longest:
             raise SettingError(
-                f"max_single_sequence_length is {longest:,}, more than packed_sequence_size, {size:,}; a document must "
-                f"fit in a row: set it to {size:,} at most"
+                f"max_single_sequence_length is {longest:,}, more than packed_sequence_size, {size:,}; a document "
+                f"must fit in a row: set it to {size:,} at most"
             )
 
     def _found(self, name: str, path: str) -> str | Path:
@@ -280,7 +280,8 @@ class PackedSequenceSpecs:
             return Path(path)
         if not is_packed_parquet_spec(path) and not Path(f"{path}.idx").exists():
             raise SettingError(
-                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), or a .npy file; got {path}"
+                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), or a .npy file; got "
+                f"{path}"
             )
         try:
             resolve_packed(path)

@@ -52,8 +52,8 @@ def calculate_avg_seqlen(
         count = reader.num_rows // size * size if drop_remainder else reader.num_rows
         if count == 0:
             raise DocumentsError(
-                f"{dataset_file} has {reader.num_rows:,} rows, fewer than a global batch of {size:,}; pass a smaller gbs, "
-                "or drop_remainder=False"
+                f"{dataset_file} has {reader.num_rows:,} rows, fewer than a global batch of {size:,}; pass a smaller "
+                "gbs, or drop_remainder=False"
             )
         documents = tokens = squares = taken = 0
         for rows in reader.batches():

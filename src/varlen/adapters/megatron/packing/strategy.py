@@ -25,7 +25,7 @@ from varlen.types import Int32Array, IntArray, Method
 
 PACKING_ALGOS = ["first_fit_decreasing", "first_fit_shuffle"]
 """What the release's own preparation takes."""
-ALGORITHMS = (*PACKING_ALGOS, "first_fit", "best_fit_decreasing", "best_fit_shuffle", "best_fit")
+PACKING_ALGORITHMS = (*PACKING_ALGOS, "first_fit", "best_fit_decreasing", "best_fit_shuffle", "best_fit")
 """What `create_packing_strategy` takes here. Best fit is as quick and leaves fewer rows half empty; in shuffled order
 a row's documents stay a random sample."""
 
@@ -160,7 +160,7 @@ def create_packing_strategy(
     Args:
         histogram: documents of each length from 0 on.
         pack_size: positions of a row.
-        packing_algorithm: of `ALGORITHMS`. The best-fit ones are varlen's.
+        packing_algorithm: of `PACKING_ALGORITHMS`. The best-fit ones are varlen's.
 
     Returns:
         The lengths in each row, and the release's metadata: `dataset_max_seqlen`, `max_samples_per_bin`,
@@ -170,9 +170,9 @@ def create_packing_strategy(
         SettingError: an algorithm of another name.
         DocumentsError: there is no document.
     """
-    if packing_algorithm not in ALGORITHMS:
+    if packing_algorithm not in PACKING_ALGORITHMS:
         raise SettingError(
-            f"packing_algorithm must be one of {', '.join(ALGORITHMS)}; got {packing_algorithm!r}"
+            f"packing_algorithm must be one of {', '.join(PACKING_ALGORITHMS)}; got {packing_algorithm!r}"
         )
     pack_size = as_count(pack_size, "pack_size")
     counts = as_lengths(histogram)
