@@ -113,8 +113,8 @@ def aligned_pieces(
         raise OverlongDocumentError(
             f"document {first:,} has {int(lengths[first]) + 1:,} tokens, {int(lengths[first]):,} positions of input"
             f"{to if multiple > 1 else ''}, but {limit:,} are the most that fit ({int(too_long.sum()):,} of "
-            f'{lengths.size:,} documents are too long); pass overlong="split", "truncate" or "drop", or a pack size '
-            f"of at least {_up(int(lengths.max()), multiple):,}"
+            f'{lengths.size:,} documents are too long); pass overlong="split", "truncate" or "drop" (--overlong), or '
+            f"positions for {_up(int(lengths.max()), multiple):,} (--capacity, --longest)"
         )
     return fit(lengths, limit, overlong)
 

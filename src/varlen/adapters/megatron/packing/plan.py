@@ -43,7 +43,7 @@ def plan_rows(store: TokenStore, settings: MegatronPackSettings) -> Packing:
         longest=settings.longest,
         overlong=settings.overlong,
     )
-    order = _order(store, pieces, settings.seed)
+    order = _order(store, pieces, settings.seed if settings.shuffle else None)
     items, offsets = _windowed(pieces.lengths[order], settings)
     return as_packing(
         positions,
@@ -94,8 +94,8 @@ def _replayed(lengths: Int32Array, settings: MegatronPackSettings) -> Packing:
     return replace(packing, document_ids=some[packing.document_ids], ledger=ledger)
 
 
-def _order(store: TokenStore, pieces: Pieces, seed: int) -> IntArray:
-    """Return the numbers of the pieces in shuffled order, those of a document one after the other."""
+def _order(store: TokenStore, pieces: Pieces, seed: int | None) -> IntArray:
+    """Return the numbers of the pieces in shuffled order, or as they lie; a document's one after the other."""
     order = DocumentOrder(store.documents, seed)
     first = np.concatenate([[0], np.cumsum(store.documents)])
     documents = [np.zeros(0, dtype=np.int64)]

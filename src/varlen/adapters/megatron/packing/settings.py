@@ -45,6 +45,8 @@ class MegatronPackSettings:
     """What becomes of longer documents."""
     max_documents: int | None = None
     """Most documents of a row, so that boundaries have a size that CUDA graphs can take; None for no limit."""
+    shuffle: bool = True
+    """Permute documents before packing, as the releases do; else they are packed as they come."""
     seed: int = 0
     """Of the shuffle."""
     split: str = "training"
@@ -82,10 +84,11 @@ class MegatronPackSettings:
                 f"longest is {self.longest:,}, but a row holds {self.pack_size:,} positions; pass at most that, or a "
                 "larger pack_size"
             )
-        if self.max_documents is not None and self.algorithm in RELEASES:
+        if self.algorithm in RELEASES and (self.max_documents is not None or not self.shuffle):
+            given = "documents in order" if self.max_documents is None else "max_documents"
             raise SettingError(
-                f'algorithm="{self.algorithm}" packs as the releases do, which know no max_documents; choose '
-                '"best_fit", or leave max_documents out'
+                f'algorithm="{self.algorithm}" packs as the releases do, which know no {given}; choose "best_fit", '
+                "or leave that out"
             )
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.split):
             raise SettingError(f'split begins the names of files, such as "training"; got {self.split!r}')
