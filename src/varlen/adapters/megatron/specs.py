@@ -10,10 +10,9 @@ from typing import Any
 
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
 from varlen.adapters.megatron.files.paths import is_packed_parquet_spec, resolve_packed
-from varlen.adapters.megatron.packing.alignment import alignment
+from varlen.adapters.megatron.packing.alignment import alignment, check_size
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.errors import SettingError, SourceError
-from varlen.pack.lengths import check_multiple
 from varlen.source.written import read_manifest
 
 _FIELDS = (
@@ -160,7 +159,7 @@ class PackedSequenceSpecs:
         """
         self._check_numbers()
         if self.is_enabled:
-            check_multiple(self.packed_sequence_size, self.multiple, "pad_seq_to_mult")
+            check_size(self.packed_sequence_size, self.multiple, "packed_sequence_size")
         if not self.pad_cu_seqlens:
             return self
         if pad_to_max_length is False:
