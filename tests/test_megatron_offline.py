@@ -200,6 +200,16 @@ def test_metadata_is_that_of_the_release_and_takes_in_the_other_split(tmp_path, 
     )
 
 
+def test_documents_may_stay_in_their_order(tmp_path, store):
+    pack(store, tmp_path / "out", algorithm="next_fit", shuffle=False)
+    pack(store, tmp_path / "other", algorithm="next_fit", seed=1)
+
+    found, shuffled = (pieces_of(all_rows(open_packed(tmp_path / name))) for name in ("out", "other"))
+    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _ in documents_in(store)]
+    assert found != shuffled
+    assert sorted(found) == sorted(shuffled)
+
+
 def test_rows_hold_no_more_documents_than_asked_for(tmp_path, store):
     pack(store, tmp_path / "out", max_documents=2)
 
