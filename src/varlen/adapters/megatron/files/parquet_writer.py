@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import LENGTHS, between, from_dicts, from_flat, joined
+from varlen.adapters.megatron.files.flat import LENGTHS, as_stored, between, from_dicts, joined
 from varlen.adapters.megatron.files.paths import PARQUET
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
@@ -84,7 +84,7 @@ class PackedParquetWriter:
             raise SettingError(f"{self.path} is closed; open another writer")
         if rows.num_rows == 0:
             return
-        rows = _checked(rows, self.num_rows)
+        rows = as_stored(rows, self.num_rows)
         has_lengths = rows.seq_lengths is not None
         if self.num_rows and has_lengths != self._has_lengths:
             raise DocumentsError(
@@ -177,26 +177,6 @@ class PackedParquetWriter:
             self.close()
         else:
             self.abort()
-
-
-def _checked(rows: PackedRows, before: int) -> PackedRows:
-    """Return rows of the types that are stored, if they are packed rows.
-
-    Raises:
-        DocumentsError: a row isn't.
-    """
-
-    def where(row: int) -> str:
-        return f"row {before + row:,}"
-
-    flat = {
-        "input_ids": (rows.input_ids, rows.offsets),
-        "loss_mask": (rows.loss_mask, rows.offsets),
-        "seq_start_id": (rows.seq_start_id, rows.document_offsets),
-    }
-    if rows.seq_lengths is not None:
-        flat[LENGTHS] = rows.seq_lengths, rows.document_offsets
-    return from_flat(flat, where)
 
 
 def _opened(path: Path, schema: Any, compression: Compression) -> Any:
