@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
-from varlen.adapters.megatron.files.permitted import PERMITTED, Array, Dtype, Unfit, build, reduce
+from varlen.adapters.megatron.files.permitted import PERMITTED, Array, Dtype, UnfitError, build, reduce
 from varlen.errors import SourceError
 
 _RUN = 4096
@@ -106,7 +106,7 @@ class Reader:
                 raise self.refused(begun, code)
             try:
                 step(self, begun)
-            except (Unfit, LookupError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            except (UnfitError, LookupError, TypeError, ValueError, OverflowError, MemoryError) as error:
                 if isinstance(error, SourceError):
                     raise
                 raise SourceError(
