@@ -28,8 +28,8 @@ class PackedParquetWriter:
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
     list<int8>, `seq_start_id` list<int64>. Rows that know their `seq_lengths`, the positions of input of each
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
-    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have checksums, which our reader
-    verifies.
+    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
+    checksums, which our reader verifies.
 
     The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
