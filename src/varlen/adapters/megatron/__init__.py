@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varlen.adapters.megatron.dialects import Dialect
+    from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
     from varlen.adapters.megatron.files.metadata import (
         PackCounts,
         combined_metadata,
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
         read_metadata,
         write_metadata,
     )
-    from varlen.adapters.megatron.files.opening import open_packed
+    from varlen.adapters.megatron.files.npy import PackedNpy, read_packed_npy
+    from varlen.adapters.megatron.files.opening import PackedWriter, convert, create_packed, open_packed
+    from varlen.adapters.megatron.files.pairs import write_megatron
     from varlen.adapters.megatron.files.parquet import PackedParquet
     from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter, write_packed_parquet
     from varlen.adapters.megatron.files.paths import (
@@ -53,15 +56,21 @@ _HOMES = {
     "PACKING_ALGOS": "varlen.adapters.megatron.packing.strategy",
     "PackCounts": "varlen.adapters.megatron.files.metadata",
     "PackIndex": "varlen.adapters.megatron.packing.index",
+    "PackedIndexed": "varlen.adapters.megatron.files.indexed",
+    "PackedIndexedWriter": "varlen.adapters.megatron.files.indexed",
+    "PackedNpy": "varlen.adapters.megatron.files.npy",
     "PackedParquet": "varlen.adapters.megatron.files.parquet",
     "PackedParquetWriter": "varlen.adapters.megatron.files.parquet_writer",
     "PackedReader": "varlen.adapters.megatron.files.reader",
     "PackedRows": "varlen.adapters.megatron.rows",
     "PackedSequenceSpecs": "varlen.adapters.megatron.specs",
+    "PackedWriter": "varlen.adapters.megatron.files.opening",
     "alignment": "varlen.adapters.megatron.packing.alignment",
     "calculate_avg_seqlen": "varlen.adapters.megatron.packing.averages",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
+    "convert": "varlen.adapters.megatron.files.opening",
     "create_hist": "varlen.adapters.megatron.packing.strategy",
+    "create_packed": "varlen.adapters.megatron.files.opening",
     "create_packing_strategy": "varlen.adapters.megatron.packing.strategy",
     "fill_packing_strategy": "varlen.adapters.megatron.packing.strategy",
     "find_first_bin_that_fits": "varlen.adapters.megatron.packing.strategy",
@@ -77,9 +86,11 @@ _HOMES = {
     "open_packed": "varlen.adapters.megatron.files.opening",
     "pack_for_megatron": "varlen.adapters.megatron.packing.offline",
     "read_metadata": "varlen.adapters.megatron.files.metadata",
+    "read_packed_npy": "varlen.adapters.megatron.files.npy",
     "replay_packs": "varlen.adapters.megatron.packing.replay",
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
+    "write_megatron": "varlen.adapters.megatron.files.pairs",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
     "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
 }
@@ -91,15 +102,21 @@ __all__ = [
     "MegatronPackSettings",
     "PackCounts",
     "PackIndex",
+    "PackedIndexed",
+    "PackedIndexedWriter",
+    "PackedNpy",
     "PackedParquet",
     "PackedParquetWriter",
     "PackedReader",
     "PackedRows",
     "PackedSequenceSpecs",
+    "PackedWriter",
     "alignment",
     "calculate_avg_seqlen",
     "combined_metadata",
+    "convert",
     "create_hist",
+    "create_packed",
     "create_packing_strategy",
     "fill_packing_strategy",
     "find_first_bin_that_fits",
@@ -115,9 +132,11 @@ __all__ = [
     "open_packed",
     "pack_for_megatron",
     "read_metadata",
+    "read_packed_npy",
     "replay_packs",
     "resolve_packed_parquet_paths",
     "stored_lengths",
+    "write_megatron",
     "write_metadata",
     "write_packed_parquet",
 ]

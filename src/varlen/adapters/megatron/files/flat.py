@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError
-from varlen.types import Int32Array, IntArray
+from varlen.types import IntArray
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 """What every packed row has, by the name that files and the releases' code give it."""
@@ -27,11 +28,11 @@ def bounds_of(lengths: Iterable[int] | npt.NDArray[np.integer[Any]]) -> IntArray
     return offsets
 
 
-def as_lengths(rows: PackedRows) -> Int32Array:
-    """Return int32 `[documents]`: real positions of input; where nobody wrote them, all but the last target."""
+def with_lengths(rows: PackedRows) -> PackedRows:
+    """Return rows that know their `seq_lengths`; where nobody wrote them, none of a document is padding."""
     if rows.seq_lengths is not None:
-        return rows.seq_lengths
-    return (rows.stored_lengths - 1).astype(np.int32)
+        return rows
+    return replace(rows, seq_lengths=(rows.stored_lengths - 1).astype(np.int32))
 
 
 def joined(parts: Sequence[PackedRows]) -> PackedRows:
@@ -43,14 +44,16 @@ def joined(parts: Sequence[PackedRows]) -> PackedRows:
     """
     if len(parts) == 1:
         return parts[0]
-    has_lengths = any(part.seq_lengths is not None for part in parts)
+    if any(part.seq_lengths is not None for part in parts):
+        parts = [with_lengths(part) for part in parts]
+    lengths = [part.seq_lengths for part in parts if part.seq_lengths is not None]
     return PackedRows(
         input_ids=np.concatenate([part.input_ids for part in parts]),
         loss_mask=np.concatenate([part.loss_mask for part in parts]),
         offsets=bounds_of(np.concatenate([np.diff(part.offsets) for part in parts])),
         seq_start_id=np.concatenate([part.seq_start_id for part in parts]),
         document_offsets=bounds_of(np.concatenate([np.diff(part.document_offsets) for part in parts])),
-        seq_lengths=np.concatenate([as_lengths(part) for part in parts]) if has_lengths else None,
+        seq_lengths=np.concatenate(lengths) if lengths else None,
     )
 
 
@@ -124,7 +127,6 @@ def from_dicts(
         DocumentsError: a row lacks a key, holds something else, or its boundaries are no boundaries.
     """
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*COLUMNS, LENGTHS)}
-    count = 0
     for count, row in enumerate(rows, 1):
         missing = [name for name in COLUMNS if name not in row]
         if missing:
@@ -185,6 +187,26 @@ def from_flat(
         document_offsets=document_offsets,
         seq_lengths=lengths.astype(np.int32, copy=False) if len(length_offsets) > 1 else None,
     ).check(where)
+
+
+def as_stored(rows: PackedRows, before: int = 0) -> PackedRows:
+    """Return rows of the types that files hold, if they are packed rows.
+
+    Args:
+        rows: whose mask may be of any kind of number, each 0 or 1.
+        before: rows that stand before them, for messages.
+
+    Raises:
+        DocumentsError: a row isn't a packed row.
+    """
+    flat = {
+        "input_ids": (rows.input_ids, rows.offsets),
+        "loss_mask": (rows.loss_mask, rows.offsets),
+        "seq_start_id": (rows.seq_start_id, rows.document_offsets),
+    }
+    if rows.seq_lengths is not None:
+        flat[LENGTHS] = rows.seq_lengths, rows.document_offsets
+    return from_flat(flat, lambda row: f"row {before + row:,}")
 
 
 def _whole(value: Any, name: str, index: int, where: Callable[[int], str]) -> npt.NDArray[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, from_flat, joined, taken
+from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, from_flat, joined, taken, with_lengths
 from varlen.adapters.megatron.files.paths import Spec, resolve_packed_parquet_paths
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
@@ -144,8 +144,12 @@ class PackedParquet(RowReader):
                         batch = next(batches, None)
                     if batch is None:
                         break
-                    yield _decoded(batch, path, first)
+                    yield self._whole(_decoded(batch, path, first))
                     first += batch.num_rows
+
+    def _whole(self, rows: PackedRows) -> PackedRows:
+        """Have rows know their lengths if those of any file do."""
+        return with_lengths(rows) if any(self._has_lengths) else rows
 
     def _columns(self, number: int) -> list[str]:
         return [*COLUMNS, LENGTHS] if self._has_lengths[number] else list(COLUMNS)
@@ -175,7 +179,7 @@ class PackedParquet(RowReader):
                     group - first_group, columns=self._columns(number), use_threads=False
                 )
                 batch = table.combine_chunks().to_batches()[0]
-            rows = _decoded(batch, path, int(self._bounds[group] - self._bounds[first_group]))
+            rows = self._whole(_decoded(batch, path, int(self._bounds[group] - self._bounds[first_group])))
             self._keep(group, rows)
             return rows
 
@@ -206,7 +210,9 @@ class PackedParquet(RowReader):
                 f"{path} was replaced while it was read: it had {self._sizes[number]:,} bytes, and has {size:,}; "
                 "open it again"
             )
-        return pq.ParquetFile(path, metadata=self._metadata[number], pre_buffer=False)
+        return pq.ParquetFile(
+            path, metadata=self._metadata[number], pre_buffer=False, page_checksum_verification=True
+        )
 
 
 def _bytes(rows: PackedRows) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import LENGTHS, between, from_dicts, from_flat, joined
+from varlen.adapters.megatron.files.flat import LENGTHS, as_stored, between, from_dicts, joined
 from varlen.adapters.megatron.files.paths import PARQUET
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
@@ -28,7 +28,8 @@ class PackedParquetWriter:
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
     list<int8>, `seq_start_id` list<int64>. Rows that know their `seq_lengths`, the positions of input of each
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
-    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd.
+    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
+    checksums, which our reader verifies.
 
     The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
@@ -84,7 +85,7 @@ class PackedParquetWriter:
             raise SettingError(f"{self.path} is closed; open another writer")
         if rows.num_rows == 0:
             return
-        rows = _checked(rows, self.num_rows)
+        rows = as_stored(rows, self.num_rows)
         has_lengths = rows.seq_lengths is not None
         if self.num_rows and has_lengths != self._has_lengths:
             raise DocumentsError(
@@ -179,26 +180,6 @@ class PackedParquetWriter:
             self.abort()
 
 
-def _checked(rows: PackedRows, before: int) -> PackedRows:
-    """Return rows of the types that are stored, if they are packed rows.
-
-    Raises:
-        DocumentsError: a row isn't.
-    """
-
-    def where(row: int) -> str:
-        return f"row {before + row:,}"
-
-    flat = {
-        "input_ids": (rows.input_ids, rows.offsets),
-        "loss_mask": (rows.loss_mask, rows.offsets),
-        "seq_start_id": (rows.seq_start_id, rows.document_offsets),
-    }
-    if rows.seq_lengths is not None:
-        flat[LENGTHS] = rows.seq_lengths, rows.document_offsets
-    return from_flat(flat, where)
-
-
 def _opened(path: Path, schema: Any, compression: Compression) -> Any:
     import pyarrow.parquet as pq
 
@@ -209,6 +190,7 @@ def _opened(path: Path, schema: Any, compression: Compression) -> Any:
         compression_level=1 if compression == "zstd" else None,
         use_dictionary=False,
         write_statistics=False,
+        write_page_checksum=True,
         use_byte_stream_split=[f"{name}.list.element" for name in schema.names],
     )
 
