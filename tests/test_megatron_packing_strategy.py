@@ -157,6 +157,17 @@ def test_every_algorithm_packs_every_document_once(algorithm):
     assert metadata["packing_efficiency"] == round(sum(LENGTHS) / len(rows) / 16 * 100, 2)
 
 
+@settings(deadline=None)
+@given(lengths_of_bins.filter(len), st.integers(1, 40), st.sampled_from(PACKING_ALGORITHMS))
+def test_no_bin_overflows_but_with_one_document_that_is_longer(lengths, size, algorithm):
+    assignments, metadata = create_packing_strategy(np.bincount(lengths).tolist(), size, algorithm)
+
+    assert sorted(length for held in assignments for length in held) == sorted(lengths)
+    assert all(sum(held) <= size or len(held) == 1 for held in assignments)
+    assert metadata["min_packed_seqlen"] == min(map(sum, assignments))
+    assert metadata["max_samples_per_bin"] == max(map(len, assignments))
+
+
 def test_best_fit_is_at_least_as_full_as_the_releases_algorithms():
     counts = np.bincount(np.minimum(np.random.default_rng(0).lognormal(5, 1, 3000), 1024).astype(int))
     rows = {name: len(create_packing_strategy(counts, 1024, name)[0]) for name in PACKING_ALGORITHMS}
@@ -264,3 +275,10 @@ def test_a_remainder_is_dropped_and_no_whole_batch_is_an_error(tmp_path):
 def test_the_positions_of_a_row_are_without_each_documents_last_target():
     assert get_seqlen_list(ROWS[0]) == ([3, 3], 6)
     assert get_seqlen_list({"input_ids": np.arange(5), "seq_start_id": np.array([0])}) == ([4], 4)
+
+
+def test_averages_of_an_array_are_those_of_parquet(tmp_path):
+    np.save(tmp_path / "rows.npy", np.array(ROWS, dtype=object))
+
+    found = calculate_avg_seqlen(str(tmp_path / "rows.npy"), gbs=1, max_seq_len=8, drop_remainder=True)
+    assert found == (3 / 2, 10 / 2, 34 / 3, 34 / 2)

@@ -162,3 +162,13 @@ def test_settings_of_packing_follow_from_specs():
 def test_a_folder_that_varlen_didnt_pack_gives_no_specs(tmp_path):
     with pytest.raises(SourceError, match="is not a finished set of `varlen pack --format megatron`"):
         PackedSequenceSpecs.from_packed(tmp_path)
+
+
+def test_a_pair_is_known_after_0_6_only(tmp_path):
+    for end in (".bin", ".idx"):
+        (tmp_path / f"training_64.sft{end}").write_bytes(b"")
+    prefix = str(tmp_path / "training_64.sft")
+
+    assert PackedSequenceSpecs(64, packed_train_data_path=prefix).packed_train_data_path == prefix
+    with pytest.raises(SettingError, match=r"a pair of \.sft\.bin and \.sft\.idx; got"):
+        PackedSequenceSpecs(64, packed_train_data_path=prefix, dialect="0.5")
