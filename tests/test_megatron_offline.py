@@ -175,6 +175,28 @@ def test_a_split_document_loses_no_target(tmp_path, store):
     assert cut.seq_lengths.sum() == whole.seq_lengths.sum()
 
 
+@pytest.mark.parametrize("algorithm", ["best_fit", "first_fit_shuffle"])
+@pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
+def test_long_documents_are_cut_at_the_last_multiple_that_fits(tmp_path, store, overlong, algorithm):
+    given = {"longest": 30, "multiple": 8, "overlong": overlong, "algorithm": algorithm}
+    ledger = pack(store, tmp_path / "out", **given).manifest["ledger"]
+
+    expected, lost = [], 0
+    for tokens, mask in documents_in(store):
+        positions = len(tokens) - 1
+        stops = list(range(24, positions, 24)) + [positions]
+        if positions > 24 and overlong != "split":
+            stops = [24] if overlong == "truncate" else []
+        lost += positions - max(stops, default=0)
+        for start, stop in zip([0, *stops], stops):
+            padding = -(stop - start) % 8
+            ids, trained = tokens[start : stop + 1], mask[start + 1 : stop + 1]
+            expected.append((ids + [EOS] * padding, trained + [0] * (padding + 1), stop - start))
+    assert sorted(pieces_of(all_rows(open_packed(tmp_path / "out")))) == sorted(expected)
+    assert ledger["truncated"] + ledger["dropped"] == lost
+    assert (lost == 0) == (overlong == "split")
+
+
 def test_metadata_is_that_of_the_release_and_takes_in_the_other_split(tmp_path, store):
     pack(store, tmp_path / "v", split="validation", algorithm="next_fit", multiple=8)
     pack(store, tmp_path / "t", metadata_of=[tmp_path / "v"], multiple=8)

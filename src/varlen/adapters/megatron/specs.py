@@ -283,8 +283,8 @@ class PackedSequenceSpecs:
         )
         if not is_packed_parquet_spec(path) and not (is_pair and self.dialect == "0.6"):
             raise SettingError(
-                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), a .npy file, or after 0.6 "
-                f"a pair of .sft.bin and .sft.idx; got {path}"
+                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), a .npy file, or after "
+                f"0.6 a pair of .sft.bin and .sft.idx; got {path}"
             )
         try:
             resolve_packed(path)
