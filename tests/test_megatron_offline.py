@@ -178,15 +178,15 @@ def test_a_split_document_loses_no_target(tmp_path, store):
 @pytest.mark.parametrize("algorithm", ["best_fit", "first_fit_shuffle"])
 @pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
 def test_long_documents_are_cut_at_the_last_multiple_that_fits(tmp_path, store, overlong, algorithm):
-    given = {"longest": 30, "multiple": 8, "overlong": overlong, "algorithm": algorithm}
+    given = {"longest": 54, "multiple": 8, "overlong": overlong, "algorithm": algorithm}
     ledger = pack(store, tmp_path / "out", **given).manifest["ledger"]
 
     expected, lost = [], 0
     for tokens, mask in documents_in(store):
         positions = len(tokens) - 1
-        stops = list(range(24, positions, 24)) + [positions]
-        if positions > 24 and overlong != "split":
-            stops = [24] if overlong == "truncate" else []
+        stops = [*range(48, positions, 48), positions]
+        if positions > 48 and overlong != "split":
+            stops = [48] if overlong == "truncate" else []
         lost += positions - max(stops, default=0)
         for start, stop in zip([0, *stops], stops):
             padding = -(stop - start) % 8
