@@ -11,20 +11,140 @@ if TYPE_CHECKING:
     from varlen.adapters.megatron.config.check import check_config
     from varlen.adapters.megatron.config.report import ConfigReport
     from varlen.adapters.megatron.dialects import Dialect
+    from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
+    from varlen.adapters.megatron.files.metadata import (
+        PackCounts,
+        combined_metadata,
+        metadata_entry,
+        metadata_path,
+        read_metadata,
+        write_metadata,
+    )
+    from varlen.adapters.megatron.files.npy import PackedNpy, read_packed_npy
+    from varlen.adapters.megatron.files.opening import PackedWriter, convert, create_packed, open_packed
+    from varlen.adapters.megatron.files.pairs import write_megatron
+    from varlen.adapters.megatron.files.parquet import PackedParquet
+    from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter, write_packed_parquet
+    from varlen.adapters.megatron.files.paths import (
+        is_packed_parquet_file,
+        is_packed_parquet_spec,
+        resolve_packed_parquet_paths,
+    )
+    from varlen.adapters.megatron.files.reader import PackedReader
+    from varlen.adapters.megatron.packing.alignment import alignment, stored_lengths
+    from varlen.adapters.megatron.packing.averages import calculate_avg_seqlen, get_seqlen_list
+    from varlen.adapters.megatron.packing.index import PackIndex, open_index
+    from varlen.adapters.megatron.packing.offline import pack_for_megatron
+    from varlen.adapters.megatron.packing.replay import replay_packs
+    from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+    from varlen.adapters.megatron.packing.strategy import (
+        PACKING_ALGORITHMS,
+        PACKING_ALGOS,
+        create_hist,
+        create_packing_strategy,
+        fill_packing_strategy,
+        find_first_bin_that_fits,
+        first_fit,
+        first_fit_decreasing,
+        first_fit_shuffle,
+    )
     from varlen.adapters.megatron.rows import PackedRows
+    from varlen.adapters.megatron.specs import PackedSequenceSpecs
 
 _HOMES = {
     "ConfigReport": "varlen.adapters.megatron.config.report",
     "Dialect": "varlen.adapters.megatron.dialects",
+    "MegatronPackSettings": "varlen.adapters.megatron.packing.settings",
+    "PACKING_ALGORITHMS": "varlen.adapters.megatron.packing.strategy",
+    "PACKING_ALGOS": "varlen.adapters.megatron.packing.strategy",
+    "PackCounts": "varlen.adapters.megatron.files.metadata",
+    "PackIndex": "varlen.adapters.megatron.packing.index",
+    "PackedIndexed": "varlen.adapters.megatron.files.indexed",
+    "PackedIndexedWriter": "varlen.adapters.megatron.files.indexed",
+    "PackedNpy": "varlen.adapters.megatron.files.npy",
+    "PackedParquet": "varlen.adapters.megatron.files.parquet",
+    "PackedParquetWriter": "varlen.adapters.megatron.files.parquet_writer",
+    "PackedReader": "varlen.adapters.megatron.files.reader",
     "PackedRows": "varlen.adapters.megatron.rows",
+    "PackedSequenceSpecs": "varlen.adapters.megatron.specs",
+    "PackedWriter": "varlen.adapters.megatron.files.opening",
+    "alignment": "varlen.adapters.megatron.packing.alignment",
+    "calculate_avg_seqlen": "varlen.adapters.megatron.packing.averages",
     "check_config": "varlen.adapters.megatron.config.check",
+    "combined_metadata": "varlen.adapters.megatron.files.metadata",
+    "convert": "varlen.adapters.megatron.files.opening",
+    "create_hist": "varlen.adapters.megatron.packing.strategy",
+    "create_packed": "varlen.adapters.megatron.files.opening",
+    "create_packing_strategy": "varlen.adapters.megatron.packing.strategy",
+    "fill_packing_strategy": "varlen.adapters.megatron.packing.strategy",
+    "find_first_bin_that_fits": "varlen.adapters.megatron.packing.strategy",
+    "first_fit": "varlen.adapters.megatron.packing.strategy",
+    "first_fit_decreasing": "varlen.adapters.megatron.packing.strategy",
+    "first_fit_shuffle": "varlen.adapters.megatron.packing.strategy",
+    "get_seqlen_list": "varlen.adapters.megatron.packing.averages",
+    "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
+    "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
+    "metadata_entry": "varlen.adapters.megatron.files.metadata",
+    "metadata_path": "varlen.adapters.megatron.files.metadata",
+    "open_index": "varlen.adapters.megatron.packing.index",
+    "open_packed": "varlen.adapters.megatron.files.opening",
+    "pack_for_megatron": "varlen.adapters.megatron.packing.offline",
+    "read_metadata": "varlen.adapters.megatron.files.metadata",
+    "read_packed_npy": "varlen.adapters.megatron.files.npy",
+    "replay_packs": "varlen.adapters.megatron.packing.replay",
+    "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
+    "stored_lengths": "varlen.adapters.megatron.packing.alignment",
+    "write_megatron": "varlen.adapters.megatron.files.pairs",
+    "write_metadata": "varlen.adapters.megatron.files.metadata",
+    "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
 }
 
 __all__ = [
+    "PACKING_ALGORITHMS",
+    "PACKING_ALGOS",
     "ConfigReport",
     "Dialect",
+    "MegatronPackSettings",
+    "PackCounts",
+    "PackIndex",
+    "PackedIndexed",
+    "PackedIndexedWriter",
+    "PackedNpy",
+    "PackedParquet",
+    "PackedParquetWriter",
+    "PackedReader",
     "PackedRows",
+    "PackedSequenceSpecs",
+    "PackedWriter",
+    "alignment",
+    "calculate_avg_seqlen",
     "check_config",
+    "combined_metadata",
+    "convert",
+    "create_hist",
+    "create_packed",
+    "create_packing_strategy",
+    "fill_packing_strategy",
+    "find_first_bin_that_fits",
+    "first_fit",
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "get_seqlen_list",
+    "is_packed_parquet_file",
+    "is_packed_parquet_spec",
+    "metadata_entry",
+    "metadata_path",
+    "open_index",
+    "open_packed",
+    "pack_for_megatron",
+    "read_metadata",
+    "read_packed_npy",
+    "replay_packs",
+    "resolve_packed_parquet_paths",
+    "stored_lengths",
+    "write_megatron",
+    "write_metadata",
+    "write_packed_parquet",
 ]
 
 
