@@ -79,10 +79,11 @@ class SequencePacker(ABC):
         self.allow_empty = allow_empty
         self.work = as_work(work)
         self.metrics = PackingMetrics() if collect_metrics else None
+        self._others = 0  # bins that sequences longer than one take besides
 
     @abstractmethod
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
-        """Pack sequences that fit; `others` counts the bins of those that don't."""
+    def _bins(self, lengths: Int32Array) -> Bins:
+        """Pack sequences that fit."""
 
     def pack(self, sequence_lengths: npt.ArrayLike) -> Bins:
         """Pack sequences.
@@ -111,8 +112,9 @@ class SequencePacker(ABC):
                 f"{self.bin_capacity:,} ({beyond.size:,} of {lengths.size:,} do); cut it, raise the capacity, or "
                 'pass overlong="alone"'
             )
+        self._others = int(beyond.size)
         inner = np.flatnonzero(lengths <= self.bin_capacity)
-        bins = self._bins(lengths[inner], beyond.size) if inner.size else []
+        bins = self._bins(lengths[inner]) if inner.size else []
         if beyond.size:
             bins = [inner[numbers].tolist() for numbers in bins] + [[int(number)] for number in beyond]
         bins = self._enough(bins, lengths)
@@ -175,7 +177,7 @@ class ConcatenativePacker(SequencePacker):
     max_sequences_per_bin = -1
     """Most sequences of a bin; -1 for no limit. Set on the class or an object, as there."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """Next-fit."""
         most = None if self.max_sequences_per_bin == -1 else self.max_sequences_per_bin
         return _packed(lengths, np.arange(lengths.size), self.bin_capacity, "next_fit", most)
@@ -184,7 +186,7 @@ class ConcatenativePacker(SequencePacker):
 class FirstFitDecreasingPacker(SequencePacker):
     """Sequences from long to short, equal ones from last to first, each into the first bin with space."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """First-fit in falling order of (length, number)."""
         order = np.argsort(lengths, kind="stable")[::-1]
         return _packed(lengths, order, self.bin_capacity, "first_fit")
@@ -200,7 +202,7 @@ class FirstFitShufflePacker(SequencePacker):
     seed: int | None = None
     """Of the order; None draws from Python's `random`."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """First-fit in shuffled order."""
         order = list(range(lengths.size))
         (random if self.seed is None else random.Random(self.seed)).shuffle(order)
@@ -210,7 +212,7 @@ class FirstFitShufflePacker(SequencePacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """NeMo-RL's version of Johnson & Garey's algorithm; see `modified_first_fit_decreasing`."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """Modified first-fit-decreasing."""
         return modified_first_fit_decreasing(lengths.tolist(), self.bin_capacity)
 
@@ -218,7 +220,7 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 class BestFitDecreasingPacker(SequencePacker):
     """varlen's fullest bins: sequences from long to short, each where the least space stays free."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """Best-fit-decreasing."""
         return _packed(lengths, np.arange(lengths.size), self.bin_capacity, "best_fit_decreasing")
 
@@ -226,11 +228,11 @@ class BestFitDecreasingPacker(SequencePacker):
 class BalancedPacker(SequencePacker):
     """varlen's bins of even work, attention included, about as few as best-fit-decreasing makes."""
 
-    def _bins(self, lengths: Int32Array, others: int) -> Bins:
+    def _bins(self, lengths: Int32Array) -> Bins:
         """Work spread over as few bins as are asked for; those of `pack` where it can't be."""
         packing = pack(lengths, self.bin_capacity, "balanced", work=self.work)
-        goal = max(packing.num_packs + others, self.min_bin_count or 0)
-        goal = min(goal + -goal % (self.bin_count_multiple or 1) - others, lengths.size)
+        goal = max(packing.num_packs + self._others, self.min_bin_count or 0)
+        goal = min(goal + -goal % (self.bin_count_multiple or 1) - self._others, lengths.size)
         a, b = self.work
         tokens = lengths.astype(np.float64)
         part_of = partition(a * tokens + b * tokens**2, goal)
