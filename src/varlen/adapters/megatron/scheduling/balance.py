@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,10 +11,9 @@ import numpy.typing as npt
 from varlen.adapters.megatron.scheduling.microbatches import Microbatches
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError
-from varlen.pack.api import DEFAULT_WORK, as_choice, as_work, pack
-from varlen.pack.assign import spread
+from varlen.pack.api import DEFAULT_WORK, as_choice, as_work
 from varlen.pack.lengths import LARGEST, as_count, as_lengths
-from varlen.plan.partition import partition
+from varlen.plan.packs import even_ways, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 
 Overlong = Literal["error", "alone"]
@@ -171,56 +169,14 @@ def _ways(
     step: _Step, lengths: Int32Array, work: FloatArray, alone: int, multiple: int
 ) -> list[tuple[Int32Array, int]]:
     """Return ways to pack samples that fit: the pack of each, and how many; with those alone, they fill all ranks."""
-    fullest, packs = _packed(step, lengths, "best_fit_decreasing")
+    fullest, packs = packed(lengths, step.capacity, step.most, "best_fit_decreasing")
     goal = min(packs + -(packs + alone) % multiple, lengths.size)
-    ways = [(_halved(fullest, packs, goal, work), goal)]
-    if goal:
-        ones = np.ones(lengths.size, np.int32)
-        ways.append((partition(work, goal), goal))
-        ways.append(spread(goal, lengths, ones, work, step.capacity, step.most))
-    in_order, packs = _packed(step, lengths, "next_fit")
+    ways = [(way, goal) for way in even_ways(lengths, work, fullest, goal, step.capacity, step.most)]
+    in_order, packs = packed(lengths, step.capacity, step.most, "next_fit")
     theirs = packs + -(packs + alone) % multiple
     if theirs <= lengths.size:
         ways.append((_peeled(in_order, packs, theirs), theirs))
-    return [way for way in ways if way[1] in (goal, theirs) and _is_allowed(step, lengths, *way)]
-
-
-def _packed(
-    step: _Step, lengths: Int32Array, method: Literal["best_fit_decreasing", "next_fit"]
-) -> tuple[Int32Array, int]:
-    """Return the pack of each sample by one of the packer's methods, and how many packs there are."""
-    packing = pack(lengths, step.capacity, method, max_documents=min(step.most, LARGEST))
-    pack_of = np.empty(lengths.size, np.int32)
-    pack_of[packing.document_ids] = np.repeat(np.arange(packing.num_packs), np.diff(packing.offsets))
-    return pack_of, packing.num_packs
-
-
-def _halved(pack_of: Int32Array, packs: int, goal: int, work: FloatArray) -> Int32Array:
-    """Cut the pack with the most work into even halves until there are as many packs as wanted.
-
-    Args:
-        pack_of: int32 `[samples]`, from 0 to `packs - 1`, none empty.
-        packs: how many.
-        goal: how many are wanted, at most as many as samples.
-        work: float64 `[samples]`.
-    """
-    if packs == goal:
-        return pack_of
-    halved = pack_of.copy()
-    order = np.argsort(pack_of, kind="stable")
-    members = np.split(order, np.cumsum(np.bincount(pack_of, minlength=packs))[:-1])
-    waiting = [(-float(work[items].sum()), number) for number, items in enumerate(members) if items.size > 1]
-    heapq.heapify(waiting)
-    for number in range(packs, goal):
-        _, heavy = heapq.heappop(waiting)
-        side = partition(work[members[heavy]], 2)
-        halved[members[heavy][side == 1]] = number
-        members.append(members[heavy][side == 1])
-        members[heavy] = members[heavy][side == 0]
-        for part in (heavy, number):
-            if members[part].size > 1:
-                heapq.heappush(waiting, (-float(work[members[part]].sum()), part))
-    return halved
+    return ways
 
 
 def _peeled(pack_of: Int32Array, packs: int, goal: int) -> Int32Array:
@@ -235,17 +191,6 @@ def _peeled(pack_of: Int32Array, packs: int, goal: int) -> Int32Array:
     is_first = np.diff(pack_of, prepend=np.int32(-1)) != 0
     peeled[np.flatnonzero(~is_first)[::-1][: goal - packs]] = np.arange(packs, goal)
     return peeled
-
-
-def _is_allowed(step: _Step, lengths: Int32Array, pack_of: Int32Array, packs: int) -> bool:
-    """Return whether no pack is empty, over its tokens or over its samples."""
-    tokens = np.bincount(pack_of, weights=lengths, minlength=packs)
-    samples = np.bincount(pack_of, minlength=packs)
-    return bool(
-        tokens.max(initial=0) <= step.capacity
-        and samples.max(initial=1) <= step.most
-        and samples.min(initial=1) >= 1
-    )
 
 
 def _dealt(

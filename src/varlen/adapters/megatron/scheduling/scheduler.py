@@ -27,7 +27,7 @@ class DpBalancedScheduler:
 
     >>> scheduler = DpBalancedScheduler(4, cp_size=2, dp_size=2, microbatch_group_size_per_vp_stage=None)
     >>> scheduler.get_groups_and_subsamples([(0, 5), (1, 2), (2, 6), (3, 3)])
-    [[[2], [2], [0], [0]], [[3], [3], [1], [1]]]
+    [[[1, 2], [1, 2], [0, 3], [0, 3]]]
     """
 
     def __init__(
