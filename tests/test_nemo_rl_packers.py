@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from varlen.adapters.nemo_rl import (
@@ -108,7 +108,8 @@ def work(lengths: list[int], numbers: list[int]) -> float:
     return sum(49152.0 * lengths[n] + float(lengths[n]) ** 2 for n in numbers)
 
 
-@given(LENGTHS)
+@given(LENGTHS | st.lists(st.integers(51, 66) | st.integers(10, 33), max_size=40))
+@example([51, 17, 18, 25, 30, 33])
 def test_bins_are_those_of_the_readable_references(lengths: list[int]) -> None:
     falling = sorted(range(len(lengths)), key=lambda n: (lengths[n], n), reverse=True)
     shuffled = list(range(len(lengths)))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.adapters.verl import calculate_workload, karmarkar_karp, micro_batch_partitions
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
-from varlen.plan.packs import even_packs
 
 LIMIT = 64
 LENGTHS = st.lists(st.integers(1, LIMIT), min_size=1, max_size=30)
@@ -120,12 +118,3 @@ def test_samples_that_can_t_be_divided_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         micro_batch_partitions(lengths, LIMIT, **settings)
-
-
-def test_even_packs_that_don_t_fit_are_refused() -> None:
-    lengths = np.array([5, 5, 5], np.int32)
-
-    with pytest.raises(SettingError, match="3 documents can't fill 4 packs"):
-        even_packs(lengths, lengths.astype(np.float64), 4, 8)
-    with pytest.raises(SettingError, match="2 packs of 8 tokens don't hold 3 documents; 3 do"):
-        even_packs(lengths, lengths.astype(np.float64), 2, 8)
