@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,6 +177,15 @@ def test_the_dummies_of_a_short_step_are_named(fill: Any, last: list[list[int]])
     assert found.dummies.tolist() == [2, 3]
     assert found.is_dummy.tolist() == [[False, False], [True, True]]
     assert found.seqlen_sum == 11
+
+
+def test_schedules_and_packers_load_no_torch() -> None:
+    script = (
+        "import sys; from varlen.adapters.megatron import DpBalancedScheduler, balance_microbatches; "
+        "from varlen.adapters.nemo_rl import get_packer; get_packer('balanced', 8).pack([3, 4, 5]); "
+        "balance_microbatches([3, 4, 5], capacity=8, dp_size=2); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_step_without_samples_has_no_micro_batches() -> None:
