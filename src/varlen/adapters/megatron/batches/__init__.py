@@ -1,0 +1,1 @@
+"""Batches as Megatron's releases spell them."""
