@@ -22,8 +22,7 @@ grows with the square of a segment, so padding must never become one long segmen
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Boundaries:
-    """Cumulative lengths of every row's segments, the same number of entries for each; behind the last entry of a
-    row its last value is repeated."""
+    """Cumulative lengths of every row's segments; rows with fewer repeat their last value."""
 
     logical: Int32Array
     """int32 `[rows, entries]`: real tokens before each segment."""

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from varlen import jit
-from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
 from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
+from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
@@ -94,14 +94,14 @@ class RowCollator:
                 raise SettingError(f"{name} must be a whole number from 1 on, got {value!r}")
         if self.pad_to_max_length and self.max_seq_length is None:
             raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
-        if self.max_seq_length is not None and self.max_seq_length % self.pad_seq_to_mult:
-            if not self.compatible:
-                below = self.max_seq_length // self.pad_seq_to_mult * self.pad_seq_to_mult
-                raise SettingError(
-                    f"max_seq_length={self.max_seq_length:,} is no multiple of "
-                    f"pad_seq_to_mult={self.pad_seq_to_mult:,}, so context-parallel ranks can't share its rows; pass "
-                    f"{' or '.join(f'{near:,}' for near in (below, below + self.pad_seq_to_mult) if near)}"
-                )
+        most, multiple = self.max_seq_length, self.pad_seq_to_mult
+        if most is not None and most % multiple and not self.compatible:
+            below = most // multiple * multiple
+            raise SettingError(
+                f"max_seq_length={most:,} is no multiple of pad_seq_to_mult={multiple:,}, so context-parallel ranks "
+                f"can't share its rows; pass "
+                f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
+            )
         if self.pad_cu_seqlens:
             self._check_static()
 
@@ -117,15 +117,15 @@ class RowCollator:
             )
         if not self.pack_metadata:
             raise SettingError(
-                "pad_cu_seqlens=True needs the metadata of the packs, which says how many documents a row has at most; "
-                "pass pack_metadata_file_path (or pack_metadata)"
+                "pad_cu_seqlens=True needs the metadata of the packs, which says how many documents a row has at "
+                "most; pass pack_metadata_file_path (or pack_metadata)"
             )
         for number, entry in enumerate(self.pack_metadata):
             wrong = [name for name in _METADATA if not _is_whole(entry.get(name))]
             if wrong:
                 raise SettingError(
-                    f"entry {number} of the pack metadata has no whole number {wrong[0]!r}, which pad_cu_seqlens needs; "
-                    "pack the data again, or write the metadata file anew"
+                    f"entry {number} of the pack metadata has no whole number {wrong[0]!r}, which pad_cu_seqlens "
+                    "needs; pack the data again, or write the metadata file anew"
                 )
 
     def __call__(self, rows: PackedRows, silent: npt.ArrayLike | None = None) -> MegatronBatch:
@@ -154,7 +154,7 @@ class RowCollator:
         block = np.empty((4, rows.num_rows, width), np.int64)
         tokens, labels, positions, mask = block
         if is_fractional:
-            mask = np.empty(mask.shape, np.float32)  # type: ignore[assignment]
+            mask = np.empty(mask.shape, np.float32)
         eos_in_loss = not self.compatible if self.eos_in_loss is None else self.eos_in_loss
         _kernel("fill_rows")(
             stored.input_ids,
@@ -213,7 +213,9 @@ class RowCollator:
         )
         if wrong >= 0:
             rows.check()
-            raise DocumentsError(f"row {wrong:,}: its offsets reach past the tokens or the documents of these rows")
+            raise DocumentsError(
+                f"row {wrong:,}: its offsets reach past the tokens or the documents of these rows"
+            )
         return lengths, used, bool(differs)
 
     def _width(self, used: IntArray) -> int:

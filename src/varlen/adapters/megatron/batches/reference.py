@@ -15,7 +15,9 @@ Int64 = NDArray[np.int64]
 Values = NDArray[Any]
 
 
-def _documents(row: int, offsets: Int64, starts: Int64, document_offsets: Int64) -> list[tuple[int, int, int]]:
+def _documents(
+    row: int, offsets: Int64, starts: Int64, document_offsets: Int64
+) -> list[tuple[int, int, int]]:
     """Number, first stored token and inputs of each document of a row."""
     first, last = int(document_offsets[row]), int(document_offsets[row + 1])
     begin = int(offsets[row])
