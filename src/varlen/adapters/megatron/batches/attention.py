@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from varlen.adapters.megatron.batches.boundaries import Boundaries
+from varlen.adapters.megatron.batches.stored import StoredRows
 from varlen.types import IntArray
 
 
@@ -37,11 +36,11 @@ def causal_mask(bounds: Boundaries | None, num_rows: int, width: int) -> torch.T
     return ((owner[:, :, None] != owner[:, None, :]) | later).unsqueeze(1)
 
 
-def padding_places(stored: Any, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
+def padding_places(stored: StoredRows, lengths: IntArray, width: int) -> npt.NDArray[np.bool_]:
     """Return which positions are padding.
 
     Args:
-        stored: rows: `offsets`, `starts` and `document_offsets` as in `PackedRows`.
+        stored: packed rows.
         lengths: int64 `[documents]`: real inputs.
         width: of a row.
 

@@ -15,6 +15,7 @@ import torch
 from varlen import jit
 from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
+from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
@@ -23,7 +24,6 @@ from varlen.types import IntArray
 
 _kernel = partial(jit.kernel, "varlen.adapters.megatron.batches", "kernels")
 
-_NOTHING: IntArray = np.empty(0, dtype=np.int64)
 _NOBODY: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _METADATA = ("max_samples_per_bin", "dataset_max_seqlen", "min_packed_seqlen")
 
@@ -146,7 +146,7 @@ class RowCollator:
         Cost:
             One pass over the tokens, by a compiled kernel.
         """
-        stored = _Stored.of(rows)
+        stored = StoredRows.of(rows)
         lengths, used, differs = self._measured(rows, stored)
         width = self._width(used)
         is_fractional = stored.loss_mask.dtype.kind == "f" and not self.compatible and self.answer_only_loss
@@ -191,7 +191,7 @@ class RowCollator:
                 batch["pad_between_seqs"] = bounds.physical is not None
         return batch
 
-    def _measured(self, rows: PackedRows, stored: _Stored) -> tuple[IntArray, IntArray, bool]:
+    def _measured(self, rows: PackedRows, stored: StoredRows) -> tuple[IntArray, IntArray, bool]:
         """Return each document's real inputs, each row's inputs, and whether any document holds padding.
 
         Raises:
@@ -205,7 +205,7 @@ class RowCollator:
             stored.offsets,
             stored.starts,
             stored.document_offsets,
-            _NOTHING if self.compatible else stored.given,
+            NOTHING if self.compatible else stored.given,
             keep,
             self.eos_id,
             lengths,
@@ -242,7 +242,7 @@ class RowCollator:
         return width if most is None else min(most, width)
 
     def _boundaries(
-        self, stored: _Stored, lengths: IntArray, used: IntArray, width: int, differs: bool
+        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool
     ) -> Boundaries:
         """Return where every row's documents end.
 
@@ -333,45 +333,6 @@ class RowCollator:
     def _static(self, name: str, choose: Any) -> int:
         """Return a number of the metadata over all its entries."""
         return int(choose(entry[name] for entry in self.pack_metadata or ()))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Stored:
-    """Packed rows in the few dtypes that kernels are compiled for."""
-
-    input_ids: npt.NDArray[Any]
-    loss_mask: npt.NDArray[Any]
-    offsets: IntArray
-    starts: IntArray
-    document_offsets: IntArray
-    given: IntArray
-
-    @classmethod
-    def of(cls, rows: PackedRows) -> _Stored:
-        """Return rows in these dtypes, without a copy where they have them."""
-        if rows.num_rows < 1:
-            raise DocumentsError("a batch needs at least one packed row, got none")
-        if len(rows.loss_mask) != len(rows.input_ids):
-            rows.check()
-        mask = np.asarray(rows.loss_mask)
-        if mask.dtype == np.bool_:
-            mask = mask.view(np.int8)
-        elif mask.dtype.kind == "f":
-            mask = mask.astype(np.float32, copy=False)
-        elif mask.dtype != np.int8:
-            mask = mask.astype(np.int64, copy=False)
-        ids = np.asarray(rows.input_ids)
-        if ids.dtype not in (np.int32, np.int64):
-            ids = ids.astype(np.int64)
-        given = rows.seq_lengths
-        return cls(
-            input_ids=np.ascontiguousarray(ids),
-            loss_mask=np.ascontiguousarray(mask),
-            offsets=np.ascontiguousarray(rows.offsets, np.int64),
-            starts=np.ascontiguousarray(rows.seq_start_id, np.int64),
-            document_offsets=np.ascontiguousarray(rows.document_offsets, np.int64),
-            given=_NOTHING if given is None else np.ascontiguousarray(given, np.int64),
-        )
 
 
 def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **settings: Any) -> MegatronBatch:

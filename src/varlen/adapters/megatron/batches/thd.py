@@ -88,8 +88,8 @@ def repack_mcore_thd_position_ids(
         int((begins + sizes).max()) > total_length or int(sizes.max()) > position_ids.size(2)
     ):
         raise DocumentsError(
-            f"documents reach {int((begins + sizes).max()):,} and are up to {int(sizes.max()):,} long, but the packed "
-            f"row has {total_length:,} places and rows of positions {position_ids.size(2):,}"
+            f"documents reach {int((begins + sizes).max()):,} and are up to {int(sizes.max()):,} long, but the "
+            f"packed row has {total_length:,} places and rows of positions {position_ids.size(2):,}"
         )
     device = position_ids.device
     within = torch.arange(position_ids.size(2), device=device)
