@@ -20,7 +20,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 """What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
-    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "position_ids"),
+    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "seq_start_id", "position_ids"),
     "messages": ("tools", "system"),
     "prompt": ("tools",),
     "instruction": ("context", "system"),
