@@ -8,6 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varlen.adapters.megatron.batches.collate import RowCollator, collate_rows
+    from varlen.adapters.megatron.batches.context_parallel import (
+        cp_slice,
+        get_packed_seq_cp_partition_indices,
+        split_microbatches,
+    )
+    from varlen.adapters.megatron.batches.from_batch import megatron_batch
+    from varlen.adapters.megatron.batches.params import (
+        PackedSeqParams,
+        build_uniform_packed_seq_params,
+        get_packed_seq_params,
+        get_packed_seq_q_cu_seqlens,
+        packed_seq_params,
+    )
+    from varlen.adapters.megatron.batches.stages import stage_batch
+    from varlen.adapters.megatron.batches.targets import mtp_targets
+    from varlen.adapters.megatron.batches.thd import (
+        repack_mcore_thd_position_ids,
+        unpack_mcore_thd_tensor_for_position_ids,
+    )
+    from varlen.adapters.megatron.dataset import GPTSFTPackedDataset, GPTSFTPackedParquetDataset
     from varlen.adapters.megatron.dialects import Dialect
     from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
     from varlen.adapters.megatron.files.metadata import (
@@ -33,6 +54,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Dialect": "varlen.adapters.megatron.dialects",
+    "GPTSFTPackedDataset": "varlen.adapters.megatron.dataset",
+    "GPTSFTPackedParquetDataset": "varlen.adapters.megatron.dataset",
     "PackCounts": "varlen.adapters.megatron.files.metadata",
     "PackedIndexed": "varlen.adapters.megatron.files.indexed",
     "PackedIndexedWriter": "varlen.adapters.megatron.files.indexed",
@@ -41,18 +64,33 @@ _HOMES = {
     "PackedParquetWriter": "varlen.adapters.megatron.files.parquet_writer",
     "PackedReader": "varlen.adapters.megatron.files.reader",
     "PackedRows": "varlen.adapters.megatron.rows",
+    "PackedSeqParams": "varlen.adapters.megatron.batches.params",
     "PackedWriter": "varlen.adapters.megatron.files.opening",
+    "RowCollator": "varlen.adapters.megatron.batches.collate",
+    "build_uniform_packed_seq_params": "varlen.adapters.megatron.batches.params",
+    "collate_rows": "varlen.adapters.megatron.batches.collate",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
     "convert": "varlen.adapters.megatron.files.opening",
+    "cp_slice": "varlen.adapters.megatron.batches.context_parallel",
     "create_packed": "varlen.adapters.megatron.files.opening",
+    "get_packed_seq_cp_partition_indices": "varlen.adapters.megatron.batches.context_parallel",
+    "get_packed_seq_params": "varlen.adapters.megatron.batches.params",
+    "get_packed_seq_q_cu_seqlens": "varlen.adapters.megatron.batches.params",
     "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
     "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
+    "megatron_batch": "varlen.adapters.megatron.batches.from_batch",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
     "metadata_path": "varlen.adapters.megatron.files.metadata",
+    "mtp_targets": "varlen.adapters.megatron.batches.targets",
     "open_packed": "varlen.adapters.megatron.files.opening",
+    "packed_seq_params": "varlen.adapters.megatron.batches.params",
     "read_metadata": "varlen.adapters.megatron.files.metadata",
     "read_packed_npy": "varlen.adapters.megatron.files.npy",
+    "repack_mcore_thd_position_ids": "varlen.adapters.megatron.batches.thd",
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
+    "split_microbatches": "varlen.adapters.megatron.batches.context_parallel",
+    "stage_batch": "varlen.adapters.megatron.batches.stages",
+    "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.thd",
     "write_megatron": "varlen.adapters.megatron.files.pairs",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
     "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
@@ -60,6 +98,8 @@ _HOMES = {
 
 __all__ = [
     "Dialect",
+    "GPTSFTPackedDataset",
+    "GPTSFTPackedParquetDataset",
     "PackCounts",
     "PackedIndexed",
     "PackedIndexedWriter",
@@ -68,18 +108,33 @@ __all__ = [
     "PackedParquetWriter",
     "PackedReader",
     "PackedRows",
+    "PackedSeqParams",
     "PackedWriter",
+    "RowCollator",
+    "build_uniform_packed_seq_params",
+    "collate_rows",
     "combined_metadata",
     "convert",
+    "cp_slice",
     "create_packed",
+    "get_packed_seq_cp_partition_indices",
+    "get_packed_seq_params",
+    "get_packed_seq_q_cu_seqlens",
     "is_packed_parquet_file",
     "is_packed_parquet_spec",
+    "megatron_batch",
     "metadata_entry",
     "metadata_path",
+    "mtp_targets",
     "open_packed",
+    "packed_seq_params",
     "read_metadata",
     "read_packed_npy",
+    "repack_mcore_thd_position_ids",
     "resolve_packed_parquet_paths",
+    "split_microbatches",
+    "stage_batch",
+    "unpack_mcore_thd_tensor_for_position_ids",
     "write_megatron",
     "write_metadata",
     "write_packed_parquet",
