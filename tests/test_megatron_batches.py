@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def rows(*documents: list[list[int]], mask: Any = None, seq_lengths: list[int] |
     items = []
     for row in documents:
         bounds = np.cumsum([0, *map(len, row)]).tolist()
-        items.append({"input_ids": sum(row, []), "loss_mask": [1] * bounds[-1], "seq_boundaries": bounds})
+        items.append({"input_ids": [*chain(*row)], "loss_mask": [1] * bounds[-1], "seq_boundaries": bounds})
     found = rows_of_items(items)
     changed: dict[str, Any] = {name: getattr(found, name) for name in PackedRows.__slots__}
     changed["loss_mask"] = found.loss_mask if mask is None else np.asarray(mask)
@@ -98,9 +99,7 @@ def test_padded_boundaries_are_given_only_where_they_differ_or_always_on_request
     stored = rows([[5, 6, 7, 8, EOS]])
 
     ours = collate_rows(stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=4)
-    always = collate_rows(
-        stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=4, always_padded=True
-    )
+    always = collate_rows(stored, eos_id=EOS, pad_seq_to_mult=4, pad_seq_length_to_mult=4, always_padded=True)
 
     assert "cu_seqlens_q_padded" not in ours
     assert always["cu_seqlens_q_padded"].tolist() == [[0, 4]]
@@ -228,7 +227,9 @@ def test_the_padding_mask_is_true_at_padding_within_and_behind_documents(dialect
 def test_a_mask_without_boundaries_keeps_documents_apart() -> None:
     stored = rows([[5, 6, 7], [8, 9, 10]])
 
-    mask = collate_rows(stored, eos_id=EOS, return_cu_seqlen=False, pad_seq_length_to_mult=5)["attention_mask"]
+    mask = collate_rows(stored, eos_id=EOS, return_cu_seqlen=False, pad_seq_length_to_mult=5)[
+        "attention_mask"
+    ]
 
     sees = ~mask[0, 0]
     assert mask.shape == (1, 1, 5, 5)
@@ -280,7 +281,7 @@ def test_settings_that_contradict_each_other_or_the_rows_are_refused(
 def test_padded_documents_without_their_multiple_are_refused_where_keys_must_not_change() -> None:
     stored = rows([[5, 6, 7, 8, EOS]], seq_lengths=[2])
 
-    with pytest.raises(SettingError, match="hold padding.*pad_seq_to_mult=1"):
+    with pytest.raises(SettingError, match=r"hold padding.*pad_seq_to_mult=1"):
         collate_rows(stored, eos_id=EOS, **STATIC, pack_metadata=[META])
 
 
