@@ -224,7 +224,7 @@ class RowCollator:
         Raises:
             SettingError: a row is longer than `max_seq_length`.
         """
-        longest, most = int(used.max()), self.max_seq_length
+        longest, most = max(used.tolist()), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
             raise SettingError(
@@ -266,7 +266,7 @@ class RowCollator:
                 )
         else:
             gaps = width - used
-            entries = int((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).max()) + 1
+            entries = max((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).tolist()) + 1
         places = np.empty((len(used), entries), np.int32)
         logical = np.empty_like(places)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int64)
