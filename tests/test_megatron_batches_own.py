@@ -42,6 +42,7 @@ def test_every_pair_of_neighbours_in_a_document_is_a_target_once(
     pairs = set(zip(batch["tokens"][trained].tolist(), batch["labels"][trained].tolist()))
     assert pairs == {(t, t + 1) for one in given_documents for t in one[:-1].tolist()}
     assert int(trained.sum()) == own.num_targets
+    assert (batch["labels"][~trained] == own.pad_id).all()
     assert sum(batch["token_count"]) == sum(lengths)
     for micro in split_microbatches(batch):
         places = entries(physical_boundaries(micro))  # type: ignore[arg-type]

@@ -214,6 +214,16 @@ def test_rows_with_other_numbers_of_documents_make_one_batch(ten: Path) -> None:
     assert batch["max_seqlen_q"].tolist() == [[3], [7]]
 
 
+def test_tokens_outside_of_the_boundaries_are_left_out(ten: Path) -> None:
+    item = {"input_ids": [*range(101, 106)], "seq_boundaries": (1, 4), "loss_mask": [0, 0, 1, 1, 1]}
+
+    batch = dataset(ten, pad_seq_length_to_mult=1).collate_fn([item])
+
+    assert batch["tokens"].tolist() == [[102, 103]]
+    assert batch["labels"].tolist() == [[103, 104]]
+    assert batch["loss_mask"].tolist() == [[0, 1]]
+
+
 def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None:
     metadata = tmp_path / "64_metadata.jsonl"
     metadata.write_text(

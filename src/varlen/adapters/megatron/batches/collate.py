@@ -102,6 +102,11 @@ class RowCollator:
                 f"can't share its rows; pass "
                 f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
             )
+        if self.ceil_to_power_2 and multiple & (multiple - 1) and not self.compatible:
+            raise SettingError(
+                f"ceil_to_power_2=True makes rows that pad_seq_to_mult={multiple:,} doesn't divide; pass a multiple "
+                "that is a power of 2, or pad_seq_length_to_mult in the place of ceil_to_power_2"
+            )
         if self.pad_cu_seqlens:
             self._check_static()
 
