@@ -229,7 +229,7 @@ class RowCollator:
         Raises:
             SettingError: a row is longer than `max_seq_length`.
         """
-        longest, most = max(used.tolist()), self.max_seq_length
+        longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
             raise SettingError(
