@@ -307,6 +307,15 @@ def test_items_that_are_no_packed_rows_are_refused(ten: Path, item: dict[str, An
         dataset(ten).collate_fn([])
 
 
+def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
+    rows = dataset(ten, max_seq_length=4)
+
+    with pytest.raises(
+        SettingError, match=r"data\.idx\.parquet: in a batch of its rows, row 1 holds 6 inputs but"
+    ):
+        rows.collate_fn([{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[0]])
+
+
 def test_a_sound_row_is_valid() -> None:
     GPTSFTPackedParquetDataset.validate_row(0, [1, 2, 3, 4], [1, 1, 0, 1], [0, 2])
 

@@ -194,7 +194,10 @@ class GPTSFTPackedDataset(Dataset[Item]):
         silent = None
         if not self.collator.compatible and any(item.get("is_padding") for item in batch):
             silent = [bool(item.get("is_padding")) for item in batch]
-        return self.collator(rows_of_items(batch), silent)
+        try:
+            return self.collator(rows_of_items(batch), silent)
+        except (DocumentsError, SettingError) as error:
+            raise type(error)(f"{self.file_path}: in a batch of its rows, {error}") from None
 
     def close(self) -> None:
         """Close the files; they are opened again by the next read."""
