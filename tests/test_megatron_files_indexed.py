@@ -183,6 +183,32 @@ def test_every_kind_turns_into_every_other_and_back(tmp_path_factory, rows):
                 }
 
 
+def test_files_that_are_slow_in_random_order_are_copied_once_by_their_content(tmp_path):
+    rows = many_rows(40, 3000)
+    write_parquet(tmp_path / "slow.idx.parquet", rows)
+    write_parquet(tmp_path / "fast.idx.parquet", rows, group=20)
+    (tmp_path / "a.npy").write_bytes(saved(rows))
+    cache = tmp_path / "cache"
+
+    for name, copies in (
+        ("fast.idx.parquet", 0),
+        ("slow.idx.parquet", 1),
+        ("slow.idx.parquet", 1),
+        ("a.npy", 2),
+    ):
+        with open_packed(tmp_path / name, cache=cache) as reader:
+            assert [plain(row) for row in reader] == rows
+        assert len(list(cache.glob("*"))) == copies
+    before = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    (tmp_path / "slow.idx.parquet").rename(tmp_path / "slow.pq")
+    with open_packed(tmp_path / "slow.pq", cache=cache) as reader:
+        assert reader.num_rows == 40
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == before
+    write_parquet(tmp_path / "slow.pq", rows[::-1])
+    with open_packed(tmp_path / "slow.pq", cache=cache) as reader:
+        assert plain(reader[0]) == rows[-1]
+
+
 def test_kinds_are_not_mixed_and_nothing_is_written_over_itself(tmp_path):
     write_parquet(tmp_path / "a.idx.parquet", [ROW])
     (tmp_path / "b.npy").write_bytes(saved([ROW]))

@@ -16,7 +16,7 @@ from varlen.offline.places import disk_faults, unfinished
 from varlen.source.lists import list_column
 from varlen.source.writing import sync
 
-ROW_GROUP_TOKENS = 1 << 15
+ROW_GROUP_TOKENS = 1 << 14
 """Tokens that are decoded to read one of them, unless a row has more."""
 
 Compression = Literal["zstd", "snappy", "none"]
