@@ -20,6 +20,7 @@ from varlen.adapters.megatron import (
     create_packed,
     open_packed,
     write_megatron,
+    write_packed_indexed_dataset,
 )
 from varlen.adapters.megatron.files.flat import between, from_dicts
 from varlen.errors import DocumentsError, SettingError, SourceError
@@ -60,9 +61,12 @@ def test_a_pair_is_written_as_the_release_writes_it_and_read_as_it_was(tmp_path_
     with PackedIndexedWriter(folder / "ours.sft") as writer:
         writer.write(from_dicts(rows[:1]))
         writer.write(from_dicts(rows[1:]))
+    assert write_packed_indexed_dataset(rows, folder / "dicts.sft.idx") == str(folder / "dicts.sft")
 
     for end in ("bin", "idx"):
-        assert (folder / f"ours.sft.{end}").read_bytes() == (folder / f"theirs.sft.{end}").read_bytes()
+        theirs = (folder / f"theirs.sft.{end}").read_bytes()
+        assert (folder / f"ours.sft.{end}").read_bytes() == theirs
+        assert (folder / f"dicts.sft.{end}").read_bytes() == theirs
     has_padding = any(row["seq_lengths"] != stored(row) for row in rows if "seq_lengths" in row)
     assert (folder / "ours.sft.seq_lengths.npy").exists() is has_padding
     with PackedIndexed(folder / "ours.sft") as ours:

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varlen.adapters.megatron.dialects import Dialect
-    from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
+    from varlen.adapters.megatron.files.indexed import (
+        PackedIndexed,
+        PackedIndexedWriter,
+        write_packed_indexed_dataset,
+    )
     from varlen.adapters.megatron.files.metadata import (
         PackCounts,
         combined_metadata,
@@ -55,6 +59,7 @@ _HOMES = {
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
     "write_megatron": "varlen.adapters.megatron.files.pairs",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
+    "write_packed_indexed_dataset": "varlen.adapters.megatron.files.indexed",
     "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
 }
 
@@ -82,6 +87,7 @@ __all__ = [
     "resolve_packed_parquet_paths",
     "write_megatron",
     "write_metadata",
+    "write_packed_indexed_dataset",
     "write_packed_parquet",
 ]
 

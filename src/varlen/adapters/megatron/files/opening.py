@@ -46,9 +46,9 @@ def open_packed(spec: Spec, *, cache: str | Path | None = None, wait_s: float = 
 
     Args:
         spec: a file, glob or folder, or several: Parquet, `.npy`, or pairs of `.sft.bin` and `.sft.idx`.
-        cache: a folder that keeps copies of files that are slow to read in random order: `.npy`, and Parquet whose row
-            groups are large, as the releases write it. Each is made once, of the same rows with small row groups, and
-            found again by the content of the file; None reads the files themselves.
+        cache: a folder that keeps copies of files that are slow to read in random order: `.npy`, and Parquet whose
+            row groups are large, as the releases write it. Each is made once, of the same rows with small row groups,
+            and found again by the content of the file; None reads the files themselves.
         wait_s: seconds to wait for files that another node has just written to a network file system.
 
     Returns:

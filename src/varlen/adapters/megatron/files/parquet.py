@@ -104,8 +104,8 @@ class PackedParquet(RowReader):
             DocumentsError: a row's boundaries, ids or masks are none; says which.
 
         Cost:
-            Of the row groups that hold them, each decoded once: about half a millisecond for a pack of 4,096 tokens of
-            ours, of which four are decoded.
+            Of the row groups that hold them, each decoded once: about half a millisecond for a pack of 4,096 tokens
+            of ours, of which four are decoded.
         """
         ids = row_ids(indices, self.num_rows)
         if len(ids) == 0:
