@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     )
     from varlen.adapters.megatron.dataset import GPTSFTPackedDataset, GPTSFTPackedParquetDataset
     from varlen.adapters.megatron.dialects import Dialect
-    from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
+    from varlen.adapters.megatron.files.indexed import (
+        PackedIndexed,
+        PackedIndexedWriter,
+        write_packed_indexed_dataset,
+    )
     from varlen.adapters.megatron.files.metadata import (
         PackCounts,
         combined_metadata,
@@ -93,6 +97,7 @@ _HOMES = {
     "unpack_mcore_thd_tensor_for_position_ids": "varlen.adapters.megatron.batches.thd",
     "write_megatron": "varlen.adapters.megatron.files.pairs",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
+    "write_packed_indexed_dataset": "varlen.adapters.megatron.files.indexed",
     "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
 }
 
@@ -137,6 +142,7 @@ __all__ = [
     "unpack_mcore_thd_tensor_for_position_ids",
     "write_megatron",
     "write_metadata",
+    "write_packed_indexed_dataset",
     "write_packed_parquet",
 ]
 

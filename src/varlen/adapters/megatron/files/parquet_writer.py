@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import LENGTHS, as_stored, between, from_dicts, joined
+from varlen.adapters.megatron.files.flat import (
+    LENGTHS,
+    ROWS_AT_A_TIME,
+    as_stored,
+    between,
+    from_dicts,
+    joined,
+)
 from varlen.adapters.megatron.files.paths import PARQUET
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
@@ -16,7 +23,7 @@ from varlen.offline.places import disk_faults, unfinished
 from varlen.source.lists import list_column
 from varlen.source.writing import sync
 
-ROW_GROUP_TOKENS = 1 << 15
+ROW_GROUP_TOKENS = 1 << 14
 """Tokens that are decoded to read one of them, unless a row has more."""
 
 Compression = Literal["zstd", "snappy", "none"]
@@ -28,7 +35,8 @@ class PackedParquetWriter:
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
     list<int8>, `seq_start_id` list<int64>. Rows that know their `seq_lengths`, the positions of input of each
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
-    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd.
+    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
+    checksums, which our reader verifies.
 
     The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
@@ -189,6 +197,7 @@ def _opened(path: Path, schema: Any, compression: Compression) -> Any:
         compression_level=1 if compression == "zstd" else None,
         use_dictionary=False,
         write_statistics=False,
+        write_page_checksum=True,
         use_byte_stream_split=[f"{name}.list.element" for name in schema.names],
     )
 
@@ -213,9 +222,6 @@ def write_packed_parquet(
         SettingError: the place can't be written.
     """
     with PackedParquetWriter(output_path, row_group_rows=row_group_size) as writer:
-        for start in range(0, len(rows), _ROWS_AT_A_TIME):
-            some = rows[start : start + _ROWS_AT_A_TIME]
+        for start in range(0, len(rows), ROWS_AT_A_TIME):
+            some = rows[start : start + ROWS_AT_A_TIME]
             writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
-
-
-_ROWS_AT_A_TIME = 64
