@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from varlen.adapters.torchtitan.batch import TrainerBatch, trainer_batch
@@ -126,7 +127,7 @@ class PackedDataLoader(BaseDataLoader):
             seed=config.seed,
             epochs=None if config.infinite else config.epochs,
             worker=config.worker,
-            **config.settings,
+            **_others_of(config),
         )
         try:
             _check_snapshots(snapshot_every_n_steps, self._loader)
@@ -255,6 +256,12 @@ def _check_settings(config: PackedDataLoader.Config) -> None:
             raise SettingError(
                 f"dataloader.settings holds {name}, which has a field of its own; set dataloader.{name}"
             )
+
+
+def _others_of(config: PackedDataLoader.Config) -> dict[str, Any]:
+    """Return the arguments of PackedLoader that have no field; a folder may be given as text, which can be logged."""
+    cache = config.settings.get("cache")
+    return {**config.settings, **({"cache": Path(cache)} if cache is not None else {})}
 
 
 def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
