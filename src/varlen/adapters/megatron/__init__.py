@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varlen.adapters.megatron.dialects import Dialect
+    from varlen.adapters.megatron.loader import MegatronLoader, saved_state
+    from varlen.adapters.megatron.providers import external_loaders, loader_batch_size
     from varlen.adapters.megatron.rows import PackedRows
 
 _HOMES = {
     "Dialect": "varlen.adapters.megatron.dialects",
+    "MegatronLoader": "varlen.adapters.megatron.loader",
     "PackedRows": "varlen.adapters.megatron.rows",
+    "external_loaders": "varlen.adapters.megatron.providers",
+    "loader_batch_size": "varlen.adapters.megatron.providers",
+    "saved_state": "varlen.adapters.megatron.loader",
 }
 
 __all__ = [
     "Dialect",
+    "MegatronLoader",
     "PackedRows",
+    "external_loaders",
+    "loader_batch_size",
+    "saved_state",
 ]
 
 
