@@ -23,11 +23,13 @@ def test_plain_messages_are_handed_on_as_they_are():
 
 def test_sharegpt_is_renamed():
     spoken = ["system", "human", "gpt", "function_call", "observation", "tool", "user", "assistant"]
+    spoken += ["chatgpt", "function"]
 
     messages = as_messages([{"from": role, "value": role[0]} for role in spoken])
 
     assert [message["role"] for message in messages] == [
-        *("system", "user", "assistant", "assistant", "tool", "tool", "user", "assistant")
+        *("system", "user", "assistant", "assistant", "tool", "tool", "user", "assistant"),
+        *("assistant", "tool"),
     ]
     assert [message["content"] for message in messages] == [role[0] for role in spoken]
     assert all(set(message) == {"role", "content"} for message in messages)

@@ -9,28 +9,34 @@ from typing import Literal
 from varlen.errors import SettingError, SourceError
 from varlen.source.rows import listed
 
-Kind = Literal["tokens", "messages", "prompt", "text"]
+Kind = Literal["tokens", "messages", "prompt", "instruction", "text"]
 
 _NEEDED: dict[Kind, tuple[str, ...]] = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
     "text": ("text",),
 }
 """What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
-    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "position_ids"),
+    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "seq_start_id", "position_ids"),
     "messages": ("tools", "system"),
     "prompt": ("tools",),
+    "instruction": ("context", "system"),
     "text": (),
 }
-_OF_SOME_ROWS = ("tools", "system")
+_OF_SOME_ROWS = ("tools", "system", "context")
 """Roles that one object may have and the next one not."""
 _ALSO_CALLED = {
     "messages": ("conversations",),
     "loss_mask": ("completion_mask", "assistant_masks"),
+    "instruction": ("query", "question", "prompt", "input"),
+    "context": ("input",),
+    "output": ("response", "answer", "completion"),
 }
-"""Other usual names, taken where the first is absent; the masks are TRL's."""
+"""Other usual names, taken where the first is absent; the masks are TRL's. What Alpaca calls the input of an
+instruction is the whole question in files of `input` and `output`."""
 ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
 
 
@@ -41,6 +47,8 @@ class Columns:
     kind: Kind
     names: Mapping[str, str]
     """Name of the column for each role, such as {"text": "body"}."""
+    passed_over: frozenset[str] = frozenset()
+    """Usual names of roles for which the caller named another column."""
 
     @property
     def fields(self) -> Fields:
@@ -53,9 +61,9 @@ class Columns:
             refused=frozenset(
                 name
                 for role in _OPTIONAL[self.kind]
-                if role not in self.names
+                if role not in self.names or (role == "context" and self.kind == "instruction")
                 for name in (role, *_ALSO_CALLED.get(role, ()))
-            ).difference(self.names.values()),
+            ).difference(self.names.values(), self.passed_over),
         )
 
 
@@ -120,12 +128,19 @@ def find_columns(
                     f"{where} has {listed(masks)}, two masks of what is trained on; name one: "
                     f"--column loss_mask={masks[0]}"
                 )
+            if kind == "instruction":
+                names["context"] = _context(names, named, present, where, are_fields=are_fields)
             if are_fields:
-                names |= {role: names[role] or role for role in _OF_SOME_ROWS if role in names}
-            return Columns(kind=kind, names={role: name for role, name in names.items() if name})
+                names |= {role: names[role] or role for role in ("tools", "system") if role in names}
+            return Columns(
+                kind=kind,
+                names={role: name for role, name in names.items() if name},
+                passed_over=frozenset(name for role in named for name in (role, *_ALSO_CALLED.get(role, ()))),
+            )
     line = " in its first line, where names must stand" if are_a_line else ""
     raise SourceError(
-        f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, or `input_ids`, "
+        f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, "
+        "`instruction` and `output`, or `input_ids`, "
         f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}})"
     )
 
@@ -136,3 +151,28 @@ def _name(role: str, named: Mapping[str, str], present: Sequence[str]) -> str | 
         if name in present:
             return name
     return None
+
+
+def _context(
+    names: Mapping[str, str | None],
+    named: Mapping[str, str],
+    present: Sequence[str],
+    where: str,
+    *,
+    are_fields: bool,
+) -> str | None:
+    """Return the column of what instructions are about; rows that are objects may have it where the first has none.
+
+    Raises:
+        SourceError: two columns could be it.
+    """
+    if "context" in named:
+        return named["context"]
+    known = [name for name in ("context", "input") if name != names["instruction"]]
+    found = [name for name in known if name in present]
+    if len(found) > 1:
+        raise SourceError(
+            f"{where} has {listed(found)}, and both may be what an instruction is about; name one: "
+            f"--column context={found[0]}"
+        )
+    return found[0] if found else known[-1] if are_fields else None

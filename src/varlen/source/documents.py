@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
+from varlen.source.chats.instructions import instruction_messages
 from varlen.source.chats.messages import as_messages, without_nulls
 from varlen.source.chats.template import ChatTemplate, Rendered, prompt_and_completion
 from varlen.source.columns import Columns
@@ -20,6 +21,8 @@ from varlen.types import Int32Array, IntArray
 
 Mask = npt.NDArray[np.uint8]
 Supervise = Literal["assistant", "all"]
+_NESTED = ("messages", "tools", "prompt", "completion")
+"""Roles whose values may hold objects."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,27 +103,39 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
     for role, column in values.items():
-        if role != "system" and not isinstance(rows.columns[columns.names[role]], list):
+        if role in _NESTED and not isinstance(rows.columns[columns.names[role]], list):
             values[role] = [without_nulls(value, is_chat=role != "tools") for value in column]
-    tools = values.get("tools", [None] * len(rows))
-    if columns.kind == "messages":
-        systems = values.get("system", [None] * len(rows))
-        steps: list[Callable[[], Rendered]] = [
-            lambda m=m, s=s, t=t: encoding.template.render(_with_system(as_messages(m), s), _tools(t))  # type: ignore[misc]
-            for m, s, t in zip(values["messages"], systems, tools)
-        ]
-    else:
-        steps = [
-            lambda p=p, c=c, t=t: prompt_and_completion(  # type: ignore[misc]
-                p, c, encoding.template, None if isinstance(p, str) else _tools(t)
-            )
-            for p, c, t in zip(values["prompt"], values["completion"], tools)
-        ]
+    steps = _steps(columns, values, len(rows), encoding)
     # What a template renders has a beginning of its own; a prompt that is plain text has none.
     is_plain = [
         columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
     ]
     return _chats(rows, steps, encoding, is_plain)
+
+
+def _steps(
+    columns: Columns, values: Mapping[str, Sequence[Any]], num_rows: int, encoding: Encoding
+) -> list[Callable[[], Rendered]]:
+    """Return what writes each row, or says why it can't be written."""
+    template, nothing = encoding.template, [None] * num_rows
+    tools, systems = values.get("tools", nothing), values.get("system", nothing)
+    if columns.kind == "messages":
+        return [
+            lambda m=m, s=s, t=t: template.render(_with_system(as_messages(m), s), _tools(t))  # type: ignore[misc]
+            for m, s, t in zip(values["messages"], systems, tools)
+        ]
+    if columns.kind == "instruction":
+        asked = zip(values["instruction"], values.get("context", nothing), values["output"], systems)
+        return [
+            lambda i=i, c=c, o=o, s=s: template.render(_with_system(instruction_messages(i, c, o), s), None)  # type: ignore[misc]
+            for i, c, o, s in asked
+        ]
+    return [
+        lambda p=p, c=c, t=t: prompt_and_completion(  # type: ignore[misc]
+            p, c, template, None if isinstance(p, str) else _tools(t)
+        )
+        for p, c, t in zip(values["prompt"], values["completion"], tools)
+    ]
 
 
 def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:

@@ -66,7 +66,7 @@ class MegatronFile:
                 f"{self._idx} is damaged or cut off: it has {idx_bytes:,} bytes, but {sequences:,} sequences and "
                 f"{documents - 1:,} documents take {needed:,}; copy it again"
             )
-        self.num_documents = documents - 1
+        self.num_documents, self.num_sequences = documents - 1, sequences
         self._idx_bytes, self._check_tokens = idx_bytes, check_tokens
         self._lengths = self._mapped(np.int32, _HEAD_BYTES, sequences)
         self._begins = self._mapped(np.int64, _HEAD_BYTES + 4 * sequences, sequences)
@@ -80,6 +80,11 @@ class MegatronFile:
         ends = self._begins[-1:].astype(np.int64) // self._dtype.itemsize + self._lengths[-1:]
         self.num_tokens = int(np.clip(ends, 0, _MOST_TOKENS).max(initial=0))
         self._file = -1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The kind of numbers that tokens are stored as."""
+        return self._dtype
 
     def _read_head(self, head: bytes) -> tuple[np.dtype[Any], int, int]:
         """Return the kind of numbers, and how many sequences and bounds of documents there are."""

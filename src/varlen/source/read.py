@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from varlen.errors import SourceError
+from varlen.source.chats.instructions import instruction_messages
 from varlen.source.chats.messages import as_messages
-from varlen.source.columns import Columns
+from varlen.source.columns import Columns, Kind
 from varlen.source.files import Data, find_files
 from varlen.source.formats.reading import rows_of
 from varlen.source.rows import Rows, as_list, json_kind
+
+_ASKED = ("instruction", "context", "output")
+_READ: dict[Kind, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "instruction": _ASKED,
+    "text": ("text",),
+}
 
 
 def read_texts(data: Data) -> Iterator[str]:
@@ -49,11 +58,14 @@ def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
         raise SourceError(str(rows.faults[0]))
     if columns.kind == "tokens":
         raise SourceError(f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here")
-    roles = {"messages": ["messages"], "prompt": ["prompt", "completion"], "text": ["text"]}[columns.kind]
+    roles = [role for role in _READ[columns.kind] if role in columns.names]
     values = [as_list(rows.columns[columns.names[role]]) for role in roles]
     for index, row in enumerate(zip(*values)):
         try:
-            yield "".join(_text(value, role) for value, role in zip(row, roles))
+            if columns.kind == "instruction":
+                yield _text(instruction_messages(*(dict(zip(roles, row)).get(r) for r in _ASKED)), "messages")
+            else:
+                yield "".join(_text(value, role) for value, role in zip(row, roles))
         except SourceError as error:
             raise SourceError(f"{rows.where(index)} can't be used: {error}") from error
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.source.lists import flat_values
+from varlen.source.packed_starts import STARTS, starts_differ, without_starts
 from varlen.source.rows import as_list, json_kind
 from varlen.types import Int32Array, IntArray
 
@@ -29,11 +30,12 @@ def ready_documents(
 
     Tokens at which `attention_mask` is 0 are padding and are left out; `seq_lengths` cuts a packed row into the
     documents in it, or where there are none `position_ids` that begin again at 0; a token is supervised unless its
-    label is -100 or its `loss_mask` is 0.
+    label is -100 or its `loss_mask` is 0. Where rows have `seq_start_id` they are Megatron's, and masks and lengths
+    are read as `packed_starts` says.
 
     Args:
         columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `attention_mask`, `seq_lengths`,
-            `position_ids`.
+            `seq_start_id`, `position_ids`.
         num_rows: rows of each column.
         vocab_size: ids at or above are refused; None to take any.
 
@@ -46,22 +48,21 @@ def ready_documents(
     rows = np.arange(num_rows)
     if wrong:
         flat, rows = _without(flat, rows, wrong)
-    if "seq_lengths" in flat:
+    if "seq_lengths" in flat or STARTS in flat:
         flat.pop("position_ids", None)
-    checks: tuple[Callable[[_Flat], dict[int, str]], ...] = (
+    checks: list[Callable[[_Flat], dict[int, str]]] = [
         _lengths_differ,
         lambda flat: _ids_out_of_range(flat, vocab_size),
         _labels_differ,
         _masks_out_of_range,
-        _boundaries_differ,
-        _positions_jump,
-    )
+        *([starts_differ] if STARTS in flat else [_boundaries_differ, _positions_jump]),
+    ]
     for check in checks:  # each may rely on those before it, since the rows they blame are gone
         found = check(flat)
         if found:
             wrong.update({int(rows[index]): why for index, why in found.items()})
             flat, rows = _without(flat, rows, found)
-    return *_assembled(flat), wrong
+    return *_assembled(without_starts(flat) if STARTS in flat else flat), wrong
 
 
 def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
@@ -161,7 +162,7 @@ def _lengths_differ(flat: _Flat) -> dict[int, str]:
     ids = np.diff(flat["input_ids"][1])
     for role, (_, offsets) in flat.items():
         others = np.diff(offsets)
-        if role != "seq_lengths":
+        if role not in ("seq_lengths", STARTS):
             for index in np.flatnonzero(ids != others).tolist():
                 found.setdefault(index, f"has {ids[index]:,} `input_ids` but {others[index]:,} `{role}`")
     return found

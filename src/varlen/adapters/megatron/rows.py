@@ -114,6 +114,9 @@ def _faults(rows: PackedRows) -> list[_Fault]:
     ]
     if rows.seq_lengths is not None:
         lengths = rows.seq_lengths
-        wrong = np.unique(owners[(lengths < 0) | (lengths > stored - 1)])
-        faults.append((wrong, lambda _: "`seq_lengths` has a document longer than what is stored of it"))
+        long, negative = np.unique(owners[lengths > stored - 1]), np.unique(owners[lengths < 0])
+        faults += [
+            (long, lambda _: "`seq_lengths` has a document longer than what is stored of it"),
+            (negative, lambda _: "`seq_lengths` has a document shorter than nothing"),
+        ]
     return faults

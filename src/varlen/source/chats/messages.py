@@ -12,11 +12,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF = {role: role for role in ROLES} | {
     "human": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "observation": "tool",
+    "function": "tool",
 }
-"""ShareGPT's words and Gemma's beside the common ones."""
+"""ShareGPT's words, Gemma's and OpenAI's old ones beside the common ones."""
 
 _CALLS = ("tool_calls", "function_call")
 

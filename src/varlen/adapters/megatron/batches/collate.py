@@ -1,0 +1,369 @@
+"""Packed rows into the batch that `GPTSFTPackedDataset.collate_fn` makes of them, in each release's dialect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from varlen import jit
+from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
+from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
+from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows
+from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.counts import many
+from varlen.errors import DocumentsError, SettingError
+from varlen.types import IntArray
+
+_kernel = partial(jit.kernel, "varlen.adapters.megatron.batches", "kernels")
+
+_NOBODY: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+_METADATA = ("max_samples_per_bin", "dataset_max_seqlen", "min_packed_seqlen")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCollator:
+    """What a batch of packed rows shall look like; called with rows, it makes one.
+
+    Keys, shapes and dtypes are those of the release (0.3.1 for `"0.4"`, 0.5.1, 0.6.0). Values differ where the
+    release's are wrong, unless `compatible` is set:
+
+    - Real tokens are counted by `seq_lengths` where the rows have them. Else, with `pad_seq_to_mult` above 1, what
+      follows a document's last token that is no EOS, or is trained, is padding. The releases take a real EOS at the
+      end of a document for padding too.
+    - An EOS is trained where the mask says so; the releases set the mask to 0 wherever the input is EOS.
+    - A loss mask of fractions stays one (float32); the releases cut them to 0.
+    - Padding behind the last document stands in segments of at most 128, and counts as real tokens only where there
+      are no padded boundaries. The releases make it one sequence, however long, that attention works through.
+    - Padded boundaries are given only where they differ (or with `pad_cu_seqlens`, whose keys must not change):
+      kernels that take them are slower, and some can't.
+    - In `"0.4"` and `"0.5"`, `pad_cu_seqlens` gives both boundaries as many entries; the releases only one of them.
+    - Without `return_cu_seqlen`, the mask keeps documents apart; the releases' lets them see each other.
+    """
+
+    eos_id: int
+    """Token that pads, as in the releases."""
+    dialect: Dialect = NEWEST
+    max_seq_length: int | None = None
+    """Most inputs of a row: the pack size."""
+    pad_to_max_length: bool = False
+    """Rows are `max_seq_length` wide; else as wide as the widest, rounded up."""
+    pad_seq_length_to_mult: int = 16
+    """Rows are rounded up to a multiple of it, but not over `max_seq_length`."""
+    ceil_to_power_2: bool = False
+    """Rows are rounded up to a power of 2 instead."""
+    pad_seq_to_mult: int = 1
+    """What documents were rounded up to when they were packed; widths are multiples of it too."""
+    return_cu_seqlen: bool = True
+    """Give boundaries; else an attention mask, quadratic in the width."""
+    pad_cu_seqlens: bool = False
+    """Give every batch as many boundaries and one `max_seqlen`, for CUDA graphs."""
+    pack_metadata: Sequence[Mapping[str, Any]] | None = None
+    """Entries of the metadata file, which `pad_cu_seqlens` needs."""
+    answer_only_loss: bool = True
+    """Train where the loss mask says; else on every real token."""
+    eos_in_loss: bool | None = None
+    """Train where the input is EOS; None: not if `compatible`."""
+    always_padded: bool | None = None
+    """Give padded boundaries whenever `pad_seq_to_mult` is above 1; None: if `compatible`."""
+    padding_mask: bool = False
+    """Add `padding_mask`, True at padding, which routers of experts leave out; later than 0.6.0 Megatron-Bridge has
+    it in every batch. In `"0.6"` `pad_between_seqs` stands beside it."""
+    pad_id: int | None = None
+    """Token and label behind the last document; None: `eos_id`."""
+    compatible: bool = False
+    """Give the release's values, where they are wrong too."""
+
+    def __post_init__(self) -> None:
+        """Check the settings against each other.
+
+        Raises:
+            SettingError: what contradicts, or is missing.
+        """
+        object.__setattr__(self, "dialect", as_dialect(self.dialect))
+        for name in ("pad_seq_length_to_mult", "pad_seq_to_mult", "max_seq_length"):
+            value = getattr(self, name)
+            if not (value is None and name == "max_seq_length") and (not _is_whole(value) or value < 1):
+                raise SettingError(f"{name} must be a whole number from 1 on, got {value!r}")
+        if self.pad_to_max_length and self.max_seq_length is None:
+            raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
+        most, multiple = self.max_seq_length, self.pad_seq_to_mult
+        if most is not None and most % multiple and not self.compatible:
+            below = most // multiple * multiple
+            raise SettingError(
+                f"max_seq_length={most:,} is no multiple of pad_seq_to_mult={multiple:,}, so context-parallel ranks "
+                f"can't share its rows; pass "
+                f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
+            )
+        if self.pad_cu_seqlens:
+            self._check_static()
+
+    def _check_static(self) -> None:
+        """Check what batches of one shape need.
+
+        Raises:
+            SettingError: what is missing.
+        """
+        if not self.pad_to_max_length:
+            raise SettingError(
+                "'pad_to_max_length=True' is required when pad_cu_seqlens is enabled: CUDA graphs need one shape"
+            )
+        if not self.pack_metadata:
+            raise SettingError(
+                "pad_cu_seqlens=True needs the metadata of the packs, which says how many documents a row has at "
+                "most; pass pack_metadata_file_path (or pack_metadata)"
+            )
+        for number, entry in enumerate(self.pack_metadata):
+            wrong = [name for name in _METADATA if not _is_whole(entry.get(name))]
+            if wrong:
+                raise SettingError(
+                    f"entry {number} of the pack metadata has no whole number {wrong[0]!r}, which pad_cu_seqlens "
+                    "needs; pack the data again, or write the metadata file anew"
+                )
+
+    def __call__(self, rows: PackedRows, silent: npt.ArrayLike | None = None) -> MegatronBatch:
+        """Return the batch of some rows.
+
+        Args:
+            rows: packed rows, at least one.
+            silent: bool `[rows]`: rows that only complete the batch and train nothing.
+
+        Returns:
+            `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
+            hold fractions; `token_count`, inputs of each row; and the boundaries or the mask of the dialect.
+
+        Raises:
+            DocumentsError: rows that are no packed rows, or none.
+            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says.
+
+        Cost:
+            One pass over the tokens, by a compiled kernel.
+        """
+        stored = StoredRows.of(rows)
+        lengths, used, differs = self._measured(rows, stored)
+        width = self._width(used)
+        is_fractional = stored.loss_mask.dtype.kind == "f" and not self.compatible and self.answer_only_loss
+        # One block: from some megabytes on numpy asks for large pages, which are there a good deal sooner.
+        block = np.empty((4, rows.num_rows, width), np.int64)
+        tokens, labels, positions, mask = block
+        if is_fractional:
+            mask = np.empty(mask.shape, np.float32)
+        eos_in_loss = not self.compatible if self.eos_in_loss is None else self.eos_in_loss
+        _kernel("fill_rows")(
+            stored.input_ids,
+            stored.loss_mask,
+            stored.offsets,
+            stored.starts,
+            stored.document_offsets,
+            lengths,
+            _NOBODY if silent is None else np.ascontiguousarray(silent, dtype=np.bool_),
+            int(self.answer_only_loss),
+            int(eos_in_loss),
+            self.eos_id,
+            self.eos_id if self.pad_id is None else self.pad_id,
+            tokens,
+            labels,
+            mask,
+            positions,
+        )
+        batch: MegatronBatch = {
+            "tokens": torch.from_numpy(tokens),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(mask),
+            "position_ids": torch.from_numpy(positions),
+            "token_count": used.tolist(),
+        }
+        bounds = self._boundaries(stored, lengths, used, width, differs)
+        if self.return_cu_seqlen:
+            batch |= boundary_keys(bounds, self.dialect)
+        else:
+            batch["attention_mask"] = causal_mask(None if self.compatible else bounds, len(used), width)
+        if self.padding_mask:
+            batch["padding_mask"] = torch.from_numpy(padding_places(stored, lengths, width))
+            if self.dialect == "0.6" and self.return_cu_seqlen:
+                batch["pad_between_seqs"] = bounds.physical is not None
+        return batch
+
+    def _measured(self, rows: PackedRows, stored: StoredRows) -> tuple[IntArray, IntArray, bool]:
+        """Return each document's real inputs, each row's inputs, and whether any document holds padding.
+
+        Raises:
+            DocumentsError: rows that are no packed rows.
+        """
+        lengths, used = np.empty(len(stored.starts), np.int64), np.empty(rows.num_rows, np.int64)
+        keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
+        wrong, differs = _kernel("measure_rows")(
+            stored.input_ids,
+            stored.loss_mask,
+            stored.offsets,
+            stored.starts,
+            stored.document_offsets,
+            NOTHING if self.compatible else stored.given,
+            keep,
+            self.eos_id,
+            lengths,
+            used,
+        )
+        if wrong >= 0:
+            rows.check()
+            raise DocumentsError(
+                f"row {wrong:,}: its offsets reach past the tokens or the documents of these rows"
+            )
+        return lengths, used, bool(differs)
+
+    def _width(self, used: IntArray) -> int:
+        """Return the width of a batch.
+
+        Raises:
+            SettingError: a row is longer than `max_seq_length`.
+        """
+        longest, most = int(used.max()), self.max_seq_length
+        if most is not None and longest > most:
+            over = used > most
+            raise SettingError(
+                f"row {int(np.argmax(over)):,} holds {int(used[over][0]):,} inputs but max_seq_length is {most:,} "
+                f"({many(int(over.sum()), 'row')} of {len(used):,}); set it to the pack size, or pack to {most:,}"
+            )
+        if most is not None and self.pad_to_max_length:
+            return most
+        multiple = self.pad_seq_length_to_mult
+        if not self.compatible:
+            multiple = math.lcm(multiple, self.pad_seq_to_mult)
+        width = -(-longest // multiple) * multiple
+        if self.ceil_to_power_2:
+            width = 1 << max(longest - 1, 0).bit_length()
+        return width if most is None else min(most, width)
+
+    def _boundaries(
+        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool
+    ) -> Boundaries:
+        """Return where every row's documents end.
+
+        Raises:
+            SettingError: a row has more documents than the metadata says, or a longer one, or padding within them
+                that `pad_seq_to_mult` doesn't speak of.
+        """
+        multiple = self.pad_seq_to_mult
+        always = self.compatible if self.always_padded is None else self.always_padded
+        padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
+        tail = 0 if self.compatible else max(TAIL // multiple * multiple, multiple)
+        documents = stored.document_offsets[1:] - stored.document_offsets[:-1]
+        most = self._static("max_samples_per_bin", max) + 2 if self.pad_cu_seqlens else 2**31
+        entries = most
+        if self.pad_cu_seqlens:
+            self._check_documents(documents, most - 2)
+            if differs and multiple == 1:
+                raise SettingError(
+                    "documents of these rows hold padding (seq_lengths), but pad_seq_to_mult=1; pass what they were "
+                    "rounded up to when they were packed, so that every batch has padded boundaries"
+                )
+        else:
+            gaps = width - used
+            entries = int((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).max()) + 1
+        places = np.empty((len(used), entries), np.int32)
+        logical = np.empty_like(places)
+        counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int64)
+        _kernel("lay_boundaries")(
+            stored.offsets,
+            stored.starts,
+            stored.document_offsets,
+            lengths,
+            width,
+            tail,
+            1 if self.compatible else multiple,
+            int(not padded),
+            most,
+            logical,
+            places,
+            counts,
+            longest,
+        )
+        max_seqlen = longest.astype(np.int32).reshape(-1, 1)
+        logical_counts = counts
+        if self.pad_cu_seqlens:
+            max_seqlen = self._constant_max_seqlen(longest, width)
+            counts = np.full_like(counts, most)
+            logical_counts = logical_counts if self.compatible and self.dialect != "0.6" else counts
+        return Boundaries(
+            logical=logical,
+            physical=places if padded else None,
+            counts=counts,
+            logical_counts=logical_counts,
+            max_seqlen=max_seqlen,
+        )
+
+    def _constant_max_seqlen(self, longest: IntArray, width: int) -> npt.NDArray[np.int32]:
+        """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it.
+
+        Raises:
+            SettingError: a document is longer.
+        """
+        constant = max(
+            self._static("dataset_max_seqlen", max), width - self._static("min_packed_seqlen", min)
+        )
+        if int(longest.max()) > constant:
+            row = int(longest.argmax())
+            raise SettingError(
+                f"row {row:,} has a segment of {int(longest[row]):,} inputs, but the pack metadata allows for "
+                f"{constant:,} at most; pass the metadata of these packs"
+            )
+        return np.full(len(longest), constant, np.int32)
+
+    def _check_documents(self, documents: IntArray, most: int) -> None:
+        """Check that no row has more documents than the metadata says.
+
+        Raises:
+            SettingError: the first row that has.
+        """
+        over = documents > most
+        if over.any():
+            raise SettingError(
+                f"row {int(np.argmax(over)):,} holds {many(int(documents[over][0]), 'document')}, but the pack "
+                f"metadata says at most {most:,} (max_samples_per_bin; {many(int(over.sum()), 'row')} of "
+                f"{len(documents):,}); pass the metadata of these packs"
+            )
+
+    def _static(self, name: str, choose: Any) -> int:
+        """Return a number of the metadata over all its entries."""
+        return int(choose(entry[name] for entry in self.pack_metadata or ()))
+
+
+def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **settings: Any) -> MegatronBatch:
+    """Return the batch of some packed rows; the same as `RowCollator(**settings)(rows, silent)`.
+
+    Args:
+        rows: packed rows, at least one.
+        silent: bool `[rows]`: rows that only complete the batch and train nothing.
+        settings: fields of `RowCollator`; `eos_id` is required.
+
+    Raises:
+        DocumentsError: rows that are no packed rows, or none.
+        SettingError: settings that contradict each other or the rows.
+
+    >>> import numpy as np
+    >>> rows = PackedRows(
+    ...     input_ids=np.array([5, 6, 7, 2, 8, 9, 2]), loss_mask=np.array([0, 1, 1, 0, 1, 1, 0]),
+    ...     offsets=np.array([0, 7]), seq_start_id=np.array([0, 4]), document_offsets=np.array([0, 2]),
+    ... )
+    >>> batch = collate_rows(rows, eos_id=2, pad_seq_length_to_mult=8)
+    >>> for name in ("tokens", "labels", "loss_mask", "cu_seqlens_q", "max_seqlen_q"):
+    ...     print(name, batch[name].tolist())
+    tokens [[5, 6, 7, 8, 9, 2, 2, 2]]
+    labels [[6, 7, 2, 9, 2, 2, 2, 2]]
+    loss_mask [[0, 1, 1, 1, 1, 0, 0, 0]]
+    cu_seqlens_q [[0, 3, 5, 8]]
+    max_seqlen_q [[3]]
+    """
+    return RowCollator(**settings)(rows, silent)
+
+
+def _is_whole(value: object) -> bool:
+    """Return whether a value is a whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

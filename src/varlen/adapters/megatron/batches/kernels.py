@@ -1,0 +1,210 @@
+"""Kernels that measure packed rows and write their batch, compiled by numba.
+
+`reference.py` says in plain Python what each must return. Rows are those of `PackedRows`: a document stored as
+n tokens is n - 1 inputs.
+"""
+
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Values = NDArray[Any]
+
+
+@compiled
+def measure_rows(
+    input_ids: Values,
+    loss_mask: Values,
+    offsets: Int64,
+    starts: Int64,
+    document_offsets: Int64,
+    given: Int64,
+    keep_supervised: int,
+    eos_id: int,
+    lengths: Int64,
+    used: Int64,
+) -> tuple[int, int]:
+    """Find how much of each document is real, and refuse rows that no memory may be read for.
+
+    Args:
+        input_ids: `[stored tokens]`.
+        loss_mask: `[stored tokens]`.
+        offsets: int64 `[rows + 1]`.
+        starts: int64 `[documents]`: first stored tokens, counted within the row.
+        document_offsets: int64 `[rows + 1]`.
+        given: int64 `[documents]`: real inputs of each document; empty: found from the tokens.
+        keep_supervised: without `given`, 2: all inputs are real; 1: what follows the last input that is no `eos_id`
+            or is trained is padding; 0: the same, trained or not.
+        eos_id: token of padding.
+        lengths: int64 `[documents]`, written: real inputs.
+        used: int64 `[rows]`, written: inputs, padding within documents included.
+
+    Returns:
+        The first row that is no packed row, or -1; and 1 if a document holds padding, else 0.
+    """
+    differs = 0
+    for row in range(offsets.size - 1):
+        begin, end = offsets[row], offsets[row + 1]
+        first, last = document_offsets[row], document_offsets[row + 1]
+        if begin < 0 or end < begin or end > input_ids.size or end > loss_mask.size:
+            return row, 0
+        if first < 0 or last <= first or last > starts.size or starts[first] != 0:
+            return row, 0
+        for document in range(first, last):
+            stop = starts[document + 1] if document + 1 < last else end - begin
+            size = stop - starts[document] - 1
+            if size < 0 or starts[document] < 0 or stop > end - begin:
+                return row, 0
+            real = size
+            if given.size > 0:
+                real = given[document]
+                if real < 0 or real > size:
+                    return row, 0
+            elif keep_supervised < 2:
+                place = begin + starts[document]
+                while real > 0 and input_ids[place + real - 1] == eos_id:
+                    if keep_supervised == 1 and loss_mask[place + real - 1] != 0:
+                        break
+                    real -= 1
+            if real != size:
+                differs = 1
+            lengths[document] = real
+        used[row] = end - begin - (last - first)
+    return -1, differs
+
+
+@compiled
+def fill_rows(
+    input_ids: Values,
+    loss_mask: Values,
+    offsets: Int64,
+    starts: Int64,
+    document_offsets: Int64,
+    lengths: Int64,
+    silent: Values,
+    answer_only: int,
+    eos_in_loss: int,
+    eos_id: int,
+    pad_id: int,
+    tokens: Int64,
+    labels: Int64,
+    mask: Values,
+    positions: Int64,
+) -> None:
+    """Write tokens, labels, loss mask and positions of checked rows.
+
+    Args:
+        input_ids: `[stored tokens]`.
+        loss_mask: `[stored tokens]`.
+        offsets: int64 `[rows + 1]`.
+        starts: int64 `[documents]`.
+        document_offsets: int64 `[rows + 1]`.
+        lengths: int64 `[documents]`: real inputs.
+        silent: bool `[rows]`: rows that train nothing; empty: none.
+        answer_only: 1 trains where the loss mask says, 0 on every real input.
+        eos_in_loss: 0 never trains where the input is `eos_id`.
+        eos_id: end-of-text token.
+        pad_id: token and label behind a row's last document.
+        tokens: int64 `[rows, width]`, written.
+        labels: int64 `[rows, width]`, written.
+        mask: int64 or float32 `[rows, width]`, written.
+        positions: int64 `[rows, width]`, written.
+    """
+    width = tokens.shape[1]
+    for row in range(offsets.size - 1):
+        begin, last = offsets[row], document_offsets[row + 1]
+        quiet = silent.size > 0 and silent[row]
+        at = 0
+        for document in range(document_offsets[row], last):
+            stop = starts[document + 1] if document + 1 < last else offsets[row + 1] - begin
+            size = stop - starts[document] - 1
+            source = begin + starts[document]
+            for index in range(size):
+                tokens[row, at + index] = input_ids[source + index]
+                labels[row, at + index] = input_ids[source + index + 1]
+                positions[row, at + index] = index
+            real = 0 if quiet else lengths[document]
+            for index in range(size):
+                mask[row, at + index] = 0
+            for index in range(real):
+                if eos_in_loss == 1 or input_ids[source + index] != eos_id:
+                    mask[row, at + index] = loss_mask[source + index] if answer_only == 1 else 1
+            at += size
+        for index in range(at, width):
+            tokens[row, index] = pad_id
+            labels[row, index] = pad_id
+            positions[row, index] = 0
+            mask[row, index] = 0
+
+
+@compiled
+def lay_boundaries(
+    offsets: Int64,
+    starts: Int64,
+    document_offsets: Int64,
+    lengths: Int64,
+    width: int,
+    tail: int,
+    multiple: int,
+    tail_is_real: int,
+    most: int,
+    logical: Int32,
+    physical: Int32,
+    counts: Int64,
+    longest: Int64,
+) -> None:
+    """Write where documents and the padding behind them end, in real inputs and in places.
+
+    Args:
+        offsets: int64 `[rows + 1]`.
+        starts: int64 `[documents]`.
+        document_offsets: int64 `[rows + 1]`.
+        lengths: int64 `[documents]`: real inputs.
+        width: of a row.
+        tail: most places in one segment of the padding behind the documents, a multiple of `multiple`; 0: no limit.
+        multiple: segments of that padding are multiples of it.
+        tail_is_real: 1 counts that padding among the real inputs.
+        most: entries a row may have; segments of the padding are made longer so that they fit.
+        logical: int32 `[rows, entries]`, written; the last value is repeated up to the end.
+        physical: int32 `[rows, entries]`, written in the same way.
+        counts: int64 `[rows]`, written: entries before the repeats.
+        longest: int64 `[rows]`, written: most places that one segment takes up.
+    """
+    for row in range(offsets.size - 1):
+        entry, real, place, widest = 1, 0, 0, 0
+        logical[row, 0], physical[row, 0] = 0, 0
+        last = document_offsets[row + 1]
+        for document in range(document_offsets[row], last):
+            stop = starts[document + 1] if document + 1 < last else offsets[row + 1] - offsets[row]
+            size = stop - starts[document] - 1
+            real += lengths[document]
+            place += size
+            widest = max(widest, size)
+            logical[row, entry], physical[row, entry] = real, place
+            entry += 1
+        gap = width - place
+        if gap > 0:
+            segments = 1 if tail == 0 else (gap + tail - 1) // tail
+            segments = max(1, min(segments, most - entry))
+            unit = (gap + segments - 1) // segments
+            unit = (unit + multiple - 1) // multiple * multiple
+            while place < width:
+                size = min(unit, width - place)
+                place += size
+                real += size * tail_is_real
+                widest = max(widest, size)
+                logical[row, entry], physical[row, entry] = real, place
+                entry += 1
+        counts[row], longest[row] = entry, widest
+        for index in range(entry, logical.shape[1]):
+            logical[row, index], physical[row, index] = real, place

@@ -1,0 +1,243 @@
+"""`PackedSeqParams`: what Megatron's attention is told about a packed micro-batch, from a batch of any dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from varlen.errors import DocumentsError, MissingExtraError, SettingError
+
+_CURRENT = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedSeqParams:
+    """The fields of Megatron-Core's class of this name (0.16 to 0.20), without Megatron-Core.
+
+    Attention keeps documents apart by `cu_seqlens_q`; rotary embeddings, context parallelism and `seq_idx` go by
+    `cu_seqlens_q_padded` where it is given.
+    """
+
+    qkv_format: str | None = "thd"
+    cu_seqlens_q: torch.Tensor | None = None
+    """int32 `[segments + 1]`: real tokens before each segment."""
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    """int32 `[segments + 1]`: places before each segment; None where these are the same."""
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    local_cp_size: int | None = None
+    cp_group: Any = None
+    total_tokens: int | None = None
+    """Places of the micro-batch on this rank; where given, `seq_idx` is made of it."""
+    seq_idx: torch.Tensor | None = None
+    """int32 `[1, total_tokens]`: which segment each place belongs to, for recurrent layers."""
+    tokens_per_sample: int | None = None
+    pad_between_seqs: bool | None = None
+    """Whether places and real tokens differ: kernels that needn't look for it mustn't be told otherwise."""
+    cp_partition_mode: str = "zigzag"
+    cp_scatter_cache: Any = None
+
+    def __post_init__(self) -> None:
+        """Make `seq_idx`, as Megatron-Core's class does."""
+        bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        if self.total_tokens is not None and self.seq_idx is None and bounds is not None:
+            object.__setattr__(self, "seq_idx", sequence_index(bounds, self.total_tokens))
+
+    def to_megatron(self) -> Any:
+        """Return Megatron-Core's own object, with those of these fields that the installed release has.
+
+        Raises:
+            MissingExtraError: Megatron-Core isn't installed.
+            SettingError: it is older than what is set here, so that this would be lost.
+        """
+        try:
+            from megatron.core.packed_seq_params import (  # type: ignore[import-not-found, unused-ignore]
+                PackedSeqParams as Theirs,
+            )
+        except ImportError:
+            raise MissingExtraError(
+                "Megatron-Core is not installed, so there is no PackedSeqParams of its own to make; "
+                "`pip install megatron-core` installs it"
+            ) from None
+        known = {field.name for field in dataclasses.fields(Theirs)}
+        ours = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.cp_partition_mode != "zigzag" and "cp_partition_mode" not in known:
+            raise SettingError(
+                f"cp_partition_mode={self.cp_partition_mode!r} is unknown to the installed Megatron-Core, which "
+                "would attend in zigzag; install a later one"
+            )
+        return Theirs(**{name: value for name, value in ours.items() if name in known})
+
+
+def sequence_index(bounds: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """Return which segment each place belongs to; places behind the last segment belong to one more.
+
+    Args:
+        bounds: whole numbers `[segments + 1]`: places before each segment.
+        total_tokens: places.
+
+    Returns:
+        int32 `[1, total_tokens]`, or longer where the segments are.
+
+    >>> sequence_index(torch.tensor([0, 2, 3]), 5).tolist()
+    [[0, 0, 1, 2, 2]]
+    """
+    ends = torch.cat([bounds, bounds.new_tensor([total_tokens])])
+    sizes = (ends[1:] - ends[:-1]).clamp(min=0)
+    numbers = torch.arange(sizes.numel(), device=bounds.device)
+    return torch.repeat_interleave(numbers, sizes).to(torch.int32).unsqueeze(0)
+
+
+def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
+    """Return what attention must know about a micro-batch of any dialect, as Megatron-Bridge's function of this name.
+
+    What differs from the releases: `max_seqlen_*` are numbers, never tensors; boundaries without -1 at their end are
+    taken whole, where the releases take them for empty; two rows are refused, not joined; and `pad_between_seqs` is
+    said.
+
+    Args:
+        batch: with `cu_seqlens_q` (`"0.6"`), or `cu_seqlens` and, where documents are padded, `cu_seqlens_unpadded`
+            (`"0.4"`, `"0.5"`); both with or without a first dimension of 1. `total_tokens`, `cp_group`,
+            `local_cp_size`, `cp_partition_mode`, `pad_between_seqs` and `tokens_per_sample` are handed on.
+
+    Raises:
+        DocumentsError: no boundaries, those of several rows, or a `max_seqlen` of several values.
+
+    >>> batch = {"cu_seqlens": torch.tensor([[0, 4, 6, -1]]), "max_seqlen": torch.tensor([[4]])}
+    >>> params = get_packed_seq_params(batch)
+    >>> params.cu_seqlens_q.tolist(), params.max_seqlen_q, params.cu_seqlens_q_padded
+    ([0, 4, 6], 4, None)
+    """
+    given: dict[str, Any] = {}
+    if batch.get("cu_seqlens_q") is not None:
+        given = {name: _one_row(batch, name, None) for name in _CURRENT}
+        given["max_seqlen_q"] = _number(batch, "max_seqlen_q")
+        given["max_seqlen_kv"] = _number(batch, "max_seqlen_kv")
+        for name in ("cu_seqlens_kv", "max_seqlen_kv"):
+            if given[name] is None:
+                given[name] = given[name.replace("_kv", "_q")]
+        if given["cu_seqlens_kv_padded"] is None:
+            given["cu_seqlens_kv_padded"] = given["cu_seqlens_q_padded"]
+    elif batch.get("cu_seqlens") is not None:
+        places = _one_row(batch, "cu_seqlens", "cu_seqlens_argmin")
+        reals = _one_row(batch, "cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin")
+        given = dict.fromkeys(_CURRENT[:2], places if reals is None else reals)
+        given |= dict.fromkeys(_CURRENT[2:], None if reals is None else places)
+        given["max_seqlen_q"] = given["max_seqlen_kv"] = _number(batch, "max_seqlen")
+    else:
+        raise DocumentsError(
+            "the batch has neither cu_seqlens_q nor cu_seqlens, so attention would join its documents; it has "
+            f"{', '.join(sorted(map(str, batch))) or 'no keys'}"
+        )
+    said = batch.get("pad_between_seqs")
+    handed = ("total_tokens", "cp_group", "local_cp_size", "tokens_per_sample")
+    return PackedSeqParams(
+        **given,
+        **{name: batch.get(name) for name in handed},
+        cp_partition_mode=batch.get("cp_partition_mode") or "zigzag",
+        pad_between_seqs=given["cu_seqlens_q_padded"] is not None if said is None else bool(said),
+    )
+
+
+packed_seq_params = get_packed_seq_params
+"""The same by the name of what it gives."""
+
+
+def get_packed_seq_q_cu_seqlens(params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the boundaries of real tokens and those of places, which are the same where no padded ones are given.
+
+    Args:
+        params: this module's `PackedSeqParams` or Megatron-Core's.
+
+    Raises:
+        DocumentsError: it has no boundaries.
+    """
+    if params.cu_seqlens_q is None:
+        raise DocumentsError("these PackedSeqParams have no cu_seqlens_q")
+    padded = params.cu_seqlens_q_padded
+    return params.cu_seqlens_q, params.cu_seqlens_q if padded is None else padded
+
+
+def build_uniform_packed_seq_params(
+    batch_size: int, seq_length: int, device: torch.device | str | None = None
+) -> PackedSeqParams:
+    """Return the parameters of rows of one length laid end to end, each a sequence of its own.
+
+    Args:
+        batch_size: rows.
+        seq_length: places of a row.
+        device: of the boundaries.
+
+    Raises:
+        SettingError: fewer than one row or place.
+    """
+    if batch_size < 1 or seq_length < 1:
+        raise SettingError(
+            f"batch_size and seq_length must be 1 or more, got {batch_size!r} and {seq_length!r}"
+        )
+    bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
+    names = dict.fromkeys(_CURRENT, bounds)
+    return PackedSeqParams(
+        **names,  # type: ignore[arg-type]
+        max_seqlen_q=seq_length,
+        max_seqlen_kv=seq_length,
+        pad_between_seqs=False,
+    )
+
+
+def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.Tensor | None:
+    """Return the boundaries of a micro-batch of one row, what stands behind their end cut off.
+
+    Raises:
+        DocumentsError: boundaries of several rows, or without an entry.
+    """
+    bounds = batch.get(name)
+    if bounds is None:
+        return None
+    if not isinstance(bounds, torch.Tensor) or bounds.dim() not in (1, 2):
+        raise DocumentsError(f"{name} must be a tensor [entries] or [1, entries], got {_said(bounds)}")
+    if bounds.dim() == 2:
+        if bounds.size(0) != 1:
+            raise DocumentsError(
+                f"{name} has {bounds.size(0):,} rows; packed attention takes micro-batches of one row: pass "
+                "each of split_microbatches(batch)"
+            )
+        bounds = bounds[0]
+    stop = batch.get(argmin) if argmin else None
+    if stop is not None:
+        bounds = bounds[: int(stop)]
+    elif argmin:
+        least = int(torch.argmin(bounds))
+        bounds = bounds[:least] if int(bounds[least]) < 0 else bounds
+    if not bounds.numel():
+        raise DocumentsError(f"{name} ends before its first entry; a row's boundaries begin with 0")
+    return bounds
+
+
+def _number(batch: Mapping[str, Any], name: str) -> int | None:
+    """Return `max_seqlen` as a number, or None where the batch has none.
+
+    Raises:
+        DocumentsError: several values.
+    """
+    value = batch.get(name)
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise DocumentsError(
+                f"{name} must contain exactly one value, got {value.numel():,}; pass a micro-batch of one row"
+            )
+        value = value.item()
+    return int(value)
+
+
+def _said(value: object) -> str:
+    """Say what a value is."""
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,293 @@
+"""Packed rows in Megatron's `.sft.bin` and `.sft.idx`, as Megatron-Bridge writes them after 0.6.
+
+::
+
+    NAME.sft.idx   Megatron's index; each row is one sequence and one document
+    NAME.sft.bin   int32 words; of each row: 0x53465442 · version, 1 · documents D · D starts, of `seq_start_id` ·
+                   a word a token: the id in the lower 31 bits, the mask on top
+    NAME.sft.seq_lengths.npy   ours, where a document ends in padding: int32 [documents], positions that don't
+
+The release's readers leave the third file aside. A row is read with one call, wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.adapters.megatron.files.flat import as_stored, bounds_of, from_flat, joined, with_lengths
+from varlen.adapters.megatron.files.pairs import PairWriter, prefix_of
+from varlen.adapters.megatron.files.paths import Spec, resolve_packed
+from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import DocumentsError, SettingError, SourceError
+from varlen.offline.places import disk_faults, unfinished
+from varlen.source.megatron import MegatronFile
+from varlen.source.writing import sync
+from varlen.types import IntArray
+
+MAGIC, VERSION = 0x53465442, 1
+_HEAD = 3
+_ID_BITS = np.uint32(0x7FFFFFFF)
+_BATCH_ROWS_WORDS = 1 << 20
+
+
+class PackedIndexed(RowReader):
+    """Packed rows of one or more pairs of `.sft.bin` and `.sft.idx`, in the order of their names."""
+
+    def __init__(self, spec: Spec, *, wait_s: float = 0.0) -> None:
+        """Open the pairs.
+
+        Args:
+            spec: either file of a pair, their name without a suffix, a glob, a folder, or several of these.
+            wait_s: seconds to wait for files that another node has just written to a network file system.
+
+        Raises:
+            SourceError: nothing is there, half of a pair, or a pair of something else.
+        """
+        self.paths = resolve_packed(spec, wait_s=wait_s)
+        self._files = [_opened(path) for path in self.paths]
+        self._lengths = [_lengths_beside(path) for path in self.paths]
+        self._bounds = bounds_of([file.num_sequences for file in self._files])
+        self.num_rows = int(self._bounds[-1])
+        if self.num_rows == 0:
+            raise SourceError(f"{self.paths[0]} holds no row; was it written to the end?")
+        self._documents: list[IntArray | None] = [None] * len(self.paths)
+        self.rows([0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Open the pairs again in another process."""
+        return type(self), (self.paths,)
+
+    def rows(self, indices: RowIds) -> PackedRows:
+        """Return some rows, in the order asked for.
+
+        Args:
+            indices: of rows over all pairs; repeated ones are given again, negative ones count from the end.
+
+        Raises:
+            SourceError: a row isn't one of this format, or a file is damaged.
+            DocumentsError: a row's boundaries are none; says which.
+        """
+        ids = row_ids(indices, self.num_rows)
+        if len(ids) == 0:
+            return self._some(0, ids)
+        numbers = np.searchsorted(self._bounds, ids, side="right") - 1
+        cuts = np.flatnonzero(np.diff(numbers, prepend=-1, append=-1))
+        return joined(
+            [
+                self._some(int(numbers[a]), ids[a:b] - self._bounds[numbers[a]])
+                for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist())
+            ]
+        )
+
+    def batches(self) -> Iterator[PackedRows]:
+        """Yield all rows in order, about a million words or one row at a time.
+
+        Raises:
+            SourceError: a file is damaged.
+            DocumentsError: a row isn't a packed row.
+        """
+        for number, file in enumerate(self._files):
+            step = max(1, _BATCH_ROWS_WORDS * file.num_sequences // max(file.num_tokens, 1))
+            for start in range(0, file.num_sequences, step):
+                yield self._some(number, np.arange(start, min(start + step, file.num_sequences)))
+
+    def _some(self, number: int, local: IntArray) -> PackedRows:
+        """Return rows of one pair."""
+        found: list[tuple[npt.NDArray[Any], ...]] = []
+        path = self.paths[number]
+        with copy(self._files[number]) as file:  # an open file of its own: several threads may read
+            for row in local.tolist():
+                (start,), (size,) = file.places(row, row + 1)
+                words = file.read_tokens(int(start), int(start + size))
+                found.append(_decoded(words, f"{path}.bin row {row + 1:,}"))
+        starts, tokens = ([one[place] for one in found] for place in (0, 1))
+        flat = np.concatenate(tokens).view(np.uint32) if tokens else np.zeros(0, dtype=np.uint32)
+        offsets, document_offsets = bounds_of(map(len, tokens)), bounds_of(map(len, starts))
+        columns: dict[str, tuple[npt.NDArray[Any], IntArray]] = {
+            "input_ids": ((flat & _ID_BITS).view(np.int32), offsets),
+            "loss_mask": ((flat >> np.uint32(31)).astype(np.int8), offsets),
+            "seq_start_id": (
+                np.concatenate(starts) if starts else np.zeros(0, dtype=np.int32),
+                document_offsets,
+            ),
+        }
+        lengths = self._lengths[number]
+        if lengths is not None:
+            before = self._documents_before(number)
+            pieces = [lengths[before[row] : before[row + 1]] for row in local.tolist()]
+            values = np.concatenate(pieces) if pieces else lengths[:0]
+            columns["seq_lengths"] = values, bounds_of(map(len, pieces))
+        rows = from_flat(columns, lambda row: f"{path}.bin row {int(local[row]) + 1:,}")
+        return with_lengths(rows) if any(one is not None for one in self._lengths) else rows
+
+    def _documents_before(self, number: int) -> IntArray:
+        """Return int64 `[rows + 1]`, the documents before each row of a pair, read once."""
+        known = self._documents[number]
+        if known is not None:
+            return known
+        counts = np.zeros(self._files[number].num_sequences, dtype=np.int64)
+        with copy(self._files[number]) as file:
+            starts, _ = file.places(0, len(counts))
+            for row, start in enumerate(starts.tolist()):
+                counts[row] = file.read_tokens(start + 2, start + _HEAD)[0]
+        self._documents[number] = before = bounds_of(counts)
+        lengths: Any = self._lengths[number]
+        if before[-1] != len(lengths):
+            raise SourceError(
+                f"{_beside(self.paths[number])} has {len(lengths):,} lengths, but {self.paths[number]}.bin holds "
+                f"{int(before[-1]):,} documents; write both again"
+            )
+        return before
+
+
+def _beside(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.seq_lengths.npy")
+
+
+def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
+    """Return the lengths that stand beside a pair, if any do.
+
+    Raises:
+        SourceError: they can't be read.
+    """
+    path = _beside(prefix)
+    if not path.is_file():
+        return None
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SourceError(f"{path} can't be read: {error}") from error
+    if found.dtype != np.int32 or found.ndim != 1:
+        raise SourceError(f"{path} must hold int32 lengths, got {found.dtype} of shape {found.shape}")
+    return found  # type: ignore[no-any-return]
+
+
+def _opened(prefix: str) -> MegatronFile:
+    """Open a pair, if it can hold packed rows.
+
+    Raises:
+        SourceError: it can't.
+    """
+    file = MegatronFile(Path(prefix), Path(prefix).name)
+    if file.dtype.kind != "i" or file.dtype.itemsize != 4:
+        raise SourceError(f"{prefix}.idx says that its numbers are {file.dtype.name}; packed rows are int32")
+    if file.num_sequences != file.num_documents:
+        raise SourceError(
+            f"{prefix}.idx names {file.num_documents:,} documents and {file.num_sequences:,} sequences; each "
+            "packed row is one of both"
+        )
+    return file
+
+
+def _decoded(words: npt.NDArray[Any], where: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the starts and the tokens' words of one row.
+
+    Raises:
+        SourceError: the words aren't a packed row.
+    """
+    head = [int(word) for word in words[:_HEAD]]
+    if len(words) < _HEAD + 2:
+        raise SourceError(f"{where} has {len(words)} words; a packed row has {_HEAD + 2} at least")
+    if head[0] != MAGIC:
+        raise SourceError(
+            f"{where} begins with {head[0]:#x} instead of {MAGIC:#x}; tokens that aren't packed are read by "
+            "vl.PackedLoader and varlen pack"
+        )
+    if head[1] != VERSION:
+        raise SourceError(f"{where} is of version {head[1]:,}; version {VERSION} is read")
+    if not 0 < head[2] < len(words) - _HEAD:
+        raise SourceError(f"{where} says {head[2]:,} documents, but has {len(words) - _HEAD:,} words for all")
+    return words[_HEAD : _HEAD + head[2]], words[_HEAD + head[2] :]
+
+
+class PackedIndexedWriter:
+    """Write packed rows to one pair of `.sft.bin` and `.sft.idx`, streamed, whole or not at all."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Begin a pair.
+
+        Args:
+            path: that ends in `.sft`, `.sft.bin` or `.sft.idx`.
+
+        Raises:
+            SettingError: it ends otherwise, or the place can't be written.
+        """
+        self.path = prefix_of(path)
+        if self.path.suffix.lower() != ".sft":
+            raise SettingError(f"{path} must end in .sft: Megatron-Bridge knows packed pairs by their name")
+        self._pair = PairWriter(self.path)
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._has_lengths = self._has_padding = False
+        self.num_rows = self.num_tokens = 0
+
+    def write(self, rows: PackedRows) -> None:
+        """Add rows.
+
+        Args:
+            rows: in the order in which they are to be read.
+
+        Raises:
+            DocumentsError: a row isn't a packed row, or only some know their lengths.
+            SettingError: the disk is full, or the pair is closed already.
+        """
+        rows = as_stored(rows, self.num_rows)
+        has_lengths = rows.seq_lengths is not None
+        if self.num_rows and rows.num_rows and has_lengths != self._has_lengths:
+            raise DocumentsError(
+                f"{self.path}: some rows have `seq_lengths` and others don't; give all or none"
+            )
+        if rows.num_rows == 0:
+            return
+        self._has_lengths = has_lengths
+        if rows.seq_lengths is not None:
+            self._lengths.append(rows.seq_lengths)
+            self._has_padding |= bool((rows.seq_lengths != rows.stored_lengths - 1).any())
+        tokens, bounds = rows.input_ids.astype(np.uint32), rows.offsets.tolist()
+        tokens |= rows.loss_mask.astype(np.uint32) << np.uint32(31)
+        starts, document_bounds = rows.seq_start_id.astype(np.int32), rows.document_offsets.tolist()
+        pieces, sizes = [], []
+        for row in range(rows.num_rows):
+            first, last = document_bounds[row], document_bounds[row + 1]
+            a, b = bounds[row], bounds[row + 1]
+            pieces += [np.array([MAGIC, VERSION, last - first], dtype=np.int32), starts[first:last]]
+            pieces.append(tokens[a:b].view(np.int32))
+            sizes.append(_HEAD + last - first + b - a)
+        self._pair.write(np.concatenate(pieces), bounds_of(sizes))
+        self.num_rows += rows.num_rows
+        self.num_tokens += len(rows.input_ids)
+
+    def close(self) -> None:
+        """Write the index, and let the files appear, the index last.
+
+        Raises:
+            DocumentsError: no row was written.
+            SettingError: the disk is full.
+        """
+        if self._has_lengths and self._has_padding:
+            with disk_faults(self.path):
+                partial = unfinished(_beside(self.path))
+                with partial.open("wb") as file:
+                    np.save(file, np.concatenate(self._lengths), allow_pickle=False)
+                sync(partial)
+                partial.replace(_beside(self.path))
+        else:
+            _beside(self.path).unlink(missing_ok=True)
+        self._pair.close()
+
+    def __enter__(self) -> PackedIndexedWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close the pair, or leave none if the block raised."""
+        if kind is None:
+            self.close()
+        else:
+            self._pair.abort()

@@ -1,0 +1,113 @@
+"""Open packed rows whatever kind of file holds them, and write them as another kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
+from varlen.adapters.megatron.files.metadata import PackCounts
+from varlen.adapters.megatron.files.npy import PackedNpy
+from varlen.adapters.megatron.files.pairs import prefix_of
+from varlen.adapters.megatron.files.parquet import PackedParquet
+from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter
+from varlen.adapters.megatron.files.paths import PARQUET, Spec, resolve_packed
+from varlen.adapters.megatron.files.reader import PackedReader
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import SettingError, SourceError
+
+_KINDS = {
+    "Parquet": PackedParquet,
+    "an array (.npy)": PackedNpy,
+    "a pair (.sft.bin, .sft.idx)": PackedIndexed,
+}
+
+
+class PackedWriter(Protocol):
+    """What writes packed rows, streamed; the file appears when `close` returns."""
+
+    num_rows: int
+
+    def write(self, rows: PackedRows) -> None:
+        """Add rows."""
+
+    def close(self) -> None:
+        """Let the file appear under its name."""
+
+    def __enter__(self) -> PackedWriter:
+        """Return the writer."""
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close the file, or leave none if the block raised."""
+
+
+def open_packed(spec: Spec, *, wait_s: float = 0.0) -> PackedReader:
+    """Open packed rows to be read at any place.
+
+    Args:
+        spec: a file, glob or folder, or several: Parquet, `.npy`, or pairs of `.sft.bin` and `.sft.idx`.
+        wait_s: seconds to wait for files that another node has just written to a network file system.
+
+    Returns:
+        A reader with `num_rows`, `rows(indices)`, `batches()` and `close()`.
+
+    Raises:
+        SourceError: nothing is there, files of several kinds are named together, or one is damaged.
+    """
+    paths = resolve_packed(spec, wait_s=wait_s)
+    kinds = {_kind(path): path for path in reversed(paths)}
+    if len(kinds) > 1:
+        (one, first), (other, second) = list(kinds.items())[:2]
+        raise SourceError(f"{second} is {other}, and {first} is {one}; read them apart")
+    reader: Any = _KINDS[next(iter(kinds))](paths)
+    return reader  # type: ignore[no-any-return]
+
+
+def create_packed(path: str | Path) -> PackedWriter:
+    """Return a writer of packed rows, by the end of a name.
+
+    Args:
+        path: that ends in `.parquet` or `.pq`, or in `.sft`, `.sft.bin` or `.sft.idx`.
+
+    Raises:
+        SettingError: it ends otherwise: `.npy`, a pickle that is read whole into memory, isn't written.
+    """
+    if str(path).lower().endswith(PARQUET):
+        return PackedParquetWriter(path)
+    if prefix_of(path).suffix.lower() == ".sft":
+        return PackedIndexedWriter(path)
+    raise SettingError(f"{path} must end in .idx.parquet or .sft; other kinds of packed files aren't written")
+
+
+def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCounts:
+    """Write packed rows as another kind of file, streamed; true lengths go along.
+
+    Args:
+        spec: what is read, as `open_packed` takes it.
+        output: what is written, as `create_packed` takes it.
+        wait_s: seconds to wait for files that another node has just written.
+
+    Returns:
+        Counts of what was written: `convert(...).entry(pack_size)` is its metadata.
+
+    Raises:
+        SourceError: nothing is there, or a file is damaged.
+        SettingError: the output is among what is read, or can't be written.
+        DocumentsError: a row isn't a packed row.
+    """
+    reader = open_packed(spec, wait_s=wait_s)
+    target, counts = prefix_of(output).resolve(), PackCounts()
+    if any(Path(path).resolve() == target for path in resolve_packed(spec)):
+        raise SettingError(f"{output} is among what is read; name another")
+    with reader, create_packed(output) as writer:
+        for rows in reader.batches():
+            writer.write(rows)
+            counts.add_rows(rows)
+    return counts
+
+
+def _kind(path: str) -> str:
+    """Name the kind of a file by its end."""
+    if path.lower().endswith(PARQUET):
+        return "Parquet"
+    return "an array (.npy)" if path.lower().endswith(".npy") else "a pair (.sft.bin, .sft.idx)"

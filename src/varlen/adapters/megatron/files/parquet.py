@@ -1,0 +1,297 @@
+"""Packed Parquet files of every dialect, one or many, read at any row.
+
+A row group can only be decoded whole. Ours hold some ten thousand tokens, so that a row in random order costs little
+more than itself; the releases' hold 500 packs, and what was decoded last is kept, up to a number of bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, from_flat, joined, taken, with_lengths
+from varlen.adapters.megatron.files.paths import Spec, resolve_packed_parquet_paths
+from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import SourceError, VarlenError
+from varlen.source.ready import flat_column
+from varlen.source.retry import first_line
+from varlen.source.rows import listed
+from varlen.types import IntArray
+
+_KEPT_BYTES = 256 << 20
+_BATCH_TOKENS = 1 << 20
+_MOST_OPEN = 64
+"""Files held open at a time, of as many as there are."""
+
+
+class PackedParquet(RowReader):
+    """Packed rows of one or more Parquet files, in the order of their names.
+
+    Reads what Megatron-Bridge 0.4 to 0.6 and varlen write: lists of 32- or 64-bit `input_ids`, a `loss_mask` of
+    booleans or numbers, `seq_start_id`, and varlen's `seq_lengths` where it is there. Every file's columns are
+    checked here, and every row when it is read.
+
+    It may be used by several threads, is open anew in a process that was forked, and can be pickled.
+    """
+
+    def __init__(self, spec: Spec, *, kept_bytes: int = _KEPT_BYTES, wait_s: float = 0.0) -> None:
+        """Read what the files say of themselves.
+
+        Args:
+            spec: a file, a glob, a folder, or several.
+            kept_bytes: of decoded row groups that stay in memory.
+            wait_s: seconds to wait for files that another node has just written to a network file system.
+
+        Raises:
+            SourceError: nothing is there, a file is damaged or has other columns, or none holds a row.
+        """
+        self.paths = resolve_packed_parquet_paths(spec, wait_s=wait_s)
+        self._kept_bytes = kept_bytes
+        self._sizes, self._metadata, self._has_lengths = [], [], []
+        groups: list[IntArray] = []
+        for path in self.paths:
+            metadata, names = _described(path)
+            self._sizes.append(Path(path).stat().st_size)
+            self._metadata.append(metadata)
+            self._has_lengths.append(LENGTHS in names)
+            count = metadata.num_row_groups
+            groups.append(np.array([metadata.row_group(g).num_rows for g in range(count)], dtype=np.int64))
+        self._file_groups = np.cumsum([0, *map(len, groups)])
+        self._bounds = np.cumsum(np.concatenate([[0], *groups]))  # rows before each row group, over all files
+        self.num_rows = int(self._bounds[-1])
+        if self.num_rows == 0:
+            raise SourceError(f"{_named(self.paths)} without a row; were they written to the end?")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Hold nothing open and nothing decoded yet."""
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._kept: OrderedDict[int, PackedRows] = OrderedDict()
+        self._held = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open or decoded."""
+        own = ("_process", "_lock", "_open", "_kept", "_held")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the files again; they are opened by the first read."""
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def num_row_groups(self) -> int:
+        """Row groups of all files."""
+        return len(self._bounds) - 1
+
+    def rows(self, indices: RowIds) -> PackedRows:
+        """Return some rows, in the order asked for.
+
+        Args:
+            indices: of rows over all files; repeated ones are given again, negative ones count from the end.
+
+        Raises:
+            SourceError: a file is damaged or was replaced.
+            DocumentsError: a row's boundaries, ids or masks are none; says which.
+
+        Cost:
+            Of the row groups that hold them, each decoded once: about 0.1 ms for 8 packs of 4,096 tokens.
+        """
+        ids = row_ids(indices, self.num_rows)
+        if len(ids) == 0:
+            return taken(self._group(0), ids)
+        groups = np.searchsorted(self._bounds, ids, side="right") - 1
+        order = np.argsort(groups, kind="stable")
+        cuts = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
+        parts = []
+        for start, stop in zip(cuts[:-1].tolist(), cuts[1:].tolist()):
+            places = order[start:stop]
+            group = int(groups[places[0]])
+            parts.append(taken(self._group(group), ids[places] - self._bounds[group]))
+        found = joined(parts)
+        if (order[1:] > order[:-1]).all():
+            return found
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return taken(found, back)
+
+    def batches(self) -> Iterator[PackedRows]:
+        """Yield all rows in order, up to a million tokens or one row at a time.
+
+        Raises:
+            SourceError: a file is damaged.
+            DocumentsError: a row isn't a packed row.
+        """
+        for number, path in enumerate(self.paths):
+            first = 0
+            with _faults(path):
+                file = self._ready(number)
+            with file:
+                batches = file.iter_batches(
+                    _rows_at_a_time(file.metadata), columns=self._columns(number), use_threads=False
+                )
+                while True:
+                    with _faults(path):
+                        batch = next(batches, None)
+                    if batch is None:
+                        break
+                    yield self._whole(_decoded(batch, path, first))
+                    first += batch.num_rows
+
+    def _whole(self, rows: PackedRows) -> PackedRows:
+        """Have rows know their lengths if those of any file do."""
+        return with_lengths(rows) if any(self._has_lengths) else rows
+
+    def _columns(self, number: int) -> list[str]:
+        return [*COLUMNS, LENGTHS] if self._has_lengths[number] else list(COLUMNS)
+
+    def close(self) -> None:
+        """Close the files and forget what was decoded; the next read opens them again."""
+        with self._lock:
+            for file in self._open.values():
+                file.close()
+            self._open.clear()
+            self._kept.clear()
+            self._held = 0
+
+    def _group(self, group: int) -> PackedRows:
+        """Return a row group's rows, decoded now or lately."""
+        if self._process != os.getpid():
+            self._begin()  # a lock or an open file of the process before is not this one's
+        with self._lock:
+            if group in self._kept:
+                self._kept.move_to_end(group)
+                return self._kept[group]
+            number = int(np.searchsorted(self._file_groups, group, side="right")) - 1
+            first_group = int(self._file_groups[number])
+            path = self.paths[number]
+            with _faults(path):
+                table = self._opened(number).read_row_group(
+                    group - first_group, columns=self._columns(number), use_threads=False
+                )
+                batch = table.combine_chunks().to_batches()[0]
+            rows = self._whole(_decoded(batch, path, int(self._bounds[group] - self._bounds[first_group])))
+            self._keep(group, rows)
+            return rows
+
+    def _keep(self, group: int, rows: PackedRows) -> None:
+        self._kept[group] = rows
+        self._held += _bytes(rows)
+        while self._held > self._kept_bytes:
+            self._held -= _bytes(self._kept.popitem(last=False)[1])
+
+    def _opened(self, number: int) -> Any:
+        """Return an open file; those that were used longest ago are closed."""
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        self._open[number] = file = self._ready(number)
+        while len(self._open) > _MOST_OPEN:
+            self._open.popitem(last=False)[1].close()
+        return file
+
+    def _ready(self, number: int) -> Any:
+        """Open a file that is still as it was described."""
+        import pyarrow.parquet as pq
+
+        path = self.paths[number]
+        size = Path(path).stat().st_size
+        if size != self._sizes[number]:
+            raise SourceError(
+                f"{path} was replaced while it was read: it had {self._sizes[number]:,} bytes, and has {size:,}; "
+                "open it again"
+            )
+        return pq.ParquetFile(path, metadata=self._metadata[number], pre_buffer=False)
+
+
+def _bytes(rows: PackedRows) -> int:
+    """Return the memory of rows, to within what stands once a row."""
+    return rows.input_ids.nbytes + rows.loss_mask.nbytes + 2 * rows.seq_start_id.nbytes + rows.offsets.nbytes
+
+
+def _named(paths: list[str]) -> str:
+    return f"{paths[0]} is a file" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1:,} more are files"
+
+
+@contextmanager
+def _faults(path: str) -> Iterator[None]:
+    """Turn what Arrow and the system say of a broken file into a sentence.
+
+    Raises:
+        SourceError: the file can't be read.
+    """
+    try:
+        yield
+    except VarlenError:
+        raise
+    except FileNotFoundError as error:
+        raise SourceError(f"{path} isn't there any more") from error
+    except Exception as error:
+        raise SourceError(f"{path} is not a Parquet file, or is damaged: {first_line(error)}") from error
+
+
+def _described(path: str) -> tuple[Any, list[str]]:
+    """Return a file's description of itself and the names of its columns, if they are those of packed rows.
+
+    Raises:
+        SourceError: they aren't.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with _faults(path), pq.ParquetFile(path) as file:
+        metadata, schema = file.metadata, file.schema_arrow
+    missing = [name for name in COLUMNS if name not in schema.names]
+    if missing:
+        raise SourceError(
+            f"{path} has no column {listed(missing)}; packed rows have {listed(COLUMNS)}, and this file has "
+            f"{listed(schema.names)}"
+        )
+    for name in (*COLUMNS, *([LENGTHS] if LENGTHS in schema.names else [])):
+        kind = schema.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        is_bool = is_list and name == "loss_mask" and pa.types.is_boolean(kind.value_type)
+        if not (is_list and (is_bool or pa.types.is_integer(kind.value_type))):
+            raise SourceError(
+                f"{path} holds {kind} in the column `{name}`, which must be a list of whole numbers"
+                f"{' or booleans' if name == 'loss_mask' else ''}"
+            )
+    return metadata, list(schema.names)
+
+
+def _rows_at_a_time(metadata: Any) -> int:
+    """Return how many rows of a file to decode at once when all are read in order."""
+    values = sum(
+        metadata.row_group(group).column(column).num_values
+        for group in range(min(metadata.num_row_groups, 8))
+        for column in range(metadata.num_columns)
+        if metadata.row_group(group).column(column).path_in_schema.startswith(COLUMNS[0])
+    )
+    rows = sum(metadata.row_group(group).num_rows for group in range(min(metadata.num_row_groups, 8)))
+    return max(1, _BATCH_TOKENS * max(int(rows), 1) // max(int(values), 1))
+
+
+def _decoded(batch: Any, path: str, first: int) -> PackedRows:
+    """Return the rows of an Arrow record batch, checked.
+
+    Raises:
+        SourceError: a row holds null.
+        DocumentsError: a row isn't a packed row.
+    """
+    wrong: dict[int, str] = {}
+    flat = {}
+    for name in batch.schema.names:
+        flat[name] = flat_column(batch.column(name), name, wrong)
+    if wrong:
+        row = min(wrong)
+        raise SourceError(f"{path} row {first + row + 1:,} {wrong[row]}")
+    return from_flat(flat, lambda row: f"{path} row {first + row + 1:,}")
