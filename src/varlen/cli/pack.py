@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varlen.cli.megatron import (
+    FORMATS,
+    ContextParallel,
+    Longest,
+    MetadataOf,
+    PadId,
+    PadToMultipleOf,
+    PartTokens,
+    SequenceParallel,
+    Split,
+    TensorParallel,
+    megatron_packer,
+    print_reading,
+    refuse_others,
+)
 from varlen.cli.options import (
     DOCUMENTS,
     OUTPUT,
@@ -27,6 +43,9 @@ from varlen.cli.options import (
     Tokenizer,
 )
 from varlen.counts import many
+
+if TYPE_CHECKING:
+    from varlen.offline.pack import PackedSet
 
 PACKING = "Packing"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
@@ -50,7 +69,11 @@ def pack(
     text_cut: TextCut = "auto",
     method: Annotated[
         str,
-        typer.Option(help="Of packing; best_fit_decreasing is fuller by a hair.", rich_help_panel=PACKING),
+        typer.Option(
+            help="Of packing; best_fit_decreasing is fuller by a hair. For Megatron-Bridge also its own, "
+            "first_fit_shuffle: the very packs that it makes.",
+            rich_help_panel=PACKING,
+        ),
     ] = "best_fit",
     overlong: Annotated[
         str,
@@ -71,7 +94,13 @@ def pack(
         typer.Option(help="Most documents of a row.  [dim]\\[default: no limit][/]", rich_help_panel=PACKING),
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", help="[bold]parquet[/] or [bold]arrow[/].", rich_help_panel=OUTPUT)
+        str,
+        typer.Option(
+            "--format",
+            help="[bold]parquet[/] or [bold]arrow[/]; for Megatron-Bridge [bold]megatron[/], or "
+            "[bold]megatron-index[/], which says where tokens stand and writes none again.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = "parquet",
     position_ids: Annotated[
         bool, typer.Option("--position-ids", help="Write position ids too.", rich_help_panel=OUTPUT)
@@ -90,6 +119,15 @@ def pack(
             rich_help_panel=DOCUMENTS,
         ),
     ] = None,
+    pad_to_multiple_of: PadToMultipleOf = None,
+    context_parallel: ContextParallel = 1,
+    tensor_parallel: TensorParallel = 1,
+    sequence_parallel: SequenceParallel = False,
+    longest: Longest = None,
+    pad_id: PadId = None,
+    split: Split = "training",
+    metadata_of: MetadataOf = None,
+    part_tokens: PartTokens = None,
     on_error: OnError = "raise",
     processes: Processes = None,
     ray: Ray = False,
@@ -99,26 +137,38 @@ def pack(
     """Write a packed data set that a trainer reads as it is, without losing a token.
 
     Rows have the columns [bold]input_ids[/], [bold]labels[/] and [bold]seq_lengths[/], which TRL's SFTTrainer takes
-    with padding_free=True. A manifest beside them accounts for every token. An interrupted run leaves nothing that
+    with padding_free=True. With --format megatron they are those of Megatron-Bridge's packed sets. A manifest beside
+    them accounts for every token. An interrupted run leaves nothing that
     looks finished; the same command again goes on where it stopped.
 
     [bold]Example:[/]  varlen pack 'chats/*.jsonl' -o packed --capacity 8192 --tokenizer ./my-model
     """
     from varlen.cli.progress import progress
     from varlen.cli.reading import as_crew, as_source, check_one_store
-    from varlen.offline.pack import pack_source
-    from varlen.offline.settings import PackSettings
 
-    chosen: dict[str, Any] = {"method": method, "overlong": overlong, "format": format_}
-    settings = PackSettings(
-        capacity=capacity,
-        max_documents=max_documents,
-        shuffle=not in_order,
-        seed=seed,
-        position_ids=position_ids,
-        trace=trace,
-        **chosen,
-    )
+    given: dict[str, Any] = {
+        "pad_to_multiple_of": pad_to_multiple_of,
+        "context_parallel": context_parallel,
+        "tensor_parallel": tensor_parallel,
+        "sequence_parallel": sequence_parallel,
+        "longest": longest,
+        "pad_id": pad_id,
+        "split": split,
+        "metadata_of": metadata_of or [],
+        "part_tokens": part_tokens,
+    }
+    shared: dict[str, Any] = {
+        "overlong": overlong,
+        "max_documents": max_documents,
+        "shuffle": not in_order,
+        "seed": seed,
+    }
+    columns = {"position_ids": position_ids, "trace": trace}
+    if format_ in FORMATS:
+        packer = megatron_packer(capacity, method, format_, given, columns, **shared)
+    else:
+        refuse_others(given)
+        packer = _packer(capacity=capacity, method=method, format=format_, **columns, **shared)
     source = as_source(
         data,
         tokenizer=tokenizer,
@@ -134,9 +184,7 @@ def pack(
     check_one_store(source, tokens)
     crew = as_crew(processes, ray)
     with progress() as on_progress:
-        done = pack_source(
-            source, output, settings, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress
-        )
+        done = packer(source, output, tokens=tokens, crew=crew, overwrite=overwrite, on_progress=on_progress)
     if as_json:
         json.dump(done.manifest, sys.stdout, indent=1)
         print()
@@ -145,15 +193,26 @@ def pack(
     _print_summary(done.manifest, done.folder, was_there=done.was_there, are_bytes=are_bytes)
 
 
+def _packer(**settings: Any) -> Callable[..., PackedSet]:
+    """Return what packs for TRL and others, with settings of `PackSettings`."""
+    from varlen.offline.pack import pack_source
+    from varlen.offline.settings import PackSettings
+
+    chosen = PackSettings(**settings)
+    return lambda source, output, **more: pack_source(source, output, chosen, **more)
+
+
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
     """Say what was packed, what became of every token, and how to read it."""
     ledger, settings = manifest["ledger"], manifest["settings"]
+    is_megatron = manifest["kind"] != "packed"
+    capacity, unit = (settings["pack_size"], "position") if is_megatron else (settings["capacity"], "token")
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     print(
-        f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], 'token')} -> "
+        f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], unit)} -> "
         f"{many(manifest['num_packs'], 'row')} of "
-        f"{settings['capacity']:,}, {100 * manifest['fill_ratio']:.2f} % full, "
+        f"{capacity:,}, {100 * manifest['fill_ratio']:.2f} % full, "
         f"{many(manifest['num_targets'], 'token')} to train on"
     )
     if are_bytes:
@@ -161,8 +220,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     notes = {
         "empty_documents": "left out: no tokens",
         "split_documents": "cut into pieces",
-        "truncated_documents": f"cut short ({many(ledger['truncated'], 'token')} lost)",
-        "dropped_documents": f"dropped ({many(ledger['dropped'], 'token')} lost)",
+        "truncated_documents": f"cut short ({many(ledger['truncated'], unit)} lost)",
+        "dropped_documents": f"dropped ({many(ledger['dropped'], unit)} lost)",
     }
     for key, words in notes.items():
         if ledger[key]:
@@ -176,6 +235,9 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
                 print(f"    {line.rstrip()}")
         if manifest["num_skipped"] > 10:
             print(f"    all of them in {folder / 'skipped.log'}")
+    if is_megatron:
+        print_reading(manifest, folder)
+        return
     name = settings["format"]
     print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
     print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')

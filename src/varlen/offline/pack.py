@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from varlen import __version__
 from varlen.counts import many
@@ -30,6 +31,8 @@ from varlen.source.written import WORK, read_manifest
 
 SKIPPED = "skipped.log"
 _TOKENS = "tokens"
+Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
+"""Writes a set of a store's tokens into a folder, where an earlier run may have begun; returns the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,29 +81,65 @@ def pack_source(
     Cost: memory of a window (`window` documents, about 200 bytes each) and of a part for each process (about 20 bytes
     a token of `part_tokens`); disk for the tokens, 2 or 4 bytes each, while it works.
     """
+
+    def write(store: TokenStore, partial: Path, team: Team) -> dict[str, Any]:
+        return _write(store, partial, settings, team, on_progress)
+
+    settled = settings.to_json()
+    return make_set(source, output, settled, write, tokens, crew, overwrite, on_progress)
+
+
+def make_set(
+    source: Source | Path,
+    output: Path,
+    settings: dict[str, Any],
+    write: Write,
+    tokens: Path | None = None,
+    crew: Crew | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = quiet,
+) -> PackedSet:
+    """Make a packed set of any form from a source's tokens, unless an earlier run did.
+
+    Args:
+        source: documents, or the folder of a finished token store.
+        output: folder to write; it appears when it is whole.
+        settings: all that decides the bytes.
+        write: writes the set, resumably.
+        tokens: as `pack_source` has them, like what follows.
+        crew: who does the work; None: this process.
+        overwrite: replace packed sets and stores made from something else.
+        on_progress: called with work done, all work, and words.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+        OverlongDocumentError: what `write` says; the tokens are kept.
+        SettingError: a folder can't be written, or holds something else.
+    """
     output = output.resolve() if output.is_symlink() else output
     tokens = tokens.resolve() if tokens and tokens.is_symlink() else tokens
     check_places(source if isinstance(source, Path) else source.files, output, tokens)
     with (crew or Crew()).hired() as team:
-        return _packed(source, output, settings, tokens, team, overwrite, on_progress)
+        return _made(source, output, settings, write, tokens, team, overwrite, on_progress)
 
 
-def _packed(
+def _made(
     source: Source | Path,
     output: Path,
-    settings: PackSettings,
+    settings: dict[str, Any],
+    write: Write,
     tokens: Path | None,
     team: Team,
     overwrite: bool,
     on_progress: OnProgress,
 ) -> PackedSet:
-    """Pack, unless an earlier run did; arguments as in `pack_source`."""
+    """Make a set, unless an earlier run did; arguments as in `make_set`."""
     if isinstance(source, Path):
         store = open_store(source)
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
         marks = look_at(source, output, team, on_progress)
-    wanted = digest(json.dumps([__version__, marks, settings.to_json()], sort_keys=True))
+    wanted = digest(json.dumps([__version__, marks, settings], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
         tidy(output)
@@ -119,7 +158,7 @@ def _packed(
                 overwrite=overwrite or tokens is None,
             )
         try:
-            manifest = _write(store, partial, settings, team, on_progress)
+            manifest = write(store, partial, team)
         except OverlongDocumentError as error:
             if isinstance(source, Path):
                 raise

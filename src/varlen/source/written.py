@@ -11,7 +11,12 @@ PARTIAL, WORK = ".partial", ".work"
 LOCK, PLAN = "lock", "plan.json"
 """In that folder: held while a run works, and how many parts of a token store there will be."""
 _HEAD_BYTES = 64
-_KINDS = {"packed": "a packed set", "tokens": "a token store"}
+_KINDS = {
+    "packed": "a packed set",
+    "tokens": "a token store",
+    "megatron": "a packed set for Megatron-Bridge",
+    "megatron-index": "an index of packs",
+}
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,1 @@
+"""How documents get into packed rows: the releases' own packs, better ones, alignment, and files written ahead."""

@@ -1,0 +1,240 @@
+"""Packs as an index over a token store: which documents stand in which row, and no token a second time.
+
+::
+
+    INDEX/
+      manifest.json          settings, ledger, and which token store it speaks of
+      4096_metadata.jsonl    what the release's data set reads beside a packed file
+      offsets.npy            int64 [rows + 1]: where each row's pieces begin
+      documents.npy          uint32 or int64 [pieces]: which document, counted over all shards
+      positions.npy          int32 [pieces]: positions of input of each piece
+      starts.npy             int32 [pieces]: its first token in its document; absent where every piece begins at 0
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
+from varlen.adapters.megatron.packing.alignment import slots_of
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import SourceError
+from varlen.source.store import TokenStore, open_store
+from varlen.source.writing import sync
+from varlen.source.written import read_manifest
+from varlen.types import Int32Array, IntArray, Packing
+
+INDEX = "megatron-index"
+_BATCH_TOKENS = 1 << 20
+
+
+class PackIndex(RowReader):
+    """Packed rows, gathered from a token store when they are asked for.
+
+    The rows are those that `pack_for_megatron` writes to Parquet with the same settings, value for value. It may be
+    pickled where it was opened from a folder; for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        arrays: dict[str, npt.NDArray[Any]],
+        *,
+        multiple: int = 1,
+        pad_id: int = 0,
+        opened_from: tuple[Path, Path] | None = None,
+    ) -> None:
+        """Take a store and an index of it.
+
+        Args:
+            store: of the tokens.
+            arrays: of `arrays_of`, by name.
+            multiple: slots are rounded up to it.
+            pad_id: token of the padding.
+            opened_from: the folders of the index and of the tokens.
+        """
+        self._store, self._opened_from = store, opened_from
+        self._offsets, self._documents = arrays["offsets"], arrays["documents"]
+        self._positions, self._starts = arrays["positions"], arrays.get("starts")
+        self._multiple, self._pad_id = multiple, pad_id
+        self._first = np.concatenate([[0], np.cumsum(store.documents)]).astype(np.int64)
+        self.num_rows = len(self._offsets) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Open it again where it is needed."""
+        if self._opened_from is None:
+            raise TypeError("this index was never written to a folder, so that no other process can open it")
+        return open_index, self._opened_from
+
+    @property
+    def row_tokens(self) -> IntArray:
+        """int64 `[rows]`: stored tokens of each row."""
+        ends = np.concatenate([[0], np.cumsum(slots_of(self._positions, self._multiple), dtype=np.int64)])
+        stored: IntArray = np.diff(ends[self._offsets]) + np.diff(self._offsets)
+        return stored
+
+    def rows(self, indices: RowIds) -> PackedRows:
+        """Return some rows, in the order asked for.
+
+        Args:
+            indices: repeated ones are given again, negative ones count from the end.
+
+        Raises:
+            SourceError: the token store is damaged.
+            IndexError: there is no such row.
+        """
+        ids = row_ids(indices, self.num_rows)
+        counts = self._offsets[ids + 1] - self._offsets[ids]
+        document_offsets = _offsets_of(counts)
+        within = np.arange(int(document_offsets[-1])) - np.repeat(document_offsets[:-1], counts)
+        pieces = np.repeat(self._offsets[ids], counts) + within
+        positions = np.asarray(self._positions[pieces])
+        tokens, mask = self._gathered(pieces, positions)
+        begins = _offsets_of(slots_of(positions, self._multiple).astype(np.int64) + 1)
+        if self._multiple > 1:
+            tokens, mask = _spread(tokens, mask, positions, begins, self._pad_id)
+        offsets = begins[document_offsets]
+        return PackedRows(
+            input_ids=tokens,
+            loss_mask=mask,
+            offsets=offsets,
+            seq_start_id=begins[:-1] - np.repeat(offsets[:-1], counts),
+            document_offsets=document_offsets,
+            seq_lengths=positions,
+        )
+
+    def _gathered(self, pieces: IntArray, positions: Int32Array) -> tuple[Int32Array, npt.NDArray[np.int8]]:
+        """Return the tokens of pieces, and at each whether the target behind it is trained, end to end."""
+        documents = self._documents[pieces].astype(np.int64)
+        shards = np.searchsorted(self._first, documents, side="right") - 1
+        starts = np.zeros(len(pieces), np.int64) if self._starts is None else self._starts[pieces]
+        lengths = positions.astype(np.int64) + 1
+        tokens, supervised = self._store.gather(
+            shards.astype(np.int64), documents - self._first[shards], starts.astype(np.int64), lengths
+        )
+        mask = np.ones(len(tokens), np.int8)
+        if supervised is not None:
+            mask[:-1] = supervised[1:]
+        mask[np.cumsum(lengths) - 1] = 0  # the last token is a target alone
+        return tokens, mask
+
+    def batches(self) -> Iterator[PackedRows]:
+        """Yield all rows in order, up to a million tokens or one row at a time.
+
+        Raises:
+            SourceError: the token store is damaged.
+        """
+        return self.batches_of(0, self.num_rows)
+
+    def batches_of(self, start: int, stop: int) -> Iterator[PackedRows]:
+        """Yield the rows [start, stop) in order, as `batches` does."""
+        ends = np.cumsum(self.row_tokens)
+        while start < stop:
+            before = int(ends[start - 1]) if start else 0
+            most = int(np.searchsorted(ends, before + _BATCH_TOKENS, side="right"))
+            end = min(max(most, start + 1), stop)
+            yield self.rows(range(start, end))
+            start = end
+
+
+def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackIndex:
+    """Open packs that `varlen pack --format megatron-index` wrote.
+
+    Args:
+        folder: of the index.
+        tokens: of the token store, where it isn't where it was when the index was made.
+
+    Raises:
+        SourceError: no such index, or the store holds other tokens than it speaks of.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if manifest is None or manifest.get("kind") != INDEX:
+        raise SourceError(f"{folder} is not a finished index of packs: it has no manifest of one")
+    place = folder / manifest["tokens"] if tokens is None else Path(tokens)
+    if read_manifest(place) is None:
+        raise SourceError(
+            f"{folder} is an index of tokens in {os.path.normpath(place)}, which isn't there; pass tokens=..., where "
+            "they are now"
+        )
+    store = open_store(place)
+    return opened(folder, store, manifest["tokens_fingerprint"], manifest["settings"], manifest["pad_id"])
+
+
+def opened(
+    folder: Path, store: TokenStore, fingerprint: str, settings: dict[str, Any], pad_id: int
+) -> PackIndex:
+    """Open the arrays in a folder, over the store that they speak of.
+
+    Raises:
+        SourceError: the store holds other tokens, or an array is missing or damaged.
+    """
+    if store.fingerprint != fingerprint:
+        raise SourceError(
+            f"{folder} is an index of other tokens than those in {store.folder}, which was made anew or has grown; "
+            "pack it again, which takes seconds"
+        )
+    arrays = {}
+    for name in ("offsets", "documents", "positions", "starts"):
+        path = folder / f"{name}.npy"
+        if name == "starts" and not path.exists():
+            continue
+        try:
+            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"{path} is missing or damaged ({error}); pack it again") from error
+    pieces = int(arrays["offsets"][-1])
+    if any(len(arrays[name]) != pieces for name in arrays if name != "offsets"):
+        raise SourceError(f"{folder} is damaged: its arrays differ in length; pack it again")
+    places = folder, store.folder
+    return PackIndex(store, arrays, multiple=settings["multiple"], pad_id=pad_id, opened_from=places)
+
+
+def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of an index: about 8 bytes a piece and 8 a row."""
+    largest = int(packing.document_ids.max(initial=0))
+    kind = np.uint32 if largest < 2**32 else np.int64
+    arrays = {
+        "offsets": packing.offsets,
+        "documents": packing.document_ids.astype(kind),
+        "positions": packing.lengths,
+    }
+    if packing.starts.any():
+        arrays["starts"] = packing.starts
+    return arrays
+
+
+def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> int:
+    """Write the arrays of an index; returns their bytes."""
+    size = 0
+    for name, array in arrays.items():
+        path = folder / f"{name}.npy"
+        np.save(path, array)
+        sync(path)
+        size += path.stat().st_size
+    return size
+
+
+def _offsets_of(counts: npt.NDArray[np.integer[Any]]) -> IntArray:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _spread(
+    tokens: Int32Array, mask: npt.NDArray[np.int8], positions: Int32Array, begins: IntArray, pad_id: int
+) -> tuple[Int32Array, npt.NDArray[np.int8]]:
+    """Move pieces that lie end to end into their slots, with padding between them."""
+    lengths = positions.astype(np.int64) + 1
+    places = np.arange(len(tokens)) + np.repeat(begins[:-1] - np.cumsum(lengths) + lengths, lengths)
+    padded = np.full(int(begins[-1]), pad_id, np.int32)
+    padded[places] = tokens
+    trained = np.zeros(int(begins[-1]), np.int8)
+    trained[places] = mask
+    return padded, trained

@@ -1,0 +1,320 @@
+"""Pack a data set for Megatron-Bridge ahead of training: tokenize once, plan, write Parquet or an index.
+
+Bounded memory, all processors, resumable, and finished or not there; no rank of a training job waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from varlen import __version__
+from varlen.adapters.megatron.files.metadata import metadata_entry, read_metadata, write_metadata
+from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter
+from varlen.adapters.megatron.packing.alignment import slots_of
+from varlen.adapters.megatron.packing.index import INDEX, arrays_of, opened, write_arrays
+from varlen.adapters.megatron.packing.plan import plan_rows
+from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import DocumentsError, LedgerError, SettingError
+from varlen.offline.crew import Crew, Team
+from varlen.offline.index import OnProgress, quiet
+from varlen.offline.pack import PackedSet, make_set
+from varlen.offline.places import disk_faults, write_json
+from varlen.offline.write import opened_store
+from varlen.source.source import Source
+from varlen.source.store import TokenStore
+from varlen.source.written import WORK
+from varlen.types import IntArray, Packing
+
+_KIND = "megatron"
+_WORK_INDEX = "index"
+
+
+def pack_for_megatron(
+    source: Source | Path,
+    output: Path,
+    settings: MegatronPackSettings,
+    *,
+    tokens: Path | None = None,
+    metadata_of: Sequence[Path] = (),
+    crew: Crew | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = quiet,
+) -> PackedSet:
+    """Pack a source, or a token store, into a folder that Megatron-Bridge reads as it is.
+
+    The folder holds `training_4096.idx.parquet` (or several files, or an index), `4096_metadata.jsonl`, which the
+    release needs for constant shapes and CUDA graphs, and a manifest that accounts for every position. Documents are
+    tokenized once: kept with `tokens`, they are packed again at another size in seconds, and as an index without
+    being written again. The bytes depend on the data, the settings and varlen's version alone.
+
+    Args:
+        source: documents, or the folder of a finished token store.
+        output: folder to write; it appears when it is whole.
+        settings: how to pack.
+        tokens: keep the tokenized documents in this folder, or take them from it; None keeps nothing.
+        metadata_of: folders of other splits at this pack size, or their metadata files, whose entries are written
+            beside this one's: the release takes one file for training and validation.
+        crew: who does the work; None: this process.
+        overwrite: replace packed sets and stores made from something else.
+        on_progress: called with work done, all work, and words.
+
+    Returns:
+        The folder and its manifest; `manifest["data"]` names the packed files as the release takes them.
+
+    Raises:
+        SourceError: a record can't be read, there is no document, or metadata is missing or damaged.
+        OverlongDocumentError: a document is longer than a row, and `overlong` is "error". Tokens are kept for a run
+            with another setting.
+        SettingError: a folder can't be written or holds something else, or an index is wanted of tokens that nobody
+            keeps.
+
+    Cost: memory of about 150 bytes a document, and some 100 MB for each process; disk for the tokens, 2 or 4 bytes
+    each, while it works.
+    """
+    if settings.format == "index" and not isinstance(source, Path) and tokens is None:
+        raise SettingError(
+            "an index says which tokens stand in which row, so that they must be kept: name a folder for them with "
+            "--tokens (tokens=...)"
+        )
+    others = [entry for place in metadata_of for entry in _entries(place, settings.pack_size)]
+    settled = {**settings.to_json(), "form": _KIND, "metadata_of": others}
+
+    def write(store: TokenStore, partial: Path, team: Team) -> dict[str, Any]:
+        return _written(store, partial, output, settings, others, team, on_progress)
+
+    return make_set(source, output, settled, write, tokens, crew, overwrite, on_progress)
+
+
+def _entries(place: Path, pack_size: int) -> list[dict[str, int | float]]:
+    """Return the metadata of another split."""
+    return read_metadata(place / _metadata_name(pack_size) if place.is_dir() else place, pack_size=pack_size)
+
+
+def _metadata_name(pack_size: int) -> str:
+    return f"{pack_size}_metadata.jsonl"
+
+
+def _written(
+    store: TokenStore,
+    partial: Path,
+    output: Path,
+    settings: MegatronPackSettings,
+    others: Sequence[dict[str, int | float]],
+    team: Team,
+    on_progress: OnProgress,
+) -> dict[str, Any]:
+    """Write the rows or the index, and the metadata; returns the manifest."""
+    on_progress(0, 1, "packing")
+    packing = plan_rows(store, settings)
+    if not packing.num_packs:
+        raise DocumentsError(
+            "no document is left to pack: all were dropped, or have a single token and so nothing to predict; "
+            "pass --overlong split, or a larger --capacity"
+        )
+    pad_id = _pad_id(store, settings)
+    targets = _row_targets(store, packing)
+    slots = slots_of(packing.lengths, settings.multiple)
+    metadata = partial / _metadata_name(settings.pack_size)
+    metadata.unlink(missing_ok=True)
+    for entry in (*others, metadata_entry(slots, packing.offsets, settings.pack_size)):
+        write_metadata(metadata, entry)
+    manifest = {
+        "varlen": __version__,
+        "kind": INDEX if settings.format == "index" else _KIND,
+        "fingerprint": "",
+        "settings": settings.to_json(),
+        "source": {},
+        "pad_id": pad_id,
+        "num_packs": packing.num_packs,
+        "num_documents": packing.num_pieces,
+        "num_tokens": packing.num_tokens,
+        "num_targets": int(targets.sum()),
+        "fill_ratio": packing.fill_ratio,
+        "packs_without_target": int((targets == 0).sum()),
+        "num_skipped": int(store.manifest["num_skipped"]),
+        "ledger": asdict(packing.ledger),
+        "metadata": metadata.name,
+    }
+    if settings.format == "index":
+        size = _write_index(partial, packing)
+        where = os.path.relpath(store.folder.absolute(), output.absolute())
+        kept = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size}
+        return {**manifest, "data": ".", **kept}
+    parts = _write_parts(store, partial, settings, packing, pad_id, team, on_progress)
+    _check(parts, packing, int(targets.sum()))
+    stem = f"{settings.split}_{settings.pack_size}"
+    data = parts[0]["name"] if settings.part_tokens is None else f"{stem}_*.idx.parquet"
+    return {**manifest, "data": data, "parts": parts}
+
+
+def _pad_id(store: TokenStore, settings: MegatronPackSettings) -> int:
+    """Return the token of the padding: what ends documents, as in the releases, or 0."""
+    if settings.pad_id is not None:
+        return settings.pad_id
+    end = store.manifest["source"].get("tokenizer", {}).get("eos_id")
+    return 0 if end is None else int(end)
+
+
+def _row_targets(store: TokenStore, packing: Packing) -> IntArray:
+    """Count the trained targets of each row, int64 `[rows]`, by what the store says of its documents."""
+    first = np.concatenate([[0], np.cumsum(store.documents)])
+    shards = np.searchsorted(first, packing.document_ids, side="right") - 1
+    starts, stops = packing.starts.astype(np.int64), packing.stops.astype(np.int64) + 1
+    counts = store.count_targets(shards, packing.document_ids - first[shards], starts, stops)
+    targets: IntArray = np.add.reduceat(counts, packing.offsets[:-1])
+    return targets
+
+
+def _write_index(folder: Path, packing: Packing) -> int:
+    with disk_faults(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_arrays(folder, arrays_of(packing))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """What all who write parts are told."""
+
+    folder: Path
+    store: Path
+    fingerprint: str
+    settings: MegatronPackSettings
+    pad_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """The rows of one file."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def _write_parts(
+    store: TokenStore,
+    partial: Path,
+    settings: MegatronPackSettings,
+    packing: Packing,
+    pad_id: int,
+    team: Team,
+    on_progress: OnProgress,
+) -> list[dict[str, Any]]:
+    """Write all files; returns what each holds, in order."""
+    _write_index(partial / WORK / _WORK_INDEX, packing)
+    shared = _Shared(
+        folder=partial, store=store.folder, fingerprint=store.fingerprint, settings=settings, pad_id=pad_id
+    )
+    parts = _parts(settings, packing)
+    total = packing.num_tokens
+    if len(parts) == 1 and team.is_here(is_one=True):
+        return [_write_part(shared, parts[0], on_progress, total)]
+    written, done = [], 0
+    for counts in team.run(write_part, shared, parts, is_one=len(parts) == 1):
+        written.append(counts)
+        done += counts["num_tokens"]
+        on_progress(done, total, "writing")
+    return sorted(written, key=lambda counts: counts["first_pack"])
+
+
+def _parts(settings: MegatronPackSettings, packing: Packing) -> list[_Part]:
+    """Cut rows into files of about as many stored tokens each."""
+    stem = f"{settings.split}_{settings.pack_size}"
+    if settings.part_tokens is None:
+        return [_Part(name=f"{stem}.idx.parquet", start=0, stop=packing.num_packs)]
+    slots = np.cumsum(slots_of(packing.lengths, settings.multiple).astype(np.int64) + 1)
+    ends = slots[packing.offsets[1:] - 1]
+    numbers = (ends - 1) // settings.part_tokens
+    cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), packing.num_packs]
+    return [
+        _Part(name=f"{stem}_{number:05d}.idx.parquet", start=start, stop=stop)
+        for number, (start, stop) in enumerate(zip(cuts, cuts[1:]))
+    ]
+
+
+def write_part(shared: _Shared, part: _Part) -> dict[str, Any]:
+    """Write one file, unless an earlier run did; returns what it holds.
+
+    Raises:
+        SettingError: the disk is full, or the folder can't be written.
+        SourceError: the token store is damaged.
+    """
+    return _write_part(shared, part, quiet, 1)
+
+
+def _write_part(shared: _Shared, part: _Part, on_progress: OnProgress, total: int) -> dict[str, Any]:
+    """Write one file, unless an earlier run did, and say how far it is."""
+    path, note = shared.folder / part.name, shared.folder / WORK / f"{part.name}.json"
+    found = _found(path, note)
+    if found is not None:
+        return found
+    store = opened_store(shared.store, shared.fingerprint)
+    folder = shared.folder / WORK / _WORK_INDEX
+    index = opened(folder, store, shared.fingerprint, shared.settings.to_json(), shared.pad_id)
+    documents = tokens = targets = 0
+    with PackedParquetWriter(path, row_group_tokens=shared.settings.row_group_tokens) as writer:
+        for rows in _ahead(index.batches_of(part.start, part.stop)):
+            writer.write(rows)
+            documents += rows.num_documents
+            tokens += 0 if rows.seq_lengths is None else int(rows.seq_lengths.sum(dtype=np.int64))
+            targets += int(np.count_nonzero(rows.loss_mask))
+            on_progress(tokens, total, "writing")
+    counts = {
+        "name": part.name,
+        "first_pack": part.start,
+        "num_packs": part.stop - part.start,
+        "num_documents": documents,
+        "num_tokens": tokens,
+        "num_targets": targets,
+        "bytes": path.stat().st_size,
+    }
+    with disk_faults(shared.folder):
+        write_json(note, counts)
+    return counts
+
+
+def _found(path: Path, note: Path) -> dict[str, Any] | None:
+    """Return what an earlier run wrote, if it is there: a file gets its name when it is whole."""
+    try:
+        counts: dict[str, Any] = json.loads(note.read_bytes())
+        return counts if path.stat().st_size == counts["bytes"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ahead(batches: Iterator[PackedRows]) -> Iterator[PackedRows]:
+    """Yield batches, the next of which is read while one is written."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        coming = pool.submit(next, batches, None)
+        while (rows := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            yield rows
+
+
+def _check(parts: Sequence[dict[str, Any]], packing: Packing, targets: int) -> None:
+    """Require that what was written is what was planned.
+
+    Raises:
+        LedgerError: it isn't; a bug in varlen.
+    """
+    planned = {
+        "num_packs": packing.num_packs,
+        "num_documents": packing.num_pieces,
+        "num_tokens": packing.num_tokens,
+        "num_targets": targets,
+    }
+    for name, number in planned.items():
+        found = sum(part[name] for part in parts)
+        if found != number:
+            raise LedgerError(
+                f"{name}: {found:,} were written, but {number:,} planned: a bug in varlen; please report it"
+            )

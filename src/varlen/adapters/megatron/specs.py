@@ -1,0 +1,294 @@
+"""Megatron-Bridge's settings of packing ahead of training, with the meaning that each dialect gives them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from varlen.adapters.megatron.dialects import NEWEST, as_dialect
+from varlen.adapters.megatron.files.paths import is_packed_parquet_spec, resolve_packed
+from varlen.adapters.megatron.packing.alignment import alignment
+from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.errors import SettingError, SourceError
+from varlen.pack.lengths import check_multiple
+from varlen.source.written import read_manifest
+
+_FIELDS = (
+    "packed_sequence_size",
+    "tokenizer_model_name",
+    "num_tokenizer_workers",
+    "packed_train_data_path",
+    "packed_val_data_path",
+    "packed_metadata_path",
+    "pad_cu_seqlens",
+    "pad_seq_to_mult",
+)
+"""What every dialect has."""
+
+
+@dataclass
+class PackedSequenceSpecs:
+    """`PackedSequenceSpecs` of Megatron-Bridge: its names, defaults and rules, and what contradicts itself.
+
+    May be changed after it was made, as the release's; `check` says then whether it still holds.
+
+    >>> specs = PackedSequenceSpecs.for_parallel(4096, context_parallel_size=2)
+    >>> specs.packed_sequence_size, specs.pad_seq_to_mult
+    (4096, 4)
+    """
+
+    packed_sequence_size: int = -1
+    """Positions of a row; 0 or less switches packing off. Not the same as `seq_length`, which cuts documents."""
+    _: KW_ONLY
+    max_single_sequence_length: int | None = None
+    """Most positions of a document; from 0.6 on."""
+    tokenizer_model_name: str | None = None
+    """Part of the name of the release's cache, nothing else."""
+    num_tokenizer_workers: int = -1
+    """Processes that tokenize; `workers` says how many: 0 or less is all processors before 0.6, and one since."""
+    packed_train_data_path: str | Path | None = None
+    packed_val_data_path: str | Path | None = None
+    """Packed files that are there already: Parquet (a file, glob or folder), or `.npy`, which is deprecated."""
+    packed_metadata_path: str | Path | None = None
+    """What constant shapes are computed from."""
+    pad_cu_seqlens: bool = False
+    """Pad boundaries to a constant number, as CUDA graphs need; takes `pad_to_max_length` and metadata too."""
+    pad_seq_to_mult: int | None = 1
+    """Documents are padded to it: `alignment` of the parallel sizes. None is 1."""
+    dialect: str = NEWEST
+    """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
+
+    def __post_init__(self) -> None:
+        """Refuse what the release refuses.
+
+        Raises:
+            SettingError: a value out of its range, or two that contradict each other.
+            SourceError: a file that isn't there.
+        """
+        self.dialect = as_dialect(self.dialect)
+        self._check_numbers()
+        for name in ("packed_train_data_path", "packed_val_data_path"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, self._found(name, str(value)))
+
+    @classmethod
+    def for_parallel(
+        cls,
+        packed_sequence_size: int,
+        *,
+        context_parallel_size: int = 1,
+        tensor_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        eval_context_parallel_size: int | None = None,
+        **fields: Any,
+    ) -> PackedSequenceSpecs:
+        """Return specs whose documents are aligned to the sizes of a job, which the release leaves to the user.
+
+        Args:
+            packed_sequence_size: positions of a row.
+            context_parallel_size: as in `alignment`, like those that follow.
+            tensor_model_parallel_size: TP.
+            sequence_parallel: whether tensor-parallel ranks divide the sequence.
+            eval_context_parallel_size: CP of evaluation, where it is another.
+            fields: the others.
+
+        Raises:
+            SettingError: the pack size is no multiple; names the nearest that are.
+        """
+        multiple = alignment(
+            context_parallel_size, tensor_model_parallel_size, sequence_parallel, eval_context_parallel_size
+        )
+        specs = cls(packed_sequence_size, pad_seq_to_mult=multiple, **fields)
+        return specs.check()
+
+    @classmethod
+    def from_packed(
+        cls, folder: str | Path, *, split: str = "training", **fields: Any
+    ) -> PackedSequenceSpecs:
+        """Return specs that read what `varlen pack --format megatron` wrote.
+
+        Args:
+            folder: of the packed set.
+            split: "training" or "validation": which path names it.
+            fields: the others.
+
+        Raises:
+            SourceError: the folder is no such set.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if manifest is None or manifest.get("kind") != "megatron":
+            raise SourceError(f"{folder} is not a finished set of `varlen pack --format megatron`")
+        name = "packed_val_data_path" if split == "validation" else "packed_train_data_path"
+        found = {
+            name: folder / manifest["data"],
+            "packed_metadata_path": folder / manifest["metadata"],
+            "pad_seq_to_mult": manifest["settings"]["multiple"],
+            **fields,
+        }
+        return cls(manifest["settings"]["pack_size"], **found)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether packing is on."""
+        return self.packed_sequence_size > 0
+
+    @property
+    def multiple(self) -> int:
+        """To what documents are padded."""
+        return 1 if self.pad_seq_to_mult is None else self.pad_seq_to_mult
+
+    @property
+    def workers(self) -> int:
+        """Processes that tokenize, by this dialect's reading of `num_tokenizer_workers`."""
+        if self.num_tokenizer_workers > 0:
+            return self.num_tokenizer_workers
+        return 1 if self.dialect == "0.6" else _processors()
+
+    def check(self, *, pad_to_max_length: bool | None = None) -> PackedSequenceSpecs:
+        """Return these specs if nothing in them contradicts itself, also after they were changed.
+
+        Args:
+            pad_to_max_length: of the data set's `dataset_kwargs`; None where it isn't known yet.
+
+        Raises:
+            SettingError: names the field and the value that would do.
+        """
+        self._check_numbers()
+        if self.is_enabled:
+            check_multiple(self.packed_sequence_size, self.multiple, "pad_seq_to_mult")
+        if not self.pad_cu_seqlens:
+            return self
+        if pad_to_max_length is False:
+            raise SettingError(
+                "pad_cu_seqlens=True makes the number of boundaries constant, which takes rows of constant width; "
+                'set dataset_kwargs["pad_to_max_length"] = True'
+            )
+        paths = (self.packed_train_data_path, self.packed_val_data_path)
+        if self.packed_metadata_path is None and any(path is not None for path in paths):
+            raise SettingError(
+                "pad_cu_seqlens=True reads how many documents a row has from metadata, and packed data of your own "
+                f"has none at the release's own place: set packed_metadata_path to "
+                f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack --format "
+                "megatron` writes"
+            )
+        if self.packed_metadata_path is not None and not Path(self.packed_metadata_path).exists():
+            raise SettingError(
+                f"packed_metadata_path names {self.packed_metadata_path}, which isn't there; "
+                "pad_cu_seqlens=True reads it"
+            )
+        return self
+
+    def to_dialect(self, dialect: str) -> dict[str, Any]:
+        """Return the keyword arguments that give another dialect's `PackedSequenceSpecs` the same meaning.
+
+        Args:
+            dialect: or a release.
+
+        Raises:
+            SettingError: a field that it doesn't have is set.
+
+        >>> PackedSequenceSpecs(4096).to_dialect("0.5")["num_tokenizer_workers"]
+        1
+        """
+        other = as_dialect(dialect)
+        arguments = {name: getattr(self, name) for name in _FIELDS}
+        if other == "0.6":
+            arguments["max_single_sequence_length"] = self.max_single_sequence_length
+        elif self.max_single_sequence_length is not None:
+            raise SettingError(
+                f"max_single_sequence_length={self.max_single_sequence_length:,} is known from 0.6 on; for dialect "
+                f"{other} set the data set's seq_length to it"
+            )
+        if (self.dialect == "0.6") != (other == "0.6") and self.num_tokenizer_workers < 1:
+            arguments["num_tokenizer_workers"] = self.workers
+        return arguments
+
+    def pack_settings(self, **more: Any) -> MegatronPackSettings:
+        """Return the settings with which `pack_for_megatron` packs as these specs say.
+
+        Args:
+            more: settings that the specs don't have, such as `algorithm` or `overlong`.
+
+        Raises:
+            SettingError: packing is off, or the settings contradict each other.
+        """
+        if not self.is_enabled:
+            raise SettingError(
+                f"packed_sequence_size is {self.packed_sequence_size}, which switches packing off; set the positions "
+                "of a row, such as 4096"
+            )
+        given = {
+            "pack_size": self.packed_sequence_size,
+            "multiple": self.multiple,
+            "longest": self.max_single_sequence_length,
+        }
+        return MegatronPackSettings(**{**given, **more})
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that the release refuses, and those that can't go together."""
+        size, multiple, longest = (
+            self.packed_sequence_size,
+            self.pad_seq_to_mult,
+            self.max_single_sequence_length,
+        )
+        if multiple is not None and multiple <= 0:
+            raise SettingError(f"pad_seq_to_mult must be a positive integer, or None for 1; got {multiple}")
+        if size > 0 and self.multiple > size:
+            raise SettingError(
+                f"pad_seq_to_mult is {multiple:,}, more than packed_sequence_size, {size:,}: no document fits; "
+                f"set packed_sequence_size to a multiple of {multiple:,}"
+            )
+        if longest is None:
+            return
+        if self.dialect != "0.6":
+            raise SettingError(
+                f"max_single_sequence_length is known from 0.6 on, not in dialect {self.dialect}; the data set's "
+                "seq_length cuts documents there"
+            )
+        if longest <= 0:
+            raise SettingError(
+                f"max_single_sequence_length must be a positive integer, or None; got {longest}"
+            )
+        if 0 < size < longest:
+            raise SettingError(
+                f"max_single_sequence_length is {longest:,}, more than packed_sequence_size, {size:,}; a document "
+                f"must fit in a row: set it to {size:,} at most"
+            )
+
+    def _found(self, name: str, path: str) -> str | Path:
+        """Return a path as the release keeps it, once it is certain that something is there.
+
+        Raises:
+            SettingError: it names nothing that could be packed data.
+            SourceError: nothing is there.
+        """
+        if path.lower().endswith(".npy"):
+            if not Path(path).exists():
+                raise SourceError(f"{name} names {path}, which isn't there")
+            if self.dialect != "0.4":
+                warnings.warn(
+                    f"{name} names {path}: packed .npy files are deprecated, and read whole into memory; "
+                    "varlen.adapters.megatron converts them to Parquet",
+                    DeprecationWarning,
+                    stacklevel=4,
+                )
+            return Path(path)
+        if not is_packed_parquet_spec(path) and not Path(f"{path}.idx").exists():
+            raise SettingError(
+                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), or a .npy file; got "
+                f"{path}"
+            )
+        try:
+            resolve_packed(path)
+        except SourceError as error:
+            raise SourceError(f"{name}: {error}") from error
+        return path
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
