@@ -1,4 +1,4 @@
-"""A PackedLoader as Megatron's external data loader: one batch of its dialect a micro-batch, its place in checkpoints.
+"""A PackedLoader as Megatron's external data loader: a batch of its dialect a micro-batch, its place in checkpoints.
 
 Read in Megatron-Bridge 0.3.1 to 0.6.0 and Megatron-LM (core 0.20): `dataloader_type="external"` hands the iterator
 through as it is; `maybe_save_dataloader_state` calls its `save_state` and writes what that returns.
@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
@@ -26,8 +29,8 @@ class MegatronLoader:
     Every call of `next` returns the next micro-batch of this data-parallel rank as a mapping of tensors. Nothing is
     read, and no worker started, before the first: a rank whose stage takes no data costs nothing.
 
-    Megatron writes what `save_state` returns where `dataset.dataloader_save` (`--dataloader-save`) names a folder. The
-    state is the same on all ranks, so any of its files will do, also for another number of data-parallel ranks:
+    Megatron writes what `save_state` returns where `dataset.dataloader_save` (`--dataloader-save`) names a folder.
+    The state is the same on all ranks, so any of its files will do, also for another number of data-parallel ranks:
     `restore_state(saved_state(folder, iteration))`.
     """
 
@@ -42,8 +45,8 @@ class MegatronLoader:
         """Take a loader.
 
         Args:
-            loader: of numpy arrays in rows, with batches of one pack; the ranks that share a replica (tensor, pipeline
-                and context parallel) have the same `dp_rank`.
+            loader: of numpy arrays in rows, with batches of one pack; the ranks that share a replica (tensor,
+                pipeline and context parallel) have the same `dp_rank`.
             dialect: of Megatron-Bridge that the training loop reads: "0.4", "0.5" or "0.6", or a release.
             restart_after: batches after which it begins at the beginning again, for evaluations that are to see the
                 same data each time: `eval_iters` x the micro-batches of an evaluation step.
@@ -73,8 +76,6 @@ class MegatronLoader:
         Raises:
             SettingError: all epochs of the data are over, on every rank after the same micro-batch.
         """
-        from varlen.adapters.megatron.batches.from_batch import megatron_batch
-
         if self._taken == self._restart_after:
             self._loader.load_state_dict(self._begin)
             self._taken = 0
@@ -84,8 +85,8 @@ class MegatronLoader:
             samples = self._loader.step * self._loader.settings.global_batch_size
             raise SettingError(
                 f"all epochs of the data are over after {samples:,} packs, and Megatron asks for more; train for so "
-                "many samples at most (train_iters x global_batch_size), or give the loader more epochs (epochs=None: "
-                "without end)"
+                "many samples at most (train_iters x global_batch_size), or give the loader more epochs (epochs=None "
+                "is without end)"
             ) from None
         self._taken += 1
         made: dict[str, Any] = dict(megatron_batch(batch, dialect=self._dialect, **self._batch_settings))
@@ -163,8 +164,6 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
     Raises:
         StateError: what is there can't be read, or its files say different things.
     """
-    import torch
-
     place = Path(folder) / f"iter_{as_count(iteration, 'iteration', 0):07d}"
     states = []
     for file in sorted(place.rglob(_FILES)):  # Megatron-LM puts a folder mp_rank_00 between

@@ -67,7 +67,8 @@ def external_loaders(
         dialect: of Megatron-Bridge that the training loop reads.
         batch_settings: of `megatron_batch`.
         tokenizer: of documents, as `PackedLoader` has it.
-        settings: any other arguments of `PackedLoader`, for training: `overlong`, `epochs`, `seed`, `mode` and so on.
+        settings: any other arguments of `PackedLoader`: `overlong`, `seed`, `mode` and so on; `epochs` is for
+            training, evaluations go round.
 
     Returns:
         The loaders of train, valid and test data; None where there is none.
@@ -113,7 +114,7 @@ def external_loaders(
                         data,
                         tokenizer,
                         global_batch_size=global_batch_size,
-                        **{**shared, **settings, "epochs": None, "shuffle": False},
+                        **{**shared, **settings, "epochs": None},
                     ),
                     dialect=dialect,
                     restart_after=eval_iters * (global_batch_size // dp_world_size) or None,
@@ -158,9 +159,7 @@ def loader_batch_size(global_batch_size: int, rampup_batch_size: Sequence[int] |
     return math.gcd(start, increment, whole)
 
 
-def _go_on(
-    loader: MegatronLoader, consumed: int, dataloader_save: str | Path | None, iteration: int
-) -> None:
+def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | None, iteration: int) -> None:
     """Go to where a run stopped.
 
     Raises:
@@ -190,6 +189,6 @@ def _check_length(loader: MegatronLoader, num_samples: Sequence[int] | None, glo
     if num_samples[0] > packs:
         raise SettingError(
             f"training asks for {num_samples[0]:,} samples, and {loader.loader.settings.epochs or 1:,} epochs of the "
-            f"data are {packs:,} packs; set train_iters to {packs // global_batch_size:,} at most, or give the loader "
-            "more epochs (epochs=None: without end)"
+            f"data are {packs:,} packs; set train_iters to {packs // global_batch_size:,} at most, or give the "
+            "loader more epochs (epochs=None is without end)"
         )
