@@ -206,6 +206,19 @@ def test_batches_counted_in_tokens_are_flat(store):
         built(store, trainer=told)
 
 
+def test_a_mixture_is_a_source_like_any_other(store, tmp_path):
+    mixture = vl.Mixture(
+        {"all": str(store), "again": str(store)}, weights={"all": 3, "again": 1}, until="first"
+    )
+    ranks = all_ranks(store, 2, source=mixture)
+    steps, ended = taken(ranks)
+    found = numbers(np.concatenate([one for step in steps for one in step]))
+
+    assert ended == [0, 1]
+    assert set(found) == set(range(DOCUMENTS))
+    assert 1.1 * DOCUMENTS < len(found) < 1.6 * DOCUMENTS
+
+
 class Wrapped:
     """A tokenizer as torchtitan wraps it, of bytes and two marks that it puts around a document by itself."""
 
