@@ -1,17 +1,10 @@
 """What a packed step must equal: each document alone in the model, and the sum over all of them by hand."""
 
-import contextlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 
-from training import free_port
+from ranks import ROOT, as_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 GRADIENTS_JOB = ROOT / "tests" / "gradients_job.py"
 EOS = 256  # of the tokenizer "bytes"
@@ -51,48 +44,9 @@ def assert_same_gradients(found, expected):
         )
 
 
-def python(*arguments, ranks=1, cwd=None, **variables):
-    """Run a program, on several ranks as torchrun would start them; returns what the first printed."""
-    paths = [str(ROOT / "tests"), str(EXAMPLES), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    settings = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **variables}
-    settings.pop("VARLEN_JIT", None)  # so few documents are packed sooner in plain Python
-    if ranks > 1:
-        settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        settings |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        outputs, errors = (
-            [Path(folder, f"{kind}{rank}") for rank in range(ranks)] for kind in ("out", "error")
-        )
-        started = [
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
-                stdout=stack.enter_context(outputs[rank].open("w")),
-                stderr=stack.enter_context(errors[rank].open("w")),
-                env=settings | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
-                cwd=cwd,
-            )
-            for rank in range(ranks)
-        ]
-        _wait(started, errors)
-        return outputs[0].read_text()
-
-
-def _wait(started, errors, deadline_s=300):
-    """Wait until all have ended; once one fails, or time is over, end the others, which would wait for it."""
-    end = time.monotonic() + deadline_s
-    try:
-        while any(process.poll() is None for process in started):
-            assert not any(process.returncode for process in started)
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert not any(process.returncode for process in started)
-    except AssertionError:
-        told = "\n".join(error.read_text()[-4000:] for error in errors)
-        raise AssertionError(f"ended with {[process.returncode for process in started]}\n{told}") from None
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+def python(*arguments, cwd=None, **variables):
+    """Run a program; returns what it printed."""
+    return as_ranks(*arguments, ranks=1, folder=cwd, **variables)
 
 
 def seen_in(folder):

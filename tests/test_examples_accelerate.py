@@ -13,6 +13,7 @@ from one_by_one import (
     python,
     seen_in,
 )
+from ranks import as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 PROGRAM = EXAMPLES / "accelerate_loop.py"
@@ -36,10 +37,10 @@ def example(monkeypatch):
 def runs(tmp_path_factory):
     """Two ranks stopped after 4 of 7 steps; gone on with by two ranks, and, from a copy, by one process."""
     folder = tmp_path_factory.mktemp("runs")
-    begun = python(GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "two", 4, ranks=2)
+    begun = as_ranks(GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "two", 4)
     before = seen_in(folder / "two")
     shutil.copytree(folder / "two", folder / "one")
-    return folder, begun, before, python(PROGRAM, folder / "two", ranks=2), python(PROGRAM, folder / "one")
+    return folder, begun, before, as_ranks(PROGRAM, folder / "two"), python(PROGRAM, folder / "one")
 
 
 def test_every_document_is_trained_once_over_two_ranks_before_and_after_going_on(runs):

@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
-from one_by_one import EXAMPLES, ROOT, assert_same_gradients, python
+from one_by_one import EXAMPLES, assert_same_gradients, python
+from ranks import ROOT, as_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 EXAMPLE = EXAMPLES / "axolotl_plugin"
 JOB = ROOT / "tests" / "axolotl_job.py"
+LIBRARIES = "torch,peft,datasets,trl.trainer.reward_trainer"
 CHECKPOINT = 2
 
 
@@ -17,7 +19,7 @@ def run(folder, out, *changes):
     """Run axolotl on two ranks; returns what each trained: the step and the documents of every batch."""
     (folder / out).mkdir()
     quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    python(JOB, "config.yml", out, "max_grad_norm=0", *changes, ranks=2, cwd=folder, **quiet)
+    as_ranks(JOB, "config.yml", out, "max_grad_norm=0", *changes, folder=folder, libraries=LIBRARIES, **quiet)
     files = [folder / out / f"seen-{rank}.jsonl" for rank in (0, 1)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 

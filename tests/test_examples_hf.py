@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from trainers import ONE_THREAD, Recorder, furthest, gradients_of, logged, losses_one_by_one
+from ranks import ONE_THREAD
+from trainers import Recorder, furthest, gradients_of, logged, losses_one_by_one
 
 import varlen as vl
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
+from ranks import as_ranks
 from torch.utils.data import DataLoader, IterableDataset
 from trainers import (
     CountingTrainer,
     arguments,
-    as_ranks,
     logged,
     packed_loader,
     pieces,
@@ -31,6 +31,7 @@ from varlen.feed.loader import PackedLoader
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 
 JOB = Path(__file__).parent / "trainer_job.py"
+LIBRARIES = "trainers,preferences"
 
 
 def taken_by(out: Path, name: str) -> list[Any]:
@@ -50,8 +51,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that ended one step behind its checkpoint, and one that went on from there."""
     out = tmp_path_factory.mktemp("job")
     store_in(out, documents=80)
-    as_ranks(JOB, out / "store", out, folder=out)
-    as_ranks(JOB, out / "store", out, out / "run" / "checkpoint-3", folder=out)
+    as_ranks(JOB, out / "store", out, folder=out, libraries=LIBRARIES)
+    as_ranks(JOB, out / "store", out, out / "run" / "checkpoint-3", folder=out, libraries=LIBRARIES)
     return out
 
 

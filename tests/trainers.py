@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,8 +16,6 @@ import varlen as vl
 from varlen.adapters.hf.trainer import PackedTrainer, loader_for
 
 VOCABULARY = 260
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-"""For processes side by side with models this small, in which a second thread would do nothing but wait."""
 CAPACITY = 32
 
 
@@ -164,31 +158,3 @@ def furthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 def logged(trainer: Any) -> list[float]:
     """The losses that a trainer logged, one a step."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def as_ranks(*words: Any, folder: Path, ranks: int = 2) -> None:
-    """Run a script on several processes that find each other, as torchrun starts them, but for its own start."""
-    tests = Path(__file__).parent
-    paths = [str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    told = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    usual = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ONE_THREAD}
-    started = []
-    for rank in range(ranks):
-        here = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        with (folder / f"errors-{rank}").open("w") as errors:
-            command = [sys.executable, *map(str, words)]
-            started.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.DEVNULL, stderr=errors, cwd=folder, env={**usual, **here}
-                )
-            )
-    try:
-        for rank, process in enumerate(started):
-            assert process.wait(timeout=300) == 0, (folder / f"errors-{rank}").read_text()[-4000:]
-    finally:
-        for process in started:  # a rank waits for one that has failed
-            process.kill()
-            process.wait()

@@ -11,8 +11,10 @@ import typer
 
 from varlen.cli.extras import require_training
 from varlen.cli.options import OUTPUT
+from varlen.cli.verify_megatron import check_megatron
+from varlen.errors import SettingError
 
-CHECKING = "Checking"
+CHECKING, MEGATRON = "Checking", "Megatron"
 _COLOURS = {
     "isolated": "green",
     "leaks": "bold red",
@@ -20,18 +22,18 @@ _COLOURS = {
     "refuses": "cyan",
     "not run": "dim",
 }
-NOT_ISOLATED = 1
+NOT_ISOLATED, HAS_ERRORS = 1, 2
 
 
 def verify(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="A family, such as [bold]llama[/] (tiny, with random weights); or a folder with config.json.",
             show_default=False,
         ),
-    ],
+    ] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,6 +77,26 @@ def verify(
         bool, typer.Option("--no-gradients", help="Don't compare gradients.", rich_help_panel=CHECKING)
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the tokens.", rich_help_panel=CHECKING)] = 0,
+    megatron: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Check this YAML file of Megatron-Bridge, in place of a model.",
+            rich_help_panel=MEGATRON,
+        ),
+    ] = None,
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RELEASE",
+            help="0.4, 0.5, 0.6, or a release such as 0.5.1.  [dim]\\[default: told by the names in it][/]",
+            rich_help_panel=MEGATRON,
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Processes of the job.  [dim]\\[default: not known][/]", rich_help_panel=MEGATRON),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -89,7 +111,7 @@ def verify(
         bool, typer.Option("--json", help="Print everything as one JSON object.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
-    """Show whether a model keeps packed documents apart, with which attention, and called how.
+    """Show whether a model keeps packed documents apart, or what would go wrong with a configuration of Megatron.
 
     Changes one document of a packed batch at a time, and requires that no other document's logits move by one bit,
     and that logits, loss and gradients are those of each document alone. The same without boundaries must be seen,
@@ -97,7 +119,30 @@ def verify(
     where documents are isolated, and 1 where they leak, are coupled, or nothing could be run.
 
     [bold]Example:[/]  varlen verify qwen3 -o report.html
+
+    With --megatron a configuration is read, and nothing run: every setting that packed training would stop at or be
+    silently wrong with is told, with the value that works. The exit code is 0 where there is no error, else 2.
+
+    [bold]Example:[/]  varlen verify --megatron run_config.yaml --world-size 64
     """
+    if megatron is not None:
+        given: dict[str, object] = {
+            "MODEL": model,
+            "--backend": backend,
+            "--layout": layout,
+            "--dtype": dtype,
+            "--device": device,
+            "--no-calls": no_calls,
+            "--no-gradients": no_gradients,
+            "--output": output,
+        }
+        _refuse([name for name, value in given.items() if value], "with --megatron, which runs no model")
+        is_right = check_megatron(megatron, dialect=dialect, world_size=world_size, as_json=as_json)
+        _end(is_right, HAS_ERRORS)
+        return
+    refused = {"--dialect": dialect, "--world-size": world_size}
+    _refuse([name for name, value in refused.items() if value is not None], "without --megatron")
+    model = _named(model)
     require_training("verify")
     from varlen.report.page import check_writable, write_page
     from varlen.verify.api import verify as run
@@ -121,13 +166,34 @@ def verify(
         print()
     else:
         _print(str(report), output)
-    _end(report.ok)
+    _end(report.ok, NOT_ISOLATED)
 
 
-def _end(is_isolated: bool) -> None:
+def _refuse(names: list[str], why: str) -> None:
+    """Refuse arguments that would do nothing.
+
+    Raises:
+        SettingError: there are some; names them.
+    """
+    if names:
+        raise SettingError(f"leave out {' and '.join(names)} {why}")
+
+
+def _named(model: str | None) -> str:
+    """Return the model that was named.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if model is None:
+        raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
+    return model
+
+
+def _end(is_right: bool, code: int) -> None:
     """End with an exit code that a script can act on."""
-    if not is_isolated:
-        raise typer.Exit(NOT_ISOLATED)
+    if not is_right:
+        raise typer.Exit(code)
 
 
 def _dtype(name: str | None) -> Any:
@@ -137,8 +203,6 @@ def _dtype(name: str | None) -> Any:
         SettingError: no such dtype.
     """
     import torch
-
-    from varlen.errors import SettingError
 
     known = ("float64", "float32", "bfloat16", "float16")
     if name is not None and name not in known:

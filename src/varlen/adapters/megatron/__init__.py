@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varlen.adapters.megatron.config.check import check_config
+    from varlen.adapters.megatron.config.report import ConfigReport
     from varlen.adapters.megatron.dialects import Dialect
     from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedWriter
     from varlen.adapters.megatron.files.metadata import (
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from varlen.adapters.megatron.specs import PackedSequenceSpecs
 
 _HOMES = {
+    "ConfigReport": "varlen.adapters.megatron.config.report",
     "Dialect": "varlen.adapters.megatron.dialects",
     "MegatronLoader": "varlen.adapters.megatron.loader",
     "MegatronPackSettings": "varlen.adapters.megatron.packing.settings",
@@ -70,6 +73,7 @@ _HOMES = {
     "PackedWriter": "varlen.adapters.megatron.files.opening",
     "alignment": "varlen.adapters.megatron.packing.alignment",
     "calculate_avg_seqlen": "varlen.adapters.megatron.packing.averages",
+    "check_config": "varlen.adapters.megatron.config.check",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
     "convert": "varlen.adapters.megatron.files.opening",
     "create_hist": "varlen.adapters.megatron.packing.strategy",
@@ -104,6 +108,7 @@ _HOMES = {
 __all__ = [
     "PACKING_ALGORITHMS",
     "PACKING_ALGOS",
+    "ConfigReport",
     "Dialect",
     "MegatronLoader",
     "MegatronPackSettings",
@@ -120,6 +125,7 @@ __all__ = [
     "PackedWriter",
     "alignment",
     "calculate_avg_seqlen",
+    "check_config",
     "combined_metadata",
     "convert",
     "create_hist",

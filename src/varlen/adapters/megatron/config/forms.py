@@ -1,0 +1,155 @@
+"""A configuration in whichever form it comes: YAML, a mapping, objects with attributes, or argparse's namespace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from varlen.counts import many
+from varlen.errors import MissingExtraError, SettingError, SourceError
+
+NOT_SAID = "???"
+"""What OmegaConf and Hydra write where a value must still be given."""
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_VALUES = (str, bytes, int, float, complex, bool, list, tuple, set, frozenset, Path, type(None), type)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+_PLAIN = ("dict", "object", "Namespace", "SimpleNamespace", "DictConfig", "OrderedDict", "mappingproxy")
+"""Classes whose names say nothing about what they hold."""
+
+
+def open_tree(cfg: Any) -> tuple[dict[str, Any], str]:
+    """Return a configuration's first level by name, and words for where it came from.
+
+    Args:
+        cfg: path or text of YAML, mapping, or object with attributes.
+
+    Raises:
+        SourceError: a file that is missing, empty or not YAML, or whose YAML is no mapping.
+        SettingError: neither of these, or nothing in it.
+        MissingExtraError: YAML is given, and PyYAML isn't installed.
+    """
+    origin = "the configuration"
+    if isinstance(cfg, Path) or (isinstance(cfg, str) and "\n" not in cfg):
+        origin = str(cfg)
+        cfg = _parsed(_text_of(Path(cfg)), origin)
+    elif isinstance(cfg, str):
+        origin = "the YAML text"
+        cfg = _parsed(cfg, origin)
+    found = entries(cfg, ())
+    if found is None:
+        raise SettingError(
+            f"a configuration is a path, YAML, a mapping or an object with attributes; got {type(cfg).__name__}"
+        )
+    return _nested(found), origin
+
+
+def entries(value: Any, wanted: Iterable[str]) -> dict[str, Any] | None:
+    """Return what a mapping or an object holds, by name; None for plain values and functions.
+
+    Args:
+        value: of a setting, or a part of a configuration.
+        wanted: names that are asked for even where only the object's class has them.
+    """
+    if isinstance(value, Mapping):
+        return {str(name): _item(value, name) for name in value}
+    if isinstance(value, (*_VALUES, *_FUNCTIONS)) or hasattr(value, "__array__"):
+        return None
+    names = [field.name for field in fields(value)] if is_dataclass(value) else []
+    names += [name for name in getattr(value, "__dict__", {}) if not name.startswith("_")]
+    names += [name for name in wanted if hasattr(type(value), name)]
+    return {name: getattr(value, name) for name in dict.fromkeys(names) if hasattr(value, name)}
+
+
+def class_names(value: Any) -> tuple[str, ...]:
+    """Return the names of the classes that a part of a configuration is of, its own first; `_target_` of YAML."""
+    if isinstance(value, Mapping):
+        target = value.get("_target_") if "_target_" in value else None
+        return (target.rsplit(".", 1)[-1],) if isinstance(target, str) else ()
+    return tuple(kind.__name__ for kind in type(value).__mro__ if kind.__name__ not in _PLAIN)
+
+
+def resolved(value: Any, tree: Mapping[str, Any]) -> Any:
+    """Return what a value stands for where it names another setting, as in `${model.seq_length}`.
+
+    Args:
+        value: of a setting.
+        tree: the whole configuration, by name.
+    """
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    here: Any = tree
+    for name in match[1].split("."):
+        held = entries(here, (name,))
+        if held is None or name not in held:
+            return value
+        here = held[name]
+    return here
+
+
+def _item(mapping: Mapping[Any, Any], name: Any) -> Any:
+    """Return a mapping's value; OmegaConf raises where a value must still be given."""
+    try:
+        return mapping[name]
+    except Exception as error:
+        if type(error).__name__ == "MissingMandatoryValue":
+            return NOT_SAID
+        raise
+
+
+def _nested(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with names such as `model.seq_length` put where they belong."""
+    tree = {name: value for name, value in found.items() if "." not in name}
+    for name in found.keys() - tree.keys():
+        *parts, last = name.split(".")
+        here = tree
+        for part in parts:
+            held = entries(here.get(part), ()) or {}
+            here[part] = dict(held)
+            here = here[part]
+        here[last] = found[name]
+    return tree
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SourceError(
+            f"{path}: there is no such file; name the YAML file of a training configuration"
+        ) from None
+    except IsADirectoryError:
+        raise SourceError(f"{path} is a folder; name the YAML file in it") from None
+    except UnicodeDecodeError:
+        raise SourceError(f"{path} is no text; name the YAML file of a training configuration") from None
+    except OSError as error:
+        raise SourceError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _parsed(text: str, origin: str) -> dict[str, Any]:
+    """Return the mapping that YAML holds; nothing that it names is imported or run."""
+    try:
+        yaml = import_module("yaml")
+    except ModuleNotFoundError:
+        raise MissingExtraError("PyYAML is not installed; `pip install pyyaml` installs it") from None
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise SourceError(f"{origin}{where}: not YAML that can be read safely: {problem}") from None
+    if found is None:
+        raise SourceError(f"{origin} is empty; it must hold the settings of a training")
+    if not isinstance(found, dict):
+        held = many(len(found), "entry", "entries") if isinstance(found, list) else repr(found)[:60]
+        raise SourceError(
+            f"{origin} holds a {type(found).__name__} ({held}), not a mapping of settings such as `model:`"
+        )
+    return found

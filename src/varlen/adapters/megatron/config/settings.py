@@ -1,0 +1,183 @@
+"""The settings of Megatron that decide how packed data is trained: names, kinds, defaults, arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["size", "count", "integer", "flag", "text", "sizes", "words", "number", "path"]
+"""size: 1 or more; count: 0 or more; integer: any; words: names, one or several; path: of a file or folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: what kind of value it takes, and what the releases take where nothing is said."""
+
+    kind: Kind
+    default: Any = None
+
+
+OFFLINE_OLD, OFFLINE_NEW = "dataset.packed_sequence_specs", "dataset.offline_packing_specs"
+"""Where the specs of offline packing stand: up to release 0.5.1, and from 0.6.0 on."""
+IN_BATCH_OLD, IN_BATCH_NEW = "dataset.pack_sequences_in_batch", "dataset.enable_in_batch_packing"
+"""The switch of packing within a micro-batch, likewise."""
+OFFLINE_FLAG = "dataset.enable_offline_packing"
+
+_SPECS = {
+    "packed_sequence_size": Setting("integer", -1),
+    "max_single_sequence_length": Setting("integer"),
+    "tokenizer_model_name": Setting("text"),
+    "num_tokenizer_workers": Setting("integer", -1),
+    "packed_train_data_path": Setting("path"),
+    "packed_val_data_path": Setting("path"),
+    "packed_metadata_path": Setting("path"),
+    "pad_cu_seqlens": Setting("flag", False),
+    "pad_seq_to_mult": Setting("integer", 1),
+}
+
+_MODEL = {
+    "context_parallel_size": Setting("size", 1),
+    "tensor_model_parallel_size": Setting("size", 1),
+    "pipeline_model_parallel_size": Setting("size", 1),
+    "expert_model_parallel_size": Setting("size", 1),
+    "sequence_parallel": Setting("flag", False),
+    "seq_length": Setting("size"),
+    "num_layers": Setting("size"),
+    "calculate_per_token_loss": Setting("flag", False),
+    "cp_comm_type": Setting("words"),
+    "hierarchical_context_parallel_sizes": Setting("sizes"),
+    "cuda_graph_impl": Setting("text", "none"),
+    "cuda_graph_scope": Setting("words"),
+    "cuda_graph_modules": Setting("words"),
+    "vision_cuda_graph_impl": Setting("text", "none"),
+    "enable_cuda_graph": Setting("flag", False),
+    "external_cuda_graph": Setting("flag", False),
+    "num_moe_experts": Setting("count"),
+    "moe_aux_loss_coeff": Setting("number", 0.0),
+    "moe_z_loss_coeff": Setting("number"),
+    "moe_router_enable_expert_bias": Setting("flag", False),
+    "overlap_moe_expert_parallel_comm": Setting("flag", False),
+    "delay_wgrad_compute": Setting("flag", False),
+    "mtp_num_layers": Setting("count"),
+    "hf_model_id": Setting("text"),
+    "hybrid_context_parallel": Setting("flag", False),
+    "max_seqlen_per_dp_cp_rank": Setting("size"),
+}
+
+_DATASET = {
+    "seq_length": Setting("size"),
+    "micro_batch_size": Setting("size"),
+    "packing_buffer_size": Setting("integer"),
+    "enable_offline_packing": Setting("flag", False),
+    "enable_in_batch_packing": Setting("flag", False),
+    "pack_sequences_in_batch": Setting("flag", False),
+    "dataloader_type": Setting("text"),
+    "pad_to_max_length": Setting("flag", False),
+    "do_validation": Setting("flag", True),
+    "seed": Setting("integer", 1234),
+    "hf_processor_path": Setting("text"),
+    "sft": Setting("flag", False),
+}
+
+SETTINGS: dict[str, Setting] = {
+    **{f"model.{name}": setting for name, setting in _MODEL.items()},
+    **{f"dataset.{name}": setting for name, setting in _DATASET.items()},
+    **{f"{OFFLINE_OLD}.{name}": setting for name, setting in _SPECS.items()},
+    **{f"{OFFLINE_NEW}.{name}": setting for name, setting in _SPECS.items()},
+    "dataset.dataset_kwargs.pad_to_max_length": Setting("flag", False),
+    "dataset.dataset_kwargs.virtual_tokens": Setting("count", 0),
+    "dataset.dataset_kwargs.chat": Setting("flag", False),
+    "dataset.task_encoder.hf_processor_path": Setting("text"),
+    "model.dist_train.use_dist_train": Setting("flag", False),
+    "train.micro_batch_size": Setting("size"),
+    "train.global_batch_size": Setting("size"),
+    "validation.eval_micro_batch_size": Setting("size"),
+    "validation.eval_global_batch_size": Setting("size"),
+    "ddp.average_in_collective": Setting("flag", False),
+    "ddp.use_megatron_fsdp": Setting("flag", False),
+    "dist.eval_context_parallel_size": Setting("size"),
+    "dist.use_megatron_fsdp": Setting("flag", False),
+    "comm_overlap.overlap_moe_expert_parallel_comm": Setting("flag", False),
+    "comm_overlap.delay_wgrad_compute": Setting("flag", False),
+    "tokenizer.tokenizer_model": Setting("text"),
+    "peft.virtual_tokens": Setting("count", 0),
+}
+"""Every setting that a rule asks for, by the name that stands in Megatron-Bridge's ConfigContainer."""
+
+CONTAINERS: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            "model",
+            "dataset",
+            "train",
+            "validation",
+            "ddp",
+            "dist",
+            "comm_overlap",
+            "tokenizer",
+            "peft",
+            OFFLINE_OLD,
+            OFFLINE_NEW,
+            "dataset.dataset_kwargs",
+            "dataset.task_encoder",
+            "dataset.preprocessing",
+            "model.dist_train",
+        )
+    },
+    # From release 0.6 on some models keep their sizes one level deeper.
+    "model.transformer": "model",
+}
+"""What holds settings, and under which name they are known."""
+
+RENAMED = {"dataset.sequence_length": "dataset.seq_length"}
+"""A second name that Megatron Core has for a setting."""
+
+SECTIONS = ("model", "train", "dataset")
+"""A configuration of Megatron-Bridge has one of these at least."""
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    **{name: (f"model.{name}",) for name in _MODEL if name not in ("seq_length", "hf_model_id")},
+    "seq_length": ("model.seq_length", "dataset.seq_length"),
+    "num_experts": ("model.num_moe_experts",),
+    "micro_batch_size": ("train.micro_batch_size",),
+    "global_batch_size": ("train.global_batch_size",),
+    "eval_micro_batch_size": ("validation.eval_micro_batch_size",),
+    "eval_global_batch_size": ("validation.eval_global_batch_size",),
+    "dataloader_type": ("dataset.dataloader_type",),
+    "ddp_average_in_collective": ("ddp.average_in_collective",),
+    "use_megatron_fsdp": ("ddp.use_megatron_fsdp",),
+    "tokenizer_model": ("tokenizer.tokenizer_model",),
+    "sft": ("dataset.sft",),
+}
+"""Megatron-LM's own arguments (`--context-parallel-size` as argparse keeps it), and what they are here."""
+
+REAL_NEIGHBOURS = frozenset(
+    {
+        "average_in_collective",
+        "context_length",
+        "data_path",
+        "defer_in_batch_packing_to_step",
+        "eval_iters",
+        "expert_tensor_parallel_size",
+        "hf_processor_kwargs",
+        "in_batch_packing_pad_to_multiple_of",
+        "max_position_embeddings",
+        "max_sequence_length",
+        "moe_aux_loss_coeffs",
+        "num_layers_in_first_pipeline_stage",
+        "num_query_groups",
+        "num_workers",
+        "pad_to_multiple_of",
+        "pin_memory",
+        "rampup_batch_size",
+        "seq_len_interpolation_factor",
+        "sequence_length",
+        "use_dist_train",
+        "use_torch_fsdp2",
+        "virtual_pipeline_model_parallel_size",
+        "vision_cuda_graph_modules",
+        "vision_cuda_graph_scope",
+    }
+)
+"""Names of Megatron that look like one of the settings above, and are no slips of the pen."""
