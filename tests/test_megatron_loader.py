@@ -9,7 +9,13 @@ import torch
 from titan import numbered_store, numbers, step_rows
 
 import varlen as vl
-from varlen.adapters.megatron import MegatronLoader, external_loaders, loader_batch_size, saved_state
+from varlen.adapters.megatron import (
+    MegatronLoader,
+    external_loaders,
+    last_checkpoint,
+    loader_batch_size,
+    saved_state,
+)
 from varlen.errors import SettingError, StateError
 
 DOCUMENTS, SEQ_LENGTH, GLOBAL = 90, 64, 8
@@ -118,6 +124,45 @@ def test_without_a_saved_state_the_consumed_samples_say_where_to_go_on(store, tm
     (loader,) = trains_of(store, 1)
     with pytest.raises(SettingError, match=r"12 consumed samples aren't whole steps of 8 packs.*: 8 or 16"):
         loader.seek(12)
+
+
+def test_megatrons_trackers_say_which_checkpoint_a_run_goes_on_from(store, tmp_path):
+    whole = trained(trains_of(store, 2))
+    bridge, lm, none = (tmp_path / name for name in ("bridge", "lm", "none"))
+    for folder in (bridge, lm, none):
+        folder.mkdir()
+    counts = {"step": torch.tensor(2), "consumed_train_samples": torch.tensor(2 * GLOBAL)}
+    torch.save(counts, bridge / "latest_train_state.pt")
+    (lm / "latest_checkpointed_iteration.txt").write_text("2\n")
+    first = trains_of(store, 1)
+    trained(first, steps=2)
+    Rerun(first[0]).save(tmp_path / "saved", 2, 0, PLACES["lm"])
+
+    for found in (
+        {"load": bridge},
+        {"load": lm, "dataloader_save": tmp_path / "saved"},
+        {"load": lm, "consumed_train_samples": 2 * GLOBAL},
+    ):
+        rest = trained(trains_of(store, 2, **found))
+        assert [step_rows(step) for step in rest] == [step_rows(step) for step in whole[2:]]
+    assert last_checkpoint(none) == (0, 0)
+    assert len(trained(trains_of(store, 1, load=none))) == len(whole)
+    assert len(trained(trains_of(store, 1, load=bridge, iteration=0))) == len(whole)
+    (lm / "latest_checkpointed_iteration.txt").write_text("release")
+    assert last_checkpoint(lm) == (0, 0)
+
+
+def test_a_run_whose_place_nobody_knows_is_refused_and_does_not_begin_anew(store, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(
+        SettingError, match=r"after iteration 7, but no dataloader_save was given.*begin anew"
+    ):
+        loaders_of(store, load=tmp_path)
+    with pytest.raises(SettingError, match="saved holds no state of the loader"):
+        loaders_of(store, load=tmp_path, dataloader_save=tmp_path / "saved")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("seven")
+    with pytest.raises(StateError, match=r"latest_checkpointed_iteration.txt doesn't say which checkpoint"):
+        last_checkpoint(tmp_path)
 
 
 def test_peers_of_a_replica_take_the_same_and_a_stage_that_takes_nothing_starts_nothing(store):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         resolve_packed_parquet_paths,
     )
     from varlen.adapters.megatron.files.reader import PackedReader
-    from varlen.adapters.megatron.loader import MegatronLoader, saved_state
+    from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, saved_state
     from varlen.adapters.megatron.packing.alignment import alignment, stored_lengths
     from varlen.adapters.megatron.packing.averages import calculate_avg_seqlen, get_seqlen_list
     from varlen.adapters.megatron.packing.index import PackIndex, open_index
@@ -88,6 +88,7 @@ _HOMES = {
     "get_seqlen_list": "varlen.adapters.megatron.packing.averages",
     "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
     "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
+    "last_checkpoint": "varlen.adapters.megatron.loader",
     "loader_batch_size": "varlen.adapters.megatron.providers",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
     "metadata_path": "varlen.adapters.megatron.files.metadata",
@@ -140,6 +141,7 @@ __all__ = [
     "get_seqlen_list",
     "is_packed_parquet_file",
     "is_packed_parquet_spec",
+    "last_checkpoint",
     "loader_batch_size",
     "metadata_entry",
     "metadata_path",

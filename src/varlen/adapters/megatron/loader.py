@@ -21,6 +21,8 @@ from varlen.pack.lengths import as_count
 
 _FILES = "train_dataloader_dprank*.pt"
 _KEY = "dataloader_state_dict"
+_TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
+"""Of Megatron-Bridge, and of Megatron-LM."""
 
 
 class MegatronLoader:
@@ -180,6 +182,38 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
         return merge_states(states)
     except StateError as error:
         raise StateError(f"{place} holds states of different loaders: {error}") from None
+
+
+def last_checkpoint(load: str | Path) -> tuple[int, int]:
+    """Return the iteration of the newest checkpoint of a folder, and the samples consumed until then.
+
+    Megatron's providers of data sets aren't told either; what it loads, its trackers say.
+
+    Args:
+        load: `checkpoint.load` (`--load`).
+
+    Returns:
+        Both 0 where there is no checkpoint, or one without iterations (a release). Megatron-LM's tracker doesn't say
+        how many samples there were: 0; its `args.consumed_train_samples` does.
+
+    Raises:
+        StateError: the tracker can't be read.
+    """
+    ours, theirs = (Path(load) / name for name in _TRACKERS)
+    file = ours if ours.exists() else theirs
+    if not file.exists():
+        return 0, 0
+    try:
+        if file == ours:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            return int(state["step"]), int(state["consumed_train_samples"])
+        told = file.read_text().strip()
+        return (0 if told == "release" else int(told)), 0
+    except Exception as error:  # whatever it raises, nobody knows the iteration
+        raise StateError(
+            f"{file} doesn't say which checkpoint is the newest: {type(error).__name__}: {str(error)[:200]}; pass "
+            "iteration and consumed_train_samples"
+        ) from error
 
 
 def _check(loader: PackedLoader) -> None:

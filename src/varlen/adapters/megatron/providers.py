@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.adapters.megatron.dialects import NEWEST
-from varlen.adapters.megatron.loader import MegatronLoader, saved_state
+from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, saved_state
 from varlen.adapters.megatron.packing.alignment import alignment
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
@@ -36,7 +36,8 @@ def external_loaders(
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     dataloader_save: str | Path | None = None,
-    iteration: int = 0,
+    load: str | Path | None = None,
+    iteration: int | None = None,
     dialect: str = NEWEST,
     batch_settings: dict[str, Any] | None = None,
     tokenizer: Any = None,
@@ -63,7 +64,9 @@ def external_loaders(
         tensor_model_parallel_size: with `sequence_parallel`, of so many for each context-parallel rank too.
         sequence_parallel: see above.
         dataloader_save: where Megatron saves the state (`dataset.dataloader_save`, `--dataloader-save`).
-        iteration: of the checkpoint that was loaded; 0 for none.
+        load: where checkpoints are loaded from (`checkpoint.load`, `--load`); the newest there says the iteration,
+            and for Megatron-Bridge the samples. None for a run that begins anew, from pretrained weights too.
+        iteration: of the checkpoint, where it isn't the newest (`checkpoint.ckpt_step`).
         dialect: of Megatron-Bridge that the training loop reads.
         batch_settings: of `megatron_batch`.
         tokenizer: of documents, as `PackedLoader` has it.
@@ -103,7 +106,10 @@ def external_loaders(
             )
         )
         if made[0] is not None:
-            _go_on(made[0], consumed_train_samples, dataloader_save, iteration)
+            newest = (0, 0) if load is None else last_checkpoint(load)
+            at = newest[0] if iteration is None else iteration
+            consumed = consumed_train_samples or (newest[1] if at == newest[0] else 0)
+            _go_on(made[0], consumed, dataloader_save, at)
             _check_length(made[0], num_samples, global_batch_size)
         for data in (valid, test):
             made.append(
@@ -171,6 +177,16 @@ def _go_on(loader: MegatronLoader, consumed: int, dataloader_save: str | Path | 
         loader.restore_state(found)
     elif consumed:
         loader.seek(consumed)
+    elif iteration:
+        where = (
+            f"{dataloader_save} holds no state of the loader"
+            if dataloader_save
+            else "no dataloader_save was given"
+        )
+        raise SettingError(
+            f"the run goes on after iteration {iteration:,}, but {where} and consumed_train_samples is 0, so the "
+            "data would begin anew; pass consumed_train_samples, or iteration=0 if that is meant"
+        )
 
 
 def _check_length(loader: MegatronLoader, num_samples: Sequence[int] | None, global_batch_size: int) -> None:
