@@ -10,6 +10,7 @@ import time
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from varlen.cli import app as app_module
 from varlen.cli import extras as extras_module
@@ -21,6 +22,12 @@ def varlen(*arguments, **settings):
     return subprocess.run(
         [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=300, **settings
     )
+
+
+def asked(*arguments):
+    """What the command line says where it was imported already; of its start, the others tell enough."""
+    run = CliRunner().invoke(app_module.app, [*map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, run.exit_code, run.stdout, run.stderr)
 
 
 def one_sentence(run, code=2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from test_cli import one_sentence, varlen
+from test_cli import asked, one_sentence, varlen
 
 QUICK = ("--backend", "eager", "--layout", "rows")
 
@@ -53,28 +53,28 @@ def test_a_page_is_written_with_the_attention_drawn(tmp_path: Path) -> None:
 
 
 def test_a_family_that_nobody_has_is_one_sentence() -> None:
-    run = varlen("verify", "lama")
+    run = asked("verify", "lama")
 
     assert run.returncode == 2
     assert "did you mean llama" in one_sentence(run)
 
 
 def test_a_backend_that_there_is_not_is_one_sentence() -> None:
-    run = varlen("verify", "llama", "--backend", "paged")
+    run = asked("verify", "llama", "--backend", "paged")
 
     assert run.returncode == 2
     assert "backends must be one or more of eager, sdpa" in one_sentence(run)
 
 
 def test_a_dtype_that_there_is_not_is_one_sentence() -> None:
-    run = varlen("verify", "llama", "--dtype", "int8")
+    run = asked("verify", "llama", "--dtype", "int8")
 
     assert run.returncode == 2
     assert "--dtype must be one of float64, float32, bfloat16, float16" in one_sentence(run)
 
 
 def test_a_page_in_a_folder_that_there_is_not_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    run = varlen("verify", "llama", "-o", tmp_path / "none" / "report.html")
+    run = asked("verify", "llama", "-o", tmp_path / "none" / "report.html")
 
     assert run.returncode == 2
     assert "doesn't exist" in one_sentence(run)

@@ -138,10 +138,8 @@ def print_reading(manifest: Mapping[str, Any], folder: Path) -> None:
     """Say what lies there, and how Megatron-Bridge reads it."""
     settings = manifest["settings"]
     if "index_bytes" in manifest:
-        size = manifest["index_bytes"] / 1e6
-        print(
-            f"{folder}: an index of {size:,.1f} MB over the tokens in {manifest['tokens']}. To read the rows:"
-        )
+        size, where = manifest["index_bytes"], manifest["tokens"]
+        print(f"{folder}: an index of {size:,} bytes over the tokens in {where}. To read the rows:")
         print(f'  varlen.adapters.megatron.open_index("{folder}")')
         return
     name = "packed_val_data_path" if settings["split"] == "validation" else "packed_train_data_path"

@@ -8,6 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from varlen.adapters.megatron.batches.in_batch import (
+        build_mcore_thd_sequence_batch_from_rows,
+        check_in_batch_packing,
+        pack_batch_sequences,
+        pack_right_padded_sequence_batch_to_mcore_thd,
+    )
     from varlen.adapters.megatron.config.check import check_config
     from varlen.adapters.megatron.config.report import ConfigReport
     from varlen.adapters.megatron.dialects import Dialect
@@ -51,13 +57,24 @@ if TYPE_CHECKING:
     )
     from varlen.adapters.megatron.providers import external_loaders, loader_batch_size
     from varlen.adapters.megatron.rows import PackedRows
+    from varlen.adapters.megatron.scheduling.balance import balance_microbatches
+    from varlen.adapters.megatron.scheduling.microbatches import Microbatches
+    from varlen.adapters.megatron.scheduling.samples import (
+        build_unpacked_sequence_sample,
+        fold_alignment_padding,
+        identity_collate,
+        unpacked_samples,
+    )
+    from varlen.adapters.megatron.scheduling.scheduler import DpBalancedScheduler, mask_dummies
     from varlen.adapters.megatron.specs import PackedSequenceSpecs
 
 _HOMES = {
     "ConfigReport": "varlen.adapters.megatron.config.report",
     "Dialect": "varlen.adapters.megatron.dialects",
+    "DpBalancedScheduler": "varlen.adapters.megatron.scheduling.scheduler",
     "MegatronLoader": "varlen.adapters.megatron.loader",
     "MegatronPackSettings": "varlen.adapters.megatron.packing.settings",
+    "Microbatches": "varlen.adapters.megatron.scheduling.microbatches",
     "PACKING_ALGORITHMS": "varlen.adapters.megatron.packing.strategy",
     "PACKING_ALGOS": "varlen.adapters.megatron.packing.strategy",
     "PackCounts": "varlen.adapters.megatron.files.metadata",
@@ -72,8 +89,12 @@ _HOMES = {
     "PackedSequenceSpecs": "varlen.adapters.megatron.specs",
     "PackedWriter": "varlen.adapters.megatron.files.opening",
     "alignment": "varlen.adapters.megatron.packing.alignment",
+    "balance_microbatches": "varlen.adapters.megatron.scheduling.balance",
+    "build_mcore_thd_sequence_batch_from_rows": "varlen.adapters.megatron.batches.in_batch",
+    "build_unpacked_sequence_sample": "varlen.adapters.megatron.scheduling.samples",
     "calculate_avg_seqlen": "varlen.adapters.megatron.packing.averages",
     "check_config": "varlen.adapters.megatron.config.check",
+    "check_in_batch_packing": "varlen.adapters.megatron.batches.in_batch",
     "combined_metadata": "varlen.adapters.megatron.files.metadata",
     "convert": "varlen.adapters.megatron.files.opening",
     "create_hist": "varlen.adapters.megatron.packing.strategy",
@@ -85,22 +106,28 @@ _HOMES = {
     "first_fit": "varlen.adapters.megatron.packing.strategy",
     "first_fit_decreasing": "varlen.adapters.megatron.packing.strategy",
     "first_fit_shuffle": "varlen.adapters.megatron.packing.strategy",
+    "fold_alignment_padding": "varlen.adapters.megatron.scheduling.samples",
     "get_seqlen_list": "varlen.adapters.megatron.packing.averages",
+    "identity_collate": "varlen.adapters.megatron.scheduling.samples",
     "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
     "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
     "last_checkpoint": "varlen.adapters.megatron.loader",
     "loader_batch_size": "varlen.adapters.megatron.providers",
+    "mask_dummies": "varlen.adapters.megatron.scheduling.scheduler",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
     "metadata_path": "varlen.adapters.megatron.files.metadata",
     "open_index": "varlen.adapters.megatron.packing.index",
     "open_packed": "varlen.adapters.megatron.files.opening",
+    "pack_batch_sequences": "varlen.adapters.megatron.batches.in_batch",
     "pack_for_megatron": "varlen.adapters.megatron.packing.offline",
+    "pack_right_padded_sequence_batch_to_mcore_thd": "varlen.adapters.megatron.batches.in_batch",
     "read_metadata": "varlen.adapters.megatron.files.metadata",
     "read_packed_npy": "varlen.adapters.megatron.files.npy",
     "replay_packs": "varlen.adapters.megatron.packing.replay",
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
     "saved_state": "varlen.adapters.megatron.loader",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
+    "unpacked_samples": "varlen.adapters.megatron.scheduling.samples",
     "write_megatron": "varlen.adapters.megatron.files.pairs",
     "write_metadata": "varlen.adapters.megatron.files.metadata",
     "write_packed_parquet": "varlen.adapters.megatron.files.parquet_writer",
@@ -111,8 +138,10 @@ __all__ = [
     "PACKING_ALGOS",
     "ConfigReport",
     "Dialect",
+    "DpBalancedScheduler",
     "MegatronLoader",
     "MegatronPackSettings",
+    "Microbatches",
     "PackCounts",
     "PackIndex",
     "PackedIndexed",
@@ -125,8 +154,12 @@ __all__ = [
     "PackedSequenceSpecs",
     "PackedWriter",
     "alignment",
+    "balance_microbatches",
+    "build_mcore_thd_sequence_batch_from_rows",
+    "build_unpacked_sequence_sample",
     "calculate_avg_seqlen",
     "check_config",
+    "check_in_batch_packing",
     "combined_metadata",
     "convert",
     "create_hist",
@@ -138,22 +171,28 @@ __all__ = [
     "first_fit",
     "first_fit_decreasing",
     "first_fit_shuffle",
+    "fold_alignment_padding",
     "get_seqlen_list",
+    "identity_collate",
     "is_packed_parquet_file",
     "is_packed_parquet_spec",
     "last_checkpoint",
     "loader_batch_size",
+    "mask_dummies",
     "metadata_entry",
     "metadata_path",
     "open_index",
     "open_packed",
+    "pack_batch_sequences",
     "pack_for_megatron",
+    "pack_right_padded_sequence_batch_to_mcore_thd",
     "read_metadata",
     "read_packed_npy",
     "replay_packs",
     "resolve_packed_parquet_paths",
     "saved_state",
     "stored_lengths",
+    "unpacked_samples",
     "write_megatron",
     "write_metadata",
     "write_packed_parquet",

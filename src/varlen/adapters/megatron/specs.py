@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
-from varlen.adapters.megatron.files.paths import is_packed_parquet_spec, resolve_packed
-from varlen.adapters.megatron.packing.alignment import alignment
+from varlen.adapters.megatron.files.paths import PAIR, is_packed_parquet_spec, resolve_packed
+from varlen.adapters.megatron.packing.alignment import alignment, check_size
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.errors import SettingError, SourceError
-from varlen.pack.lengths import check_multiple
 from varlen.source.written import read_manifest
 
 _FIELDS = (
@@ -51,7 +50,8 @@ class PackedSequenceSpecs:
     """Processes that tokenize; `workers` says how many: 0 or less is all processors before 0.6, and one since."""
     packed_train_data_path: str | Path | None = None
     packed_val_data_path: str | Path | None = None
-    """Packed files that are there already: Parquet (a file, glob or folder), or `.npy`, which is deprecated."""
+    """Packed files that are there already: Parquet (a file, glob or folder), `.npy`, which is deprecated, or after
+    0.6 a pair of `.sft.bin` and `.sft.idx`."""
     packed_metadata_path: str | Path | None = None
     """What constant shapes are computed from."""
     pad_cu_seqlens: bool = False
@@ -160,7 +160,7 @@ class PackedSequenceSpecs:
         """
         self._check_numbers()
         if self.is_enabled:
-            check_multiple(self.packed_sequence_size, self.multiple, "pad_seq_to_mult")
+            check_size(self.packed_sequence_size, self.multiple, "packed_sequence_size")
         if not self.pad_cu_seqlens:
             return self
         if pad_to_max_length is False:
@@ -278,10 +278,13 @@ class PackedSequenceSpecs:
                     stacklevel=4,
                 )
             return Path(path)
-        if not is_packed_parquet_spec(path) and not Path(f"{path}.idx").exists():
+        is_pair = path.lower().endswith(PAIR) or any(
+            Path(f"{path}{end}").exists() for end in (".idx", PAIR[1])
+        )
+        if not is_packed_parquet_spec(path) and not (is_pair and self.dialect == "0.6"):
             raise SettingError(
-                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), or a .npy file; got "
-                f"{path}"
+                f"{name} must name packed Parquet (a file, glob or folder; .parquet or .pq), a .npy file, or after "
+                f"0.6 a pair of .sft.bin and .sft.idx; got {path}"
             )
         try:
             resolve_packed(path)

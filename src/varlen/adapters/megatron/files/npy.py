@@ -133,7 +133,7 @@ def _kind(value: Any) -> str:
     """Name what a pickle held."""
     if isinstance(value, Numbers):
         return "a list with other values"
-    names = {"Text": "a string", "dict": "a dictionary", "int": "a number", "NoneType": "nothing"}
+    names = {"str": "a string", "dict": "a dictionary", "int": "a number", "NoneType": "nothing"}
     return names.get(type(value).__name__, type(value).__name__)
 
 

@@ -210,7 +210,9 @@ class PackedParquet(RowReader):
                 f"{path} was replaced while it was read: it had {self._sizes[number]:,} bytes, and has {size:,}; "
                 "open it again"
             )
-        return pq.ParquetFile(path, metadata=self._metadata[number], pre_buffer=False)
+        return pq.ParquetFile(
+            path, metadata=self._metadata[number], pre_buffer=False, page_checksum_verification=True
+        )
 
 
 def _bytes(rows: PackedRows) -> int:

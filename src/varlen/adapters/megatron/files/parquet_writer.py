@@ -28,7 +28,8 @@ class PackedParquetWriter:
     The columns are those that Megatron-Bridge 0.6 writes, of its types: `input_ids` list<int64>, `loss_mask`
     list<int8>, `seq_start_id` list<int64>. Rows that know their `seq_lengths`, the positions of input of each
     document that aren't padding, have them in a column list<int32>, which the releases' readers leave aside. Row
-    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd.
+    groups hold `row_group_tokens` instead of 500 rows, and bytes of the same rank lie together under zstd; pages have
+    checksums, which our reader verifies.
 
     The file appears under its name when `close` returns, or at the end of a `with` block that didn't raise.
     """
@@ -189,6 +190,7 @@ def _opened(path: Path, schema: Any, compression: Compression) -> Any:
         compression_level=1 if compression == "zstd" else None,
         use_dictionary=False,
         write_statistics=False,
+        write_page_checksum=True,
         use_byte_stream_split=[f"{name}.list.element" for name in schema.names],
     )
 

@@ -108,7 +108,9 @@ def _one(spec: str, wait_s: float, suffixes: tuple[str, ...], what: str, ends: s
 
     def look() -> list[str]:
         if _is_glob(str(path)):
-            return _of_kind(Path(path.anchor).glob(str(path.relative_to(path.anchor))), suffixes)
+            pattern = str(path.relative_to(path.anchor))
+            found = _of_kind(Path(path.anchor).glob(pattern), suffixes)
+            return found or _of_kind(Path(path.anchor).glob(f"{pattern}{PAIR[1][-4:]}"), suffixes)
         if path.is_dir():
             return _of_kind(path.iterdir(), suffixes)
         if path.is_file() and spec.lower().endswith(suffixes):

@@ -26,6 +26,10 @@ _KINDS = {"O", "b", "b1", *(f"{kind}{width}" for kind in "iu" for width in (1, 2
 Refuse = Callable[[str], SourceError]
 
 
+class UnfitError(Exception):
+    """What stands in a pickle doesn't fit together; who reads it says where."""
+
+
 class Dtype:
     """A kind of numbers, or of objects."""
 
@@ -35,9 +39,9 @@ class Dtype:
         self.kind, self.is_swapped = kind, False
 
     def numbers(self) -> np.dtype[Any]:
-        """Return it as numpy's own; raises ValueError for objects."""
+        """Return it as numpy's own; raises UnfitError for objects."""
         if self.kind == "O":
-            raise ValueError
+            raise UnfitError
         return np.dtype(self.kind).newbyteorder(">" if self.is_swapped else "<")
 
 
@@ -60,7 +64,7 @@ def reduce(name: str, arguments: list[Any], refuse: Refuse) -> Any:
         refuse: makes the error that says what isn't permitted.
 
     Raises:
-        ValueError: the arguments don't fit.
+        UnfitError: the arguments don't fit.
         SourceError: a kind of numbers that packed rows don't have.
     """
     if name == "dtype":
@@ -76,7 +80,7 @@ def reduce(name: str, arguments: list[Any], refuse: Refuse) -> Any:
         return int(np.frombuffer(_as_bytes(content), dtype=_numbers(kind), count=1)[0])
     if name == "encode":
         if len(arguments) != 2 or arguments[1] != "latin1":
-            raise ValueError(arguments)
+            raise UnfitError
         return str(arguments[0]).encode("latin1")
     if name == "_frombuffer":
         buffer, kind, shape, _ = arguments
@@ -97,7 +101,7 @@ def build(target: Array | Dtype, state: list[Any], refuse: Refuse) -> None:
         refuse: makes the error that says what isn't permitted.
 
     Raises:
-        ValueError: the state doesn't fit.
+        UnfitError: the state doesn't fit.
         SourceError: a kind of numbers with fields, or in subarrays.
     """
     if isinstance(target, Dtype):
@@ -114,13 +118,13 @@ def build(target: Array | Dtype, state: list[Any], refuse: Refuse) -> None:
 
 def _numbers(kind: Any) -> np.dtype[Any]:
     if not isinstance(kind, Dtype):
-        raise ValueError(kind)
+        raise UnfitError
     return kind.numbers()
 
 
 def _as_bytes(content: Any) -> bytes:
     if not isinstance(content, bytes):
-        raise ValueError(content)
+        raise UnfitError
     return content
 
 
@@ -128,5 +132,5 @@ def _fill(array: Array, shape: Any, content: npt.NDArray[Any]) -> None:
     """Give an array its numbers, as many as its shape says."""
     sizes = tuple(int(size) for size in shape)
     if math.prod(sizes) != len(content):
-        raise ValueError(sizes)
+        raise UnfitError
     array.shape, array.content = sizes, content

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
-from varlen.adapters.megatron.files.permitted import PERMITTED, Array, Dtype, build, reduce
+from varlen.adapters.megatron.files.permitted import PERMITTED, Array, Dtype, UnfitError, build, reduce
 from varlen.errors import SourceError
 
 _RUN = 4096
@@ -99,14 +99,14 @@ class Reader:
                 self._numbers(begun)
                 continue
             self._at += 1
-            if code == 0x2E:  # STOP
-                return self._pop()
             step = _STEPS.get(code)
-            if step is None:
+            if step is None and code != _STOP:
                 raise self.refused(begun, code)
             try:
+                if step is None:
+                    return self._pop()
                 step(self, begun)
-            except (IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            except (UnfitError, LookupError, TypeError, ValueError, OverflowError, MemoryError) as error:
                 if isinstance(error, SourceError):
                     raise
                 raise SourceError(
@@ -290,6 +290,7 @@ def _long(size: int) -> Callable[[Reader, int], None]:
     return lambda r, _: r.push(int.from_bytes(r.take(r.number(size)), "little", signed=True))
 
 
+_STOP = 0x2E
 _NUMBERS = frozenset(b"KMJ\x88\x89")
 _STEPS: dict[int, Callable[[Reader, int], Any]] = {
     0x80: _protocol,

@@ -76,6 +76,25 @@ def longest_aligned(pack_size: int, multiple: int = 1, longest: int | None = Non
     return limit // multiple * multiple
 
 
+def check_size(size: int, multiple: int, name: str) -> None:
+    """Require that a row's size is a multiple of what documents are padded to.
+
+    Args:
+        size: positions of a row.
+        multiple: of `alignment`.
+        name: of the size, for messages.
+
+    Raises:
+        SettingError: it isn't; names the nearest sizes that are.
+    """
+    if size % multiple:
+        below = size // multiple * multiple
+        near = f"{below:,} or {below + multiple:,}" if below else f"{multiple:,}"
+        raise SettingError(
+            f"{name} is {size:,}, which is no multiple of pad_seq_to_mult, {multiple:,}; the nearest: {near}"
+        )
+
+
 def aligned_pieces(
     positions: npt.ArrayLike,
     pack_size: int,

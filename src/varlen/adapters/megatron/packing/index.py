@@ -24,7 +24,7 @@ import numpy.typing as npt
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.packing.alignment import slots_of
 from varlen.adapters.megatron.rows import PackedRows
-from varlen.errors import SourceError
+from varlen.errors import SettingError, SourceError
 from varlen.source.store import TokenStore, open_store
 from varlen.source.writing import sync
 from varlen.source.written import read_manifest
@@ -69,7 +69,9 @@ class PackIndex(RowReader):
     def __reduce__(self) -> tuple[Any, ...]:
         """Open it again where it is needed."""
         if self._opened_from is None:
-            raise TypeError("this index was never written to a folder, so that no other process can open it")
+            raise SettingError(
+                "this index was never written to a folder, so that no other process can open it"
+            )
         return open_index, self._opened_from
 
     @property

@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from varlen.adapters.megatron.packing.alignment import longest_aligned
+from varlen.adapters.megatron.packing.alignment import check_size, longest_aligned
 from varlen.errors import SettingError
 from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count, check_multiple
+from varlen.pack.lengths import as_count
 from varlen.types import Method, Overlong
 
 OfflineAlgorithm: TypeAlias = Literal[
@@ -77,7 +77,7 @@ class MegatronPackSettings:
         object.__setattr__(self, "seed", as_count(self.seed, "seed", 0, 2**32 - 1))
         if self.pad_id is not None:
             object.__setattr__(self, "pad_id", as_count(self.pad_id, "pad_id", 0))
-        check_multiple(self.pack_size, self.multiple, "pad_seq_to_mult")
+        check_size(self.pack_size, self.multiple, "pack_size")
         longest_aligned(self.pack_size, self.multiple, self.longest)
         if self.longest is not None and self.longest > self.pack_size:
             raise SettingError(

@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,10 @@ a row's documents stay a random sample."""
 
 Item = TypeVar("Item")
 Document = dict[str, Any]
+Bins: TypeAlias = list[list[Item]]
+"""The items of each bin: lists in lists, as the release has them."""
+Documents: TypeAlias = dict[int, list[Document]]
+"""Documents by length."""
 _log = logging.getLogger(__name__)
 _GLOBAL: Draws = np.random  # the generator that the release draws from
 
@@ -54,7 +58,7 @@ def find_first_bin_that_fits(bins: Sequence[Any], s: int, bin_size: int) -> int:
 
 def first_fit(
     seqlens: Sequence[Item], pack_size: int, *, item_lengths: Sequence[int] | None = None
-) -> list[list[Item]]:
+) -> Bins[Item]:
     """Put items, in the order given, each into the first bin with room.
 
     Args:
@@ -78,7 +82,7 @@ def first_fit(
 
 def first_fit_decreasing(
     seqlens: Sequence[Item], pack_size: int, *, item_lengths: Sequence[int] | None = None
-) -> list[list[Item]]:
+) -> Bins[Item]:
     """Put items, from long to short, each into the first bin with room; arguments and result as in `first_fit`.
 
     Equal lengths keep their order.
@@ -93,7 +97,7 @@ def first_fit_decreasing(
 
 def first_fit_shuffle(
     seqlens: Sequence[Item], pack_size: int, *, item_lengths: Sequence[int] | None = None
-) -> list[list[Item]]:
+) -> Bins[Item]:
     """Put items, in random order, each into the first bin with room; arguments and result as in `first_fit`.
 
     The order is drawn from NumPy's global generator, as in the release: `numpy.random.seed` makes it the same again.
@@ -106,7 +110,7 @@ def first_fit_shuffle(
 
 def create_hist(
     dataset: Iterable[Document], truncate_seq_len: int, *, overlong: str = "error"
-) -> tuple[dict[int, list[Document]], list[int]]:
+) -> tuple[Documents, list[int]]:
     """Return documents by length, and how many there are of each; a length is `len(input_ids) - 1`.
 
     Releases 0.3 to 0.5 fail with an IndexError at a document longer than `truncate_seq_len`; 0.6 leaves it out with
@@ -126,7 +130,7 @@ def create_hist(
     """
     as_choice(overlong, "overlong", ("error", "drop"))
     most = as_count(truncate_seq_len, "truncate_seq_len", 0)
-    sequences: dict[int, list[Document]] = defaultdict(list)
+    sequences: Documents = defaultdict(list)
     histogram = [0] * (most + 1)
     first, length, skipped, empty = -1, 0, 0, 0
     for number, document in enumerate(dataset):
@@ -154,7 +158,7 @@ def create_hist(
 
 def create_packing_strategy(
     histogram: Sequence[int], pack_size: int, packing_algorithm: str = "first_fit"
-) -> tuple[list[list[int]], dict[str, Any]]:
+) -> tuple[Bins[int], dict[str, Any]]:
     """Pack lengths, given by how many there are of each.
 
     Args:
@@ -198,7 +202,7 @@ _METHODS: dict[str, Method] = {
 
 
 def fill_packing_strategy(
-    assignments: Sequence[Sequence[int]],
+    assignments: Bins[int],
     sequences: Mapping[int, Sequence[Document]],
     pack_size: int,
     pad_id: int,  # noqa: ARG001  # the release takes it and pads nothing either
@@ -247,7 +251,7 @@ def _lengths_of(items: Sequence[Any], lengths: Sequence[int] | None) -> Int32Arr
 
 def _in_bins(
     items: Sequence[Item], order: npt.NDArray[np.intp], lengths: Int32Array, pack_size: int, method: Method
-) -> list[list[Item]]:
+) -> Bins[Item]:
     """Pack items in an order; returns those of each bin."""
     placed, offsets = packed_in_turn(lengths[order], as_count(pack_size, "pack_size"), method)
     taken = [items[number] for number in order[placed].tolist()]
@@ -267,13 +271,13 @@ def _metadata(lengths: Int32Array, offsets: IntArray, pack_size: int) -> dict[st
     }
 
 
-def _masks(group: Sequence[Document], length: int) -> list[list[Any]]:
+def _masks(group: Sequence[Document], length: int) -> Bins[Any]:
     """Return the mask of each document at its inputs: one place earlier than at its tokens.
 
     Raises:
         DocumentsError: a document has no mask, or one of another length.
     """
-    masks: list[list[Any]] = []
+    masks: Bins[Any] = []
     if all("loss_mask" in document for document in group):
         for document in group:
             mask = _plain(document["loss_mask"])
