@@ -20,6 +20,7 @@ from varlen.adapters.megatron import (
     create_packed,
     open_packed,
     write_megatron,
+    write_packed_indexed_dataset,
 )
 from varlen.adapters.megatron.files.flat import between, from_dicts
 from varlen.errors import DocumentsError, SettingError, SourceError
@@ -60,9 +61,12 @@ def test_a_pair_is_written_as_the_release_writes_it_and_read_as_it_was(tmp_path_
     with PackedIndexedWriter(folder / "ours.sft") as writer:
         writer.write(from_dicts(rows[:1]))
         writer.write(from_dicts(rows[1:]))
+    assert write_packed_indexed_dataset(rows, folder / "dicts.sft.idx") == str(folder / "dicts.sft")
 
     for end in ("bin", "idx"):
-        assert (folder / f"ours.sft.{end}").read_bytes() == (folder / f"theirs.sft.{end}").read_bytes()
+        theirs = (folder / f"theirs.sft.{end}").read_bytes()
+        assert (folder / f"ours.sft.{end}").read_bytes() == theirs
+        assert (folder / f"dicts.sft.{end}").read_bytes() == theirs
     has_padding = any(row["seq_lengths"] != stored(row) for row in rows if "seq_lengths" in row)
     assert (folder / "ours.sft.seq_lengths.npy").exists() is has_padding
     with PackedIndexed(folder / "ours.sft") as ours:
@@ -181,6 +185,32 @@ def test_every_kind_turns_into_every_other_and_back(tmp_path_factory, rows):
                     **row,
                     "seq_lengths": found.get("seq_lengths", stored(row)),
                 }
+
+
+def test_files_that_are_slow_in_random_order_are_copied_once_by_their_content(tmp_path):
+    rows = many_rows(40, 3000)
+    write_parquet(tmp_path / "slow.idx.parquet", rows)
+    write_parquet(tmp_path / "fast.idx.parquet", rows, group=20)
+    (tmp_path / "a.npy").write_bytes(saved(rows))
+    cache = tmp_path / "cache"
+
+    for name, copies in (
+        ("fast.idx.parquet", 0),
+        ("slow.idx.parquet", 1),
+        ("slow.idx.parquet", 1),
+        ("a.npy", 2),
+    ):
+        with open_packed(tmp_path / name, cache=cache) as reader:
+            assert [plain(row) for row in reader] == rows
+        assert len(list(cache.glob("*"))) == copies
+    before = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    (tmp_path / "slow.idx.parquet").rename(tmp_path / "slow.pq")
+    with open_packed(tmp_path / "slow.pq", cache=cache) as reader:
+        assert reader.num_rows == 40
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == before
+    write_parquet(tmp_path / "slow.pq", rows[::-1])
+    with open_packed(tmp_path / "slow.pq", cache=cache) as reader:
+        assert plain(reader[0]) == rows[-1]
 
 
 def test_kinds_are_not_mixed_and_nothing_is_written_over_itself(tmp_path):

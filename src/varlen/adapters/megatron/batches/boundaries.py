@@ -77,10 +77,12 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
 
 def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
     """Return boundaries with -1 behind each row's last, int32 `[rows, most + 1]`, and where the first -1 stands."""
-    most = int(counts.max(initial=0))
-    ended = np.full((len(values), most + 1), -1, dtype=np.int32)
-    kept = np.arange(most) < counts[:, None]
-    np.copyto(ended[:, :most], values[:, :most], where=kept)
+    ends = counts.tolist()
+    most = max(ends, default=0)
+    ended = np.empty((len(values), most + 1), dtype=np.int32)
+    ended[:, :most] = values[:, :most]
+    for row, end in zip(ended, ends):
+        row[end:] = -1
     return torch.from_numpy(ended), torch.from_numpy(counts.reshape(-1, 1).copy())
 
 

@@ -102,6 +102,11 @@ class RowCollator:
                 f"can't share its rows; pass "
                 f"{' or '.join(f'{near:,}' for near in (below, below + multiple) if near)}"
             )
+        if self.ceil_to_power_2 and multiple & (multiple - 1) and not self.compatible:
+            raise SettingError(
+                f"ceil_to_power_2=True makes rows that pad_seq_to_mult={multiple:,} doesn't divide; pass a multiple "
+                "that is a power of 2, or pad_seq_length_to_mult in the place of ceil_to_power_2"
+            )
         if self.pad_cu_seqlens:
             self._check_static()
 
@@ -224,7 +229,7 @@ class RowCollator:
         Raises:
             SettingError: a row is longer than `max_seq_length`.
         """
-        longest, most = int(used.max()), self.max_seq_length
+        longest, most = int(max(used.tolist())), self.max_seq_length
         if most is not None and longest > most:
             over = used > most
             raise SettingError(
@@ -266,7 +271,7 @@ class RowCollator:
                 )
         else:
             gaps = width - used
-            entries = int((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).max()) + 1
+            entries = max((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).tolist()) + 1
         places = np.empty((len(used), entries), np.int32)
         logical = np.empty_like(places)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int64)

@@ -120,7 +120,6 @@ def fill_rows(
         mask: int64 or float32 `[rows, width]`, written.
         positions: int64 `[rows, width]`, written.
     """
-    width = tokens.shape[1]
     for row in range(offsets.size - 1):
         begin, last = offsets[row], document_offsets[row + 1]
         quiet = silent.size > 0 and silent[row]
@@ -129,22 +128,30 @@ def fill_rows(
             stop = starts[document + 1] if document + 1 < last else offsets[row + 1] - begin
             size = stop - starts[document] - 1
             source = begin + starts[document]
+            # Views, indexed from 0: the compiler then knows that no index is negative, and takes several at once.
+            to_tokens, to_labels = tokens[row, at : at + size], labels[row, at : at + size]
+            to_positions, to_mask = positions[row, at : at + size], mask[row, at : at + size]
+            ids, weights = input_ids[source : source + size + 1], loss_mask[source : source + size]
             for index in range(size):
-                tokens[row, at + index] = input_ids[source + index]
-                labels[row, at + index] = input_ids[source + index + 1]
-                positions[row, at + index] = index
+                to_tokens[index] = ids[index]
+            for index in range(size):
+                to_labels[index] = ids[index + 1]
+            for index in range(size):
+                to_positions[index] = index
             real = 0 if quiet else lengths[document]
-            for index in range(size):
-                mask[row, at + index] = 0
-            for index in range(real):
-                if eos_in_loss == 1 or input_ids[source + index] != eos_id:
-                    mask[row, at + index] = loss_mask[source + index] if answer_only == 1 else 1
+            if answer_only == 1 and eos_in_loss == 1:
+                for index in range(real):
+                    to_mask[index] = weights[index]
+            else:
+                for index in range(real):
+                    weight = weights[index] if answer_only == 1 else 1
+                    to_mask[index] = weight if eos_in_loss == 1 or ids[index] != eos_id else 0
+            to_mask[real:] = 0
             at += size
-        for index in range(at, width):
-            tokens[row, index] = pad_id
-            labels[row, index] = pad_id
-            positions[row, index] = 0
-            mask[row, index] = 0
+        tokens[row, at:] = pad_id
+        labels[row, at:] = pad_id
+        positions[row, at:] = 0
+        mask[row, at:] = 0
 
 
 @compiled

@@ -17,6 +17,8 @@ COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 """What every packed row has, by the name that files and the releases' code give it."""
 LENGTHS = "seq_lengths"
 """Our own column: positions of input of each document that aren't padding."""
+ROWS_AT_A_TIME = 64
+"""Rows given as dictionaries that are made flat at once."""
 _MOST_ID = 2**31 - 1
 
 

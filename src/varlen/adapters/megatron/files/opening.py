@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,18 +10,17 @@ from varlen.adapters.megatron.files.indexed import PackedIndexed, PackedIndexedW
 from varlen.adapters.megatron.files.metadata import PackCounts
 from varlen.adapters.megatron.files.npy import PackedNpy
 from varlen.adapters.megatron.files.pairs import prefix_of
-from varlen.adapters.megatron.files.parquet import PackedParquet
-from varlen.adapters.megatron.files.parquet_writer import PackedParquetWriter
+from varlen.adapters.megatron.files.parquet import PackedParquet, most_tokens_at_once
+from varlen.adapters.megatron.files.parquet_writer import ROW_GROUP_TOKENS, PackedParquetWriter
 from varlen.adapters.megatron.files.paths import PARQUET, Spec, resolve_packed
 from varlen.adapters.megatron.files.reader import PackedReader
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
+from varlen.source.token_files import sampled_mark
 
-_KINDS = {
-    "Parquet": PackedParquet,
-    "an array (.npy)": PackedNpy,
-    "a pair (.sft.bin, .sft.idx)": PackedIndexed,
-}
+_PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
+_KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
+_SMALL_GROUP = 4 * ROW_GROUP_TOKENS
 
 
 class PackedWriter(Protocol):
@@ -41,11 +41,14 @@ class PackedWriter(Protocol):
         """Close the file, or leave none if the block raised."""
 
 
-def open_packed(spec: Spec, *, wait_s: float = 0.0) -> PackedReader:
+def open_packed(spec: Spec, *, cache: str | Path | None = None, wait_s: float = 0.0) -> PackedReader:
     """Open packed rows to be read at any place.
 
     Args:
         spec: a file, glob or folder, or several: Parquet, `.npy`, or pairs of `.sft.bin` and `.sft.idx`.
+        cache: a folder that keeps copies of files that are slow to read in random order: `.npy`, and Parquet whose
+            row groups are large, as the releases write it. Each is made once, of the same rows with small row groups,
+            and found again by the content of the file; None reads the files themselves.
         wait_s: seconds to wait for files that another node has just written to a network file system.
 
     Returns:
@@ -53,14 +56,29 @@ def open_packed(spec: Spec, *, wait_s: float = 0.0) -> PackedReader:
 
     Raises:
         SourceError: nothing is there, files of several kinds are named together, or one is damaged.
+        SettingError: the cache can't be written.
     """
     paths = resolve_packed(spec, wait_s=wait_s)
     kinds = {_kind(path): path for path in reversed(paths)}
     if len(kinds) > 1:
         (one, first), (other, second) = list(kinds.items())[:2]
         raise SourceError(f"{second} is {other}, and {first} is {one}; read them apart")
-    reader: Any = _KINDS[next(iter(kinds))](paths)
+    if cache is not None:
+        paths = [_cached(path, Path(cache)) for path in paths]
+    reader: Any = _KINDS[_kind(paths[0])](paths)
     return reader  # type: ignore[no-any-return]
+
+
+def _cached(path: str, folder: Path) -> str:
+    """Return a file of the same rows that can be read in random order: itself, or a copy that is made once."""
+    kind = _kind(path)
+    if kind == _PAIR or (kind == _PARQUET and most_tokens_at_once(path) <= _SMALL_GROUP):
+        return path
+    mark = hashlib.sha256(sampled_mark(path).encode()).hexdigest()[:16]
+    copy = folder / f"{Path(path).name.partition('.')[0]}-{mark}.idx.parquet"
+    if not copy.is_file():
+        convert(path, copy)
+    return str(copy)
 
 
 def create_packed(path: str | Path) -> PackedWriter:
@@ -109,5 +127,5 @@ def convert(spec: Spec, output: str | Path, *, wait_s: float = 0.0) -> PackCount
 def _kind(path: str) -> str:
     """Name the kind of a file by its end."""
     if path.lower().endswith(PARQUET):
-        return "Parquet"
-    return "an array (.npy)" if path.lower().endswith(".npy") else "a pair (.sft.bin, .sft.idx)"
+        return _PARQUET
+    return _NPY if path.lower().endswith(".npy") else _PAIR

@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import LENGTHS, as_stored, between, from_dicts, joined
+from varlen.adapters.megatron.files.flat import (
+    LENGTHS,
+    ROWS_AT_A_TIME,
+    as_stored,
+    between,
+    from_dicts,
+    joined,
+)
 from varlen.adapters.megatron.files.paths import PARQUET
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
@@ -16,7 +23,7 @@ from varlen.offline.places import disk_faults, unfinished
 from varlen.source.lists import list_column
 from varlen.source.writing import sync
 
-ROW_GROUP_TOKENS = 1 << 15
+ROW_GROUP_TOKENS = 1 << 14
 """Tokens that are decoded to read one of them, unless a row has more."""
 
 Compression = Literal["zstd", "snappy", "none"]
@@ -215,9 +222,6 @@ def write_packed_parquet(
         SettingError: the place can't be written.
     """
     with PackedParquetWriter(output_path, row_group_rows=row_group_size) as writer:
-        for start in range(0, len(rows), _ROWS_AT_A_TIME):
-            some = rows[start : start + _ROWS_AT_A_TIME]
+        for start in range(0, len(rows), ROWS_AT_A_TIME):
+            some = rows[start : start + ROWS_AT_A_TIME]
             writer.write(from_dicts(some, lambda row, start=start: f"row {start + row:,}"))  # type: ignore[misc]
-
-
-_ROWS_AT_A_TIME = 64

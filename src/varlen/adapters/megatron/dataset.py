@@ -1,0 +1,356 @@
+"""Megatron-Bridge's data sets of packed rows, with their arguments and outputs, over any kind of packed file."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from varlen.adapters.megatron.batches.boundaries import MegatronBatch
+from varlen.adapters.megatron.batches.collate import RowCollator
+from varlen.adapters.megatron.dialects import NEWEST, as_dialect
+from varlen.adapters.megatron.files.metadata import read_metadata
+from varlen.adapters.megatron.files.opening import open_packed
+from varlen.adapters.megatron.rows import PackedRows
+from varlen.errors import DocumentsError, SettingError
+from varlen.types import IntArray
+
+Item = dict[str, Any]
+"""One packed row: `input_ids`, `seq_boundaries`, `loss_mask`, and what the file knows besides."""
+
+_UNUSED = {
+    *(
+        "min_seq_length",
+        "add_bos",
+        "add_eos",
+        "add_sep",
+        "sep_id",
+        "label_key",
+        "truncation_field",
+        "is_test",
+    ),
+    *("index_mapping_dir", "prompt_template", "tokens_to_generate", "memmap_workers", "hf_dataset"),
+    *("global_sample_mapping", "truncation_method", "special_tokens", "output_original_text"),
+    *("get_attention_mask_from_fusion", "prompt_completion_config"),
+}
+"""What the releases' class takes for data that is not packed."""
+
+
+class GPTSFTPackedDataset(Dataset[Item]):
+    """Packed rows of a file, by number, and the batches that trainers read of them.
+
+    What differs from the releases (`compatible=True` gives theirs), besides the batches, of which `RowCollator` says
+    what differs:
+
+    - An index below 0, with which samplers complete the last batch, never trains; up to 0.5.1 such a row trained
+      where `max_num_samples` was set, and in all releases with `answer_only_loss=False`.
+    - Rows come as arrays, and several at once for a `DataLoader`; numpy's global random numbers are left alone.
+    - Files are read by row, of whatever kind they are: Parquet, `.npy`, or Megatron's `.bin` and `.idx`.
+
+    Args:
+        file_path: a file, glob or folder of packed rows.
+        tokenizer: what has `eos_id` (or `eod`, or `eos_token_id`), the token of padding.
+        return_cu_seqlen: give boundaries; else an attention mask.
+        pad_cu_seqlens: give every batch as many boundaries, for CUDA graphs; needs `pack_metadata_file_path` and
+            `pad_to_max_length=True`.
+        pad_seq_to_mult: what documents were rounded up to when they were packed.
+        pack_metadata_file_path: the metadata file beside the packs.
+        max_seq_length: the pack size.
+        pad_to_max_length: rows of `max_seq_length`, else as wide as the widest, rounded up.
+        pad_seq_length_to_mult: rows are rounded up to a multiple of it.
+        max_num_samples: rows in all: passes over the file, each shuffled, as many as that takes. None: one, in order.
+        seed: of the shuffles, which are those of the releases.
+        answer_only_loss: train where the loss mask says; else on every real token.
+        ceil_to_power_2: rows are rounded up to a power of 2.
+        virtual_tokens: must be 0: P-tuning isn't possible with packed rows.
+        dialect: whose keys the batches have: `"0.4"`, `"0.5"` or `"0.6"`, or a release.
+        compatible: give the release's values, where they are wrong too.
+        eos_in_loss: train where the input is EOS; None: not if `compatible`.
+        always_padded: give padded boundaries where they don't differ too; None: if `compatible`.
+        padding_mask: add `padding_mask`, for routers of experts.
+        others: arguments that the releases take for data that isn't packed; they change nothing.
+
+    Raises:
+        SettingError: settings that contradict each other, or that nobody knows.
+        SourceError: no file, a damaged one, or metadata that contradicts itself.
+    """
+
+    def __init__(
+        self,
+        file_path: str | Path,
+        tokenizer: Any,
+        return_cu_seqlen: bool = True,
+        pad_cu_seqlens: bool = False,
+        pad_seq_to_mult: int | None = 1,
+        pack_metadata_file_path: str | Path | None = None,
+        *,
+        max_seq_length: int = 1024,
+        pad_to_max_length: bool = False,
+        pad_seq_length_to_mult: int = 16,
+        max_num_samples: int | None = None,
+        seed: int = 1234,
+        answer_only_loss: bool = True,
+        ceil_to_power_2: bool = False,
+        virtual_tokens: int = 0,
+        dialect: str = NEWEST,
+        compatible: bool = False,
+        eos_in_loss: bool | None = None,
+        always_padded: bool | None = None,
+        padding_mask: bool = False,
+        **others: Any,
+    ) -> None:
+        unknown = sorted(set(others) - _UNUSED)
+        if unknown:
+            raise SettingError(
+                f"{unknown[0]!r} is no argument of {type(self).__name__}, here or in Megatron-Bridge; take it out"
+            )
+        if virtual_tokens:
+            raise SettingError(
+                f"P-Tuning with packed sequence is not supported: virtual_tokens={virtual_tokens!r} must be 0"
+            )
+        needs_metadata = pad_cu_seqlens and pack_metadata_file_path is not None
+        self.file_path, self.tokenizer, self.seed = str(file_path), tokenizer, seed
+        self.pack_metadata = (
+            None
+            if pack_metadata_file_path is None
+            else read_metadata(pack_metadata_file_path, pack_size=max_seq_length if needs_metadata else None)
+        )
+        self.collator = RowCollator(
+            dialect=as_dialect(dialect),
+            eos_id=_eos_id(tokenizer),
+            max_seq_length=max_seq_length,
+            pad_to_max_length=pad_to_max_length,
+            pad_seq_length_to_mult=pad_seq_length_to_mult,
+            ceil_to_power_2=ceil_to_power_2,
+            pad_seq_to_mult=1 if pad_seq_to_mult is None else pad_seq_to_mult,
+            return_cu_seqlen=return_cu_seqlen,
+            pad_cu_seqlens=pad_cu_seqlens,
+            pack_metadata=self.pack_metadata,
+            answer_only_loss=answer_only_loss,
+            eos_in_loss=eos_in_loss,
+            always_padded=always_padded,
+            padding_mask=padding_mask,
+            compatible=compatible,
+        )
+        self.indexed_dataset = open_packed(file_path)
+        self.max_num_samples = max_num_samples
+        self.samples_mapping = _shuffled(self.indexed_dataset.num_rows, max_num_samples, seed)
+
+    def __len__(self) -> int:
+        """Rows: those of the file, or `max_num_samples`."""
+        return self.indexed_dataset.num_rows if self.samples_mapping is None else len(self.samples_mapping)
+
+    def __getitem__(self, index: int) -> Item:
+        """Return a row.
+
+        Args:
+            index: its number; below 0 it is counted from the end and trains nothing.
+
+        Returns:
+            `input_ids` and `loss_mask`, arrays of all stored tokens; `seq_boundaries`, where documents begin and the
+            last one ends; `seq_lengths`, where the file has it; `is_padding`, where the row trains nothing.
+
+        Raises:
+            IndexError: no row has this number.
+        """
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        """Return several rows, read at once: what a `DataLoader` calls for a batch.
+
+        Args:
+            indices: of rows, as for one.
+
+        Raises:
+            IndexError: a number that no row has.
+        """
+        wanted = np.array([operator.index(index) for index in indices], dtype=np.int64)
+        outside = (wanted < -len(self)) | (wanted >= len(self))
+        if outside.any():
+            raise IndexError(f"row {int(wanted[outside][0]):,} of {len(self):,} in {self.file_path}")
+        is_padding = wanted < 0
+        if self.samples_mapping is not None:
+            wanted = self.samples_mapping[wanted]
+            if self.collator.compatible and self.collator.dialect != "0.6":
+                is_padding = wanted < 0
+        rows = self.indexed_dataset.rows(wanted)
+        return [_item(rows, number, bool(quiet)) for number, quiet in enumerate(is_padding)]
+
+    def collate_fn(self, batch: Sequence[Mapping[str, Any]]) -> MegatronBatch:
+        """Return the batch of some rows; see `RowCollator`.
+
+        Args:
+            batch: rows as this data set gives them, or as the releases' do, with lists.
+
+        Raises:
+            DocumentsError: a row without tokens, mask or boundaries, or with boundaries that don't match.
+            SettingError: a row that is longer than `max_seq_length`.
+        """
+        silent = None
+        if not self.collator.compatible and any(item.get("is_padding") for item in batch):
+            silent = [bool(item.get("is_padding")) for item in batch]
+        try:
+            return self.collator(rows_of_items(batch), silent)
+        except (DocumentsError, SettingError) as error:
+            raise type(error)(f"{self.file_path}: in a batch of its rows, {error}") from None
+
+    def close(self) -> None:
+        """Close the files; they are opened again by the next read."""
+        self.indexed_dataset.close()
+
+    @staticmethod
+    def validate_row(
+        idx: int, input_ids: Sequence[int], loss_mask: Sequence[int], seq_start_id: Sequence[int]
+    ) -> None:
+        """Check one row as it is stored. Rows that are read are checked anyway.
+
+        Args:
+            idx: its number, for messages.
+            input_ids: stored tokens.
+            loss_mask: one value each.
+            seq_start_id: where documents begin.
+
+        Raises:
+            DocumentsError: what doesn't match.
+        """
+        where, size = f"Row {idx}", len(input_ids)
+        starts = np.asarray(seq_start_id, dtype=np.int64).reshape(-1)
+        if len(loss_mask) != size:
+            raise DocumentsError(
+                f"{where}: loss_mask length ({len(loss_mask):,}) != input_ids length ({size:,})"
+            )
+        if not len(starts) or starts[0] != 0:
+            raise DocumentsError(f"{where}: seq_start_id must start with 0, got {starts[:5].tolist()}")
+        beyond = np.flatnonzero(starts >= size)
+        if len(beyond):
+            first = int(beyond[0])
+            raise DocumentsError(
+                f"{where}: seq_start_id[{first}]={int(starts[first]):,} >= {size:,}, the number of input_ids"
+            )
+        falls = np.flatnonzero(np.diff(starts) < 1)
+        if len(falls):
+            first = int(falls[0]) + 1
+            raise DocumentsError(
+                f"{where}: seq_start_id is not non-decreasing and distinct at index {first}: "
+                f"{int(starts[first - 1]):,}, then {int(starts[first]):,}; every document holds a token"
+            )
+
+
+class GPTSFTPackedParquetDataset(GPTSFTPackedDataset):
+    """The same by the name that the releases have for Parquet files; see `GPTSFTPackedDataset`."""
+
+
+def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
+    """Return rows that came one by one as packed rows.
+
+    Args:
+        batch: rows with `input_ids`, `loss_mask` and `seq_boundaries`, arrays or lists. Tokens outside of the
+            boundaries are left out.
+
+    Raises:
+        DocumentsError: no rows, or one that lacks something or whose boundaries don't match.
+    """
+    if not len(batch):
+        raise DocumentsError("a batch needs at least one packed row, got none")
+    ids, masks, bounds = [], [], []
+    for number, item in enumerate(batch):
+        try:
+            tokens, mask, ends = (
+                np.asarray(item[name]) for name in ("input_ids", "loss_mask", "seq_boundaries")
+            )
+        except KeyError as error:
+            raise DocumentsError(
+                f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
+                "and seq_boundaries"
+            ) from None
+        if (
+            ends.ndim != 1
+            or len(ends) < 2
+            or ends.dtype.kind not in "iu"
+            or ends[0] < 0
+            or ends[-1] > len(tokens)
+        ):
+            raise DocumentsError(
+                f"row {number:,} of the batch has {len(tokens):,} input_ids, but seq_boundaries {ends.tolist()[:8]}; "
+                "they must be at least two whole numbers that rise within these"
+            )
+        if len(mask) != len(tokens):
+            raise DocumentsError(
+                f"row {number:,} of the batch has {len(tokens):,} input_ids, but {len(mask):,} values of loss_mask"
+            )
+        here = slice(int(ends[0]), int(ends[-1]))
+        ids.append(tokens[here])
+        masks.append(mask[here])
+        bounds.append(ends - ends[0])
+    lengths = [item.get("seq_lengths") for item in batch]
+    known = [np.asarray(each, dtype=np.int32) for each in lengths if each is not None]
+    return PackedRows(
+        input_ids=np.concatenate(ids),
+        loss_mask=np.concatenate(masks),
+        offsets=_summed([len(tokens) for tokens in ids]),
+        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        document_offsets=_summed([len(ends) - 1 for ends in bounds]),
+        seq_lengths=np.concatenate(known) if len(known) == len(batch) else None,
+    )
+
+
+def _item(rows: PackedRows, number: int, is_padding: bool) -> Item:
+    """Return one of some rows: views of their arrays."""
+    here = slice(int(rows.offsets[number]), int(rows.offsets[number + 1]))
+    documents = slice(int(rows.document_offsets[number]), int(rows.document_offsets[number + 1]))
+    item: Item = {
+        "input_ids": rows.input_ids[here],
+        "seq_boundaries": [*rows.seq_start_id[documents].tolist(), here.stop - here.start],
+        "loss_mask": rows.loss_mask[here],
+    }
+    if rows.seq_lengths is not None:
+        item["seq_lengths"] = rows.seq_lengths[documents]
+    if is_padding:
+        item["loss_mask"], item["is_padding"] = np.zeros_like(item["loss_mask"]), True
+    return item
+
+
+def _summed(sizes: Sequence[int]) -> IntArray:
+    """Return int64 `[sizes + 1]`: the sums of sizes before each, from 0."""
+    sums = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=sums[1:])
+    return sums
+
+
+def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int64] | None:
+    """Return which rows stand where: passes over all of them, each shuffled as the releases shuffle it.
+
+    Raises:
+        SettingError: fewer than one row wanted.
+    """
+    if most is None:
+        return None
+    if isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 1:
+        raise SettingError(f"max_num_samples must be a whole number from 1 on, or None; got {most!r}")
+    random = np.random.RandomState(seed)
+    passes = []
+    for _ in range(-(-int(most) // num_rows)):
+        order = np.arange(num_rows)
+        random.shuffle(order)
+        passes.append(order)
+    return np.concatenate(passes)[:most]
+
+
+def _eos_id(tokenizer: Any) -> int:
+    """Return the tokenizer's end-of-text token.
+
+    Raises:
+        SettingError: it has none.
+    """
+    for name in ("eos_id", "eod", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            return int(value)
+    raise SettingError(
+        f"the tokenizer ({type(tokenizer).__name__}) has no whole number eos_id, eod or eos_token_id, which pads rows"
+    )

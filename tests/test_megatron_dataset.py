@@ -1,0 +1,336 @@
+"""Data sets of packed rows: what the releases' classes do with Parquet and `.npy` files, and where they are wrong."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from varlen.adapters.megatron import GPTSFTPackedDataset, GPTSFTPackedParquetDataset
+from varlen.errors import DocumentsError, SettingError, SourceError
+
+EOS = 2
+TOKENIZER = SimpleNamespace(eos_id=EOS)
+
+
+def packed(first: int = 10, sizes: tuple[int, ...] = (4, 4)) -> dict[str, list[int]]:
+    """One row as files hold it."""
+    ids = [token for size in sizes for token in [*range(first, first + size - 1), EOS]]
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return {"input_ids": ids, "loss_mask": [1] * len(ids), "seq_start_id": starts}
+
+
+def written(path: Path, rows: list[dict[str, Any]], group: int = 3) -> Path:
+    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    pq.write_table(table, path, row_group_size=group)
+    return path
+
+
+def dataset(path: Path | str, **settings: Any) -> GPTSFTPackedParquetDataset:
+    return GPTSFTPackedParquetDataset(path, TOKENIZER, **{"max_seq_length": 64} | settings)
+
+
+@pytest.fixture
+def ten(tmp_path: Path) -> Path:
+    """Ten rows, of which row r begins with token 10 (r + 1)."""
+    return written(tmp_path / "data.idx.parquet", [packed(10 * (row + 1)) for row in range(10)])
+
+
+def test_every_row_is_there_with_the_boundaries_of_its_documents(ten: Path) -> None:
+    rows = dataset(ten)
+
+    assert len(rows) == 10
+    for number in range(10):
+        row = rows[number]
+        assert row["input_ids"].tolist() == packed(10 * (number + 1))["input_ids"]
+        assert row["seq_boundaries"] == [0, 4, 8]
+        assert row["loss_mask"].tolist() == [1] * 8
+        assert "is_padding" not in row
+
+
+def test_rows_of_several_files_are_numbered_through(tmp_path: Path) -> None:
+    for shard, count in enumerate((5, 10, 7)):
+        written(tmp_path / f"shard_{shard}.idx.parquet", [packed(100 * shard + 10)] * count)
+
+    for spec in (tmp_path, tmp_path / "shard_*.idx.parquet"):
+        rows = dataset(spec)
+        assert len(rows) == 22
+        assert [int(rows[n]["input_ids"][0]) for n in (0, 4, 5, 14, 15, 21)] == [10, 10, 110, 110, 210, 210]
+
+
+def test_negative_numbers_count_from_the_end_and_train_nothing(ten: Path) -> None:
+    rows = dataset(ten)
+
+    row = rows[-1]
+
+    assert row["input_ids"][0] == 100
+    assert not row["loss_mask"].any()
+    assert int(rows.collate_fn([rows[0], row])["loss_mask"][1].sum()) == 0
+
+
+@pytest.mark.parametrize("answer_only_loss", [True, False])
+def test_rows_that_complete_a_batch_train_nothing_where_samples_are_mapped(
+    ten: Path, answer_only_loss: bool
+) -> None:
+    rows = dataset(ten, max_num_samples=5, answer_only_loss=answer_only_loss)
+
+    batch = rows.collate_fn([rows[0], rows[-1]])
+
+    assert int(batch["loss_mask"][0].sum()) > 0
+    assert int(batch["loss_mask"][1].sum()) == 0
+
+
+def test_compatible_rows_of_the_older_dialects_check_the_sign_too_late(ten: Path) -> None:
+    rows = dataset(ten, max_num_samples=5, dialect="0.4", compatible=True)
+
+    assert rows[-1]["loss_mask"].any()
+    assert not dataset(ten, dialect="0.4", compatible=True)[-1]["loss_mask"].any()
+    assert not dataset(ten, max_num_samples=5, compatible=True)[-1]["loss_mask"].any()
+
+
+@pytest.mark.parametrize("count", [5, 10, 25])
+def test_passes_are_shuffled_as_the_releases_shuffle_them(ten: Path, count: int) -> None:
+    rows = dataset(ten, max_num_samples=count, seed=42)
+
+    assert len(rows) == count
+    assert rows.samples_mapping is not None
+    np.random.seed(42)  # noqa: NPY002
+    wanted: list[int] = []
+    while len(wanted) < count:
+        order = np.arange(10)
+        np.random.shuffle(order)  # noqa: NPY002
+        wanted += order.tolist()
+    assert rows.samples_mapping.tolist() == wanted[:count]
+    assert [int(rows[n]["input_ids"][0]) // 10 - 1 for n in range(count)] == wanted[:count]
+
+
+def test_the_global_random_numbers_are_left_alone(ten: Path) -> None:
+    np.random.seed(7)  # noqa: NPY002
+    before = np.random.get_state()[1].tolist()  # type: ignore[index] # noqa: NPY002
+
+    dataset(ten, max_num_samples=30)
+
+    assert np.random.get_state()[1].tolist() == before  # type: ignore[index] # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    ("dialect", "names"),
+    [
+        ("0.4", {"attention_mask", "cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}),
+        ("0.5.1", {"attention_mask", "cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}),
+        ("0.6.0", {"attention_mask", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"}),
+    ],
+)
+def test_batches_have_the_keys_of_the_release(ten: Path, dialect: str, names: set[str]) -> None:
+    rows = dataset(ten, dialect=dialect)
+
+    batch = rows.collate_fn([rows[0], rows[3]])
+
+    assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids", "token_count"} | names
+    assert batch["tokens"].shape == (2, 16)
+    assert batch["token_count"] == [6, 6]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_gets_batches_with_and_without_workers(ten: Path, workers: int) -> None:
+    loader: Any = DataLoader(
+        dataset(ten),
+        batch_sampler=[[0, 9], [4, -1]],
+        num_workers=workers,
+        collate_fn=dataset(ten).collate_fn,
+        multiprocessing_context="spawn" if workers else None,
+    )
+
+    batches = list(loader)
+
+    assert [batch["tokens"][:, 0].tolist() for batch in batches] == [[10, 100], [50, 100]]
+    assert batches[1]["loss_mask"].sum(1).tolist() == [6, 0]
+
+
+def test_a_data_set_that_was_pickled_reads_the_same(ten: Path) -> None:
+    rows = dataset(ten, max_num_samples=12)
+    rows[0]
+
+    again = pickle.loads(pickle.dumps(rows))
+
+    assert [again[n]["input_ids"].tolist() for n in range(12)] == [
+        rows[n]["input_ids"].tolist() for n in range(12)
+    ]
+
+
+def test_closed_files_are_opened_again_and_may_be_closed_twice(ten: Path) -> None:
+    rows = dataset(ten)
+    rows[0]
+
+    rows.close()
+    rows.close()
+
+    assert int(rows[1]["input_ids"][0]) == 20
+
+
+def test_an_npy_file_gives_what_parquet_gives(tmp_path: Path) -> None:
+    given = [packed(10), packed(50, (3, 2, 6))]
+    path = tmp_path / "packed.npy"
+    np.save(path, np.array([*given, {}], dtype=object)[:2], allow_pickle=True)
+    written(tmp_path / "packed.idx.parquet", given)
+
+    ours = GPTSFTPackedDataset(path, TOKENIZER, max_seq_length=64)
+    other = dataset(tmp_path / "packed.idx.parquet")
+
+    for name, value in other.collate_fn([other[0], other[1]]).items():
+        same = ours.collate_fn([ours[0], ours[1]])[name]
+        assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value
+
+
+def test_lengths_in_the_file_say_where_padding_begins(tmp_path: Path) -> None:
+    row = packed(10, (5, 5)) | {"seq_lengths": [4, 2]}
+    rows = dataset(written(tmp_path / "data.idx.parquet", [row]), pad_seq_to_mult=4)
+
+    batch = rows.collate_fn([rows[0]])
+
+    assert rows[0]["seq_lengths"].tolist() == [4, 2]
+    assert batch["cu_seqlens_q"].tolist() == [[0, 4, 6, 6]]
+    assert batch["cu_seqlens_q_padded"].tolist() == [[0, 4, 8, 16]]
+
+
+def test_rows_with_other_numbers_of_documents_make_one_batch(ten: Path) -> None:
+    rows = dataset(ten, max_seq_length=8, pad_seq_length_to_mult=1)
+    items = [
+        {"input_ids": [10, 11, 12, 13, 20, 21, 22, 23], "seq_boundaries": [0, 4, 8], "loss_mask": [1] * 8},
+        {"input_ids": [*range(30, 38)], "seq_boundaries": (0, 8), "loss_mask": np.ones(8)},
+    ]
+
+    batch = rows.collate_fn(items)
+
+    assert batch["cu_seqlens_q"].tolist() == [[0, 3, 6, 7], [0, 7, 7, 7]]
+    assert batch["max_seqlen_q"].tolist() == [[3], [7]]
+
+
+def test_tokens_outside_of_the_boundaries_are_left_out(ten: Path) -> None:
+    item = {"input_ids": [*range(101, 106)], "seq_boundaries": (1, 4), "loss_mask": [0, 0, 1, 1, 1]}
+
+    batch = dataset(ten, pad_seq_length_to_mult=1).collate_fn([item])
+
+    assert batch["tokens"].tolist() == [[102, 103]]
+    assert batch["labels"].tolist() == [[103, 104]]
+    assert batch["loss_mask"].tolist() == [[0, 1]]
+
+
+def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None:
+    metadata = tmp_path / "64_metadata.jsonl"
+    metadata.write_text(
+        '[{"dataset_max_seqlen": 3, "max_samples_per_bin": 4, "pack_size": 64, "min_packed_seqlen": 6}]'
+    )
+    settings = {"pad_to_max_length": True, "pad_cu_seqlens": True, "pack_metadata_file_path": metadata}
+
+    rows = dataset(ten, **settings)
+
+    batch = rows.collate_fn([rows[0]])
+    assert batch["cu_seqlens_q"].shape == (1, 6)
+    assert batch["max_seqlen_q"].tolist() == [58]
+    with pytest.raises(SourceError, match="`pack_size` is 64, but"):
+        dataset(ten, **settings | {"max_seq_length": 128})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"pad_cu_seqlens": True, "pad_to_max_length": True}, "needs the metadata"),
+        ({"virtual_tokens": 3}, "P-Tuning with packed sequence is not supported: virtual_tokens=3"),
+        ({"pad_to_maxlength": True}, "'pad_to_maxlength' is no argument of GPTSFTPackedParquetDataset"),
+        ({"max_num_samples": 0}, "max_num_samples must be a whole number from 1 on, or None; got 0"),
+        ({"tokenizer": SimpleNamespace(bos_id=1)}, "no whole number eos_id, eod or eos_token_id"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(ten: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        GPTSFTPackedParquetDataset(ten, **{"tokenizer": TOKENIZER} | settings)
+
+
+def test_arguments_for_data_that_is_not_packed_change_nothing(ten: Path) -> None:
+    rows = dataset(
+        ten, add_bos=False, prompt_template="{input} {output}", memmap_workers=1, pad_seq_to_mult=None
+    )
+
+    assert rows.collate_fn([rows[0]])["tokens"].shape == (1, 16)
+    for name in ("eod", "eos_token_id"):
+        other = GPTSFTPackedParquetDataset(ten, SimpleNamespace(**{name: 9}))
+        assert other.collate_fn([other[0]])["tokens"][0, -1] == 9
+
+
+def test_files_that_hold_no_packed_rows_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"input_ids": [[1]], "seq_start_id": [[0]]}), tmp_path / "a.idx.parquet")
+    empty = {name: pa.array([], pa.list_(pa.int32())) for name in ("input_ids", "loss_mask", "seq_start_id")}
+    pq.write_table(pa.table(empty), tmp_path / "b.idx.parquet")
+
+    with pytest.raises(SourceError, match=r"a\.idx\.parquet has no column .*loss_mask"):
+        dataset(tmp_path / "a.idx.parquet")
+    with pytest.raises(SourceError, match="without a row"):
+        dataset(tmp_path / "b.idx.parquet")
+    with pytest.raises(SourceError):
+        dataset(tmp_path / "none.idx.parquet")
+
+
+def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
+    rows = dataset(ten)
+
+    for number in (10, -11):
+        with pytest.raises(IndexError, match=f"row {number} of 10 in .*data"):
+            rows[number]
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ({"input_ids": [1, 2]}, "row 0 of the batch has no 'loss_mask'"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 3]}, "2 input_ids, but seq_bound"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0]}, "at least two whole numbers"),
+        ({"input_ids": [1, 2], "loss_mask": [1], "seq_boundaries": [0, 2]}, "but 1 values of loss_mask"),
+        (
+            {"input_ids": [1, 2, 3], "loss_mask": [1] * 3, "seq_boundaries": [0, 2, 1]},
+            "row 0: `seq_start_id`",
+        ),
+    ],
+)
+def test_items_that_are_no_packed_rows_are_refused(ten: Path, item: dict[str, Any], words: str) -> None:
+    with pytest.raises(DocumentsError, match=words):
+        dataset(ten).collate_fn([item])
+    with pytest.raises(DocumentsError, match="at least one packed row"):
+        dataset(ten).collate_fn([])
+
+
+def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
+    rows = dataset(ten, max_seq_length=4)
+
+    with pytest.raises(
+        SettingError, match=r"data\.idx\.parquet: in a batch of its rows, row 1 holds 6 inputs but"
+    ):
+        rows.collate_fn([{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[0]])
+
+
+def test_a_sound_row_is_valid() -> None:
+    GPTSFTPackedParquetDataset.validate_row(0, [1, 2, 3, 4], [1, 1, 0, 1], [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("mask", "starts", "words"),
+    [
+        ([1, 1], [0], r"Row 7: loss_mask length \(2\) != input_ids length \(4\)"),
+        ([1] * 4, [1], "Row 7: seq_start_id must start with 0, got \\[1\\]"),
+        ([1] * 4, [], "must start with 0, got \\[\\]"),
+        ([1] * 4, [0, 5], r"seq_start_id\[1\]=5 >= 4"),
+        ([1] * 4, [0, 3, 1], "not non-decreasing and distinct at index 2: 3, then 1"),
+        ([1] * 4, [0, 2, 2], "at index 2: 2, then 2; every document holds a token"),
+    ],
+)
+def test_a_row_that_is_none_is_said_by_number(mask: list[int], starts: list[int], words: str) -> None:
+    with pytest.raises(DocumentsError, match=words):
+        GPTSFTPackedParquetDataset.validate_row(7, [1, 2, 3, 4], mask, starts)
