@@ -3,6 +3,7 @@
 import pytest
 import torch
 from one_by_one import EXAMPLES, GRADIENTS_JOB, assert_same_gradients, ids_of, python, seen_in
+from ranks import as_ranks
 from torch.nn.functional import cross_entropy
 
 PROGRAM = EXAMPLES / "torchtitan_trainer.py"
@@ -13,7 +14,8 @@ DOCUMENTS = 120
 def runs(tmp_path_factory):
     """Two processes stopped after 4 of 12 steps, and gone on with alone."""
     folder = tmp_path_factory.mktemp("runs")
-    begun = python(GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "run", 4, ranks=2)
+    words = (GRADIENTS_JOB, PROGRAM, folder / "gradients.pt", folder / "run", 4)
+    begun = as_ranks(*words, ranks=2, libraries="torch")
     before = seen_in(folder / "run")
     return folder, begun, before, python(PROGRAM, folder / "run")
 

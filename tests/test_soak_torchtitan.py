@@ -1,11 +1,11 @@
 """torchtitan 0.3.0 from PyPI, beside this environment: its own trainer and model take what the loader gives."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-from one_by_one import EXAMPLES, ROOT, python, seen_in
+from one_by_one import EXAMPLES, seen_in
+from ranks import ROOT, as_ranks
 
 pytestmark = pytest.mark.soak
 PACKAGES = (
@@ -27,17 +27,23 @@ PROGRAM = EXAMPLES / "torchtitan_trainer.py"
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
-    """A folder with torchtitan, for PYTHONPATH."""
+def installed(tmp_path_factory):
+    """A folder with torchtitan."""
     folder = tmp_path_factory.mktemp("torchtitan")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
     subprocess.run(command, check=True, timeout=900)
-    return os.pathsep.join(map(str, (folder, EXAMPLES, ROOT / "src")))
+    return folder
 
 
-def test_torchtitans_trainer_trains_every_document_once_on_one_rank_and_then_on_two(there, tmp_path):
-    begun = python(PROGRAM, tmp_path / "run", 4, PYTHONPATH=there)
-    ended = python(PROGRAM, tmp_path / "run", ranks=2, PYTHONPATH=there)
+@pytest.fixture(autouse=True)
+def found_by_programs(installed, monkeypatch):
+    """Programs that are started find it."""
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+
+
+def test_torchtitans_trainer_trains_every_document_once_on_one_rank_and_then_on_two(tmp_path):
+    begun = as_ranks(PROGRAM, tmp_path / "run", 4, ranks=1)
+    ended = as_ranks(PROGRAM, tmp_path / "run", ranks=2, libraries="torch")
 
     assert "torchtitan's own trainer took 4 of 12 steps" in begun
     assert "torchtitan's own trainer took 12 of 12 steps" in ended
@@ -46,8 +52,8 @@ def test_torchtitans_trainer_trains_every_document_once_on_one_rank_and_then_on_
     assert sorted(seen[0] + seen[1]) == list(range(120))
 
 
-def test_torchtitans_llama_gives_a_packed_batch_the_loss_and_gradients_of_its_documents_alone(there):
-    printed = python(ROOT / "tests" / "torchtitan_job.py", PYTHONPATH=there)
+def test_torchtitans_llama_gives_a_packed_batch_the_loss_and_gradients_of_its_documents_alone():
+    printed = as_ranks(ROOT / "tests" / "torchtitan_job.py", ranks=1)
     found = {
         name: (float(loss), float(gradient)) for name, loss, gradient in map(str.split, printed.splitlines())
     }
