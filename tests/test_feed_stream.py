@@ -97,6 +97,14 @@ def test_no_rank_has_more_work_than_the_rest_by_more_than_one_pack(work, ranks):
     assert totals.max() - totals.min() <= work.max() + 1e-6
 
 
+@given(st.lists(st.floats(0, 1e6), min_size=24, max_size=24), st.sampled_from([2, 3, 4, 6, 8, 12]))
+def test_over_all_micro_batches_too_no_rank_has_more_work_by_more_than_one_pack(work, ranks):
+    work = np.array(work)
+    totals = work[deal(work, ranks, 1)].sum(axis=1)
+
+    assert totals.max() - totals.min() <= work.max() + 1e-6
+
+
 @given(st.lists(st.floats(1, 1e6), min_size=24, max_size=24))
 def test_ranks_meet_in_every_micro_batch_with_packs_of_neighbouring_work(work):
     work = np.array(work)

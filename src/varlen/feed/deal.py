@@ -16,8 +16,8 @@ def deal(
     """Deal the packs of a step.
 
     Packs of about equal work go into the same micro-batch of all ranks, because ranks wait for each other there;
-    within it the pack with the most work goes to the rank with the least so far (Graham's longest processing time
-    first, 1969, with equal counts).
+    within it the pack with the most work goes to the hand with the least so far (Graham's longest processing time
+    first, 1969, with equal counts), and the hand with the most to the rank that had the least before.
 
     Args:
         work: `[packs]`, a multiple of `ranks * micro_batch_size`; equal work keeps the order of the packs.
@@ -35,11 +35,16 @@ def deal(
     if ranks == 1:
         return np.sort(order.reshape(-1, micro_batch_size), axis=1).reshape(1, -1)
     at_once = ranks * micro_batch_size
-    rounds = [np.zeros((ranks, 0), dtype=np.int64)]
+    rounds, totals = [np.zeros((ranks, 0), dtype=np.int64)], np.zeros(ranks)
     for start in range(0, len(order), at_once):
         packs = order[start : start + at_once]
         packs = packs[np.argsort(-work[packs], kind="stable")]
-        rounds.append(np.sort(np.array(_dealt(packs.tolist(), work, ranks), dtype=np.int64), axis=1))
+        hands = np.array(_dealt(packs.tolist(), work, ranks), dtype=np.int64)
+        sums = work[hands].sum(axis=1)
+        owners = np.argsort(totals, kind="stable")
+        hands[owners] = hands[np.argsort(-sums, kind="stable")]
+        totals += work[hands].sum(axis=1)
+        rounds.append(np.sort(hands, axis=1))
     return np.concatenate(rounds, axis=1)
 
 

@@ -1,1 +1,1 @@
-"""Batches in the keys, shapes and dtypes that Megatron-Bridge's trainers read, in each release's dialect."""
+"""Batches as Megatron's releases spell them."""
