@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         resolve_packed_parquet_paths,
     )
     from varlen.adapters.megatron.files.reader import PackedReader
+    from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, saved_state
     from varlen.adapters.megatron.packing.alignment import alignment, stored_lengths
     from varlen.adapters.megatron.packing.averages import calculate_avg_seqlen, get_seqlen_list
     from varlen.adapters.megatron.packing.index import PackIndex, open_index
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
         first_fit_decreasing,
         first_fit_shuffle,
     )
+    from varlen.adapters.megatron.providers import external_loaders, loader_batch_size
     from varlen.adapters.megatron.rows import PackedRows
     from varlen.adapters.megatron.scheduling.balance import balance_microbatches
     from varlen.adapters.megatron.scheduling.microbatches import Microbatches
@@ -97,6 +99,7 @@ _HOMES = {
     "DpBalancedScheduler": "varlen.adapters.megatron.scheduling.scheduler",
     "GPTSFTPackedDataset": "varlen.adapters.megatron.dataset",
     "GPTSFTPackedParquetDataset": "varlen.adapters.megatron.dataset",
+    "MegatronLoader": "varlen.adapters.megatron.loader",
     "MegatronPackSettings": "varlen.adapters.megatron.packing.settings",
     "Microbatches": "varlen.adapters.megatron.scheduling.microbatches",
     "PACKING_ALGORITHMS": "varlen.adapters.megatron.packing.strategy",
@@ -129,6 +132,7 @@ _HOMES = {
     "create_hist": "varlen.adapters.megatron.packing.strategy",
     "create_packed": "varlen.adapters.megatron.files.opening",
     "create_packing_strategy": "varlen.adapters.megatron.packing.strategy",
+    "external_loaders": "varlen.adapters.megatron.providers",
     "fill_packing_strategy": "varlen.adapters.megatron.packing.strategy",
     "find_first_bin_that_fits": "varlen.adapters.megatron.packing.strategy",
     "first_fit": "varlen.adapters.megatron.packing.strategy",
@@ -142,6 +146,8 @@ _HOMES = {
     "identity_collate": "varlen.adapters.megatron.scheduling.samples",
     "is_packed_parquet_file": "varlen.adapters.megatron.files.paths",
     "is_packed_parquet_spec": "varlen.adapters.megatron.files.paths",
+    "last_checkpoint": "varlen.adapters.megatron.loader",
+    "loader_batch_size": "varlen.adapters.megatron.providers",
     "mask_dummies": "varlen.adapters.megatron.scheduling.scheduler",
     "megatron_batch": "varlen.adapters.megatron.batches.from_batch",
     "metadata_entry": "varlen.adapters.megatron.files.metadata",
@@ -158,6 +164,7 @@ _HOMES = {
     "repack_mcore_thd_position_ids": "varlen.adapters.megatron.batches.thd",
     "replay_packs": "varlen.adapters.megatron.packing.replay",
     "resolve_packed_parquet_paths": "varlen.adapters.megatron.files.paths",
+    "saved_state": "varlen.adapters.megatron.loader",
     "split_microbatches": "varlen.adapters.megatron.batches.context_parallel",
     "stage_batch": "varlen.adapters.megatron.batches.stages",
     "stored_lengths": "varlen.adapters.megatron.packing.alignment",
@@ -177,6 +184,7 @@ __all__ = [
     "DpBalancedScheduler",
     "GPTSFTPackedDataset",
     "GPTSFTPackedParquetDataset",
+    "MegatronLoader",
     "MegatronPackSettings",
     "Microbatches",
     "PackCounts",
@@ -207,6 +215,7 @@ __all__ = [
     "create_hist",
     "create_packed",
     "create_packing_strategy",
+    "external_loaders",
     "fill_packing_strategy",
     "find_first_bin_that_fits",
     "first_fit",
@@ -220,6 +229,8 @@ __all__ = [
     "identity_collate",
     "is_packed_parquet_file",
     "is_packed_parquet_spec",
+    "last_checkpoint",
+    "loader_batch_size",
     "mask_dummies",
     "megatron_batch",
     "metadata_entry",
@@ -236,6 +247,7 @@ __all__ = [
     "repack_mcore_thd_position_ids",
     "replay_packs",
     "resolve_packed_parquet_paths",
+    "saved_state",
     "split_microbatches",
     "stage_batch",
     "stored_lengths",

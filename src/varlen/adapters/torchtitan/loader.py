@@ -1,0 +1,312 @@
+"""PackedDataLoader: a PackedLoader behind torchtitan's data protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from varlen.adapters.torchtitan.batch import TrainerBatch, trainer_batch
+from varlen.adapters.torchtitan.protocol import BaseDataLoader
+from varlen.errors import SettingError, StateError
+from varlen.feed.loader import PackedLoader
+from varlen.feed.settings import WorkerKind
+from varlen.pack.lengths import as_count
+from varlen.source.mixture import Mixture
+from varlen.source.open_tokens import open_tokens
+from varlen.source.tokenize import load_tokenizer
+from varlen.source.tokenizer import FastTokenizer, digest
+from varlen.types import Method, Overlong
+
+_KEY = "varlen"
+_OTHERS = ("dataset", "dataset_path")
+"""Of torchtitan's base class (0.3.0), for its own data sets."""
+_OWN = ("capacity", "micro_batch_size", "dp_rank", "dp_world_size", "tokenizer", "layout", "device")
+"""Arguments of PackedLoader that torchtitan decides."""
+
+
+class PackedDataLoader(BaseDataLoader):
+    """torchtitan's data loader, packed: `config.dataloader = PackedDataLoader.Config(source="store", ...)`.
+
+    - Finite data may be shared over any number of data-parallel ranks: all of them get the same number of batches.
+    - The packs of a step are planned over all ranks, so they are the same for every world size; they are dealt to
+      ranks by their work.
+    - `overlong` says what becomes of documents longer than `training.seq_len`.
+    - Its state is one text, the same on every rank. It counts what the trainer took, and lets a run go on with
+      another number of data-parallel ranks, where `global_batch_size` stays the same.
+
+    Written for torchtitan 0.3.0 (`BaseDataLoader`, `Trainer.batch_generator`); without torchtitan the class has the
+    same shape and stands by itself. Batches are `trainer_batch`'s.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Settings; ranks, lengths and batch sizes are torchtitan's own."""
+
+        source: Any = ""
+        """A token store (`varlen index`), or documents: a file, folder, glob, URL, a list of them, or a
+        `vl.Mixture`."""
+        text_tokenizer: str | None = None
+        """Of documents: "bytes", a file or a folder; None for the trainer's own. A token store needs none."""
+        global_batch_size: int = -1
+        """The same as `training.global_batch_size`, which torchtitan doesn't tell its loader; -1, as there, for one
+        batch of each rank a step. Give it where the number of ranks is to change, or gradients are accumulated."""
+        overlong: Overlong = "split"
+        """What becomes of documents longer than `training.seq_len`: "split", "truncate", "drop" or "error"."""
+        epochs: int = 1
+        """Passes over the data, unless `infinite`."""
+        infinite: bool = False
+        """Go round without end. torchtitan's validator sets it by its own number of steps."""
+        shuffle: bool = True
+        """In random order, another one in each epoch."""
+        seed: int = 0
+        """Of the shuffle."""
+        mode: Literal["auto", "indexed", "streaming"] = "auto"
+        """As `vl.PackedLoader` has it."""
+        scope: Literal["window", "all"] = "window"
+        """"window" packs a window of documents at a time, "all" the whole data set."""
+        method: Method = "best_fit"
+        """Of `vl.pack`."""
+        worker: WorkerKind = "process"
+        """"process", or "thread" within the trainer: for debugging and validation."""
+        settings: dict[str, Any] = field(default_factory=dict)
+        """Any other arguments of `vl.PackedLoader` by name."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any = None,
+        seq_len: int | None = None,
+        local_batch_size: int | None = None,
+        max_context_length: int | None = None,
+        num_tokens_per_batch: int | None = None,
+        snapshot_every_n_steps: int | None = None,
+        **_others: Any,
+    ) -> None:
+        """Open the data; `Config.build` calls this with what the trainer knows.
+
+        Args:
+            config: what to read, and how.
+            dp_world_size: ranks that get different data.
+            dp_rank: this one; tensor, pipeline and context parallel peers have the same.
+            tokenizer: the trainer's.
+            seq_len: tokens of a pack (0.3.0).
+            local_batch_size: packs of a batch (0.3.0); with pipeline parallelism those of a micro-batch.
+            max_context_length: tokens of a pack, where batches are counted in tokens (after 0.3.0).
+            num_tokens_per_batch: tokens of a batch, a multiple of them (after 0.3.0).
+            snapshot_every_n_steps: batches of a rank from one checkpoint to the next (0.3.0).
+            _others: what other releases pass, which isn't needed.
+
+        Raises:
+            SettingError: a setting out of its range, or that doesn't go with the others or with the trainer's.
+            SourceError: no such data, or it can't be read.
+            OverlongDocumentError: `overlong="error"` and a document of a token store is longer than a pack.
+        """
+        capacity, rows = _sizes(seq_len, local_batch_size, max_context_length, num_tokens_per_batch)
+        self._is_flat = seq_len is None
+        _check_settings(config)
+        whole = rows * dp_world_size if config.global_batch_size < 0 else config.global_batch_size
+        self._loader = PackedLoader(
+            config.source,
+            _tokenizer_for(config, tokenizer),
+            capacity=capacity,
+            global_batch_size=whole,
+            micro_batch_size=rows,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            mode=config.mode,
+            scope=config.scope,
+            method=config.method,
+            overlong=config.overlong,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            epochs=None if config.infinite else config.epochs,
+            worker=config.worker,
+            **_others_of(config),
+        )
+        try:
+            _check_snapshots(snapshot_every_n_steps, self._loader)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def loader(self) -> PackedLoader:
+        """The loader behind it: `documents(step)`, `stats()`, `seek(step)`."""
+        return self._loader
+
+    def __iter__(self) -> PackedDataLoader:
+        """Return itself: a loop goes on where the last one stopped."""
+        return self
+
+    def __next__(self) -> TrainerBatch:
+        """Return the next batch of this rank, as `trainer_batch` has it.
+
+        Raises:
+            StopIteration: all epochs are over, on all ranks after the same batch.
+        """
+        return trainer_batch(next(self._loader), flat=self._is_flat)
+
+    def __len__(self) -> int:
+        """Count the batches of this rank, over all epochs; over `loader.micro_batches` it is torchtitan's steps.
+
+        Raises:
+            UnknownLengthError: nobody knows: in streaming, or for data without end.
+        """
+        return len(self._loader)
+
+    def __bool__(self) -> bool:
+        """Be true, without counting anything."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the trainer took: one text of JSON, the same on every rank.
+
+        A checkpointer asks a new loader for the names in its state before it reads them (torch's distributed
+        checkpoints do), so there is only this one name.
+        """
+        return {_KEY: json.dumps(self._loader.state_dict(), sort_keys=True)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on after a state, of any rank, also with another number of ranks; an empty one changes nothing.
+
+        Args:
+            state_dict: of `state_dict`.
+
+        Raises:
+            StateError: of another loader, or of other data or settings, which are named; nothing has changed then.
+        """
+        if not state_dict:
+            return
+        told = state_dict.get(_KEY)
+        if not isinstance(told, str):
+            raise StateError(
+                f"the checkpoint holds the state of another data loader ({', '.join(map(str, state_dict))}), which "
+                "says nothing of the place in packed data; to begin the data anew, put dataloader into "
+                "checkpoint.exclude_from_loading"
+            )
+        try:
+            state = json.loads(told)
+        except ValueError as error:
+            raise StateError(
+                f"the state of the data loader is no JSON: {error}; load it as it was saved"
+            ) from None
+        self._loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Leave no process, thread or memory behind."""
+        self._loader.close()
+
+
+def _sizes(
+    seq_len: int | None,
+    local_batch_size: int | None,
+    max_context_length: int | None,
+    num_tokens_per_batch: int | None,
+) -> tuple[int, int]:
+    """Return tokens of a pack, and packs of a batch.
+
+    Raises:
+        SettingError: neither pair was given, or a batch isn't whole packs.
+    """
+    if seq_len is not None and local_batch_size is not None:
+        return seq_len, local_batch_size
+    if max_context_length is None or num_tokens_per_batch is None:
+        raise SettingError(
+            "a trainer passes seq_len and local_batch_size to its loader, or max_context_length and "
+            "num_tokens_per_batch; one of the two was missing"
+        )
+    capacity = as_count(max_context_length, "max_context_length")
+    tokens = as_count(num_tokens_per_batch, "num_tokens_per_batch")
+    if tokens % capacity:
+        below, above = tokens // capacity * capacity, -(-tokens // capacity) * capacity
+        nearest = f"{below:,} or {above:,}" if below else f"{above:,}"
+        raise SettingError(
+            f"a batch of {tokens:,} tokens isn't whole packs of max_context_length {capacity:,}; pass "
+            f"num_tokens_per_batch {nearest}"
+        )
+    return capacity, tokens // capacity
+
+
+def _check_settings(config: PackedDataLoader.Config) -> None:
+    """Refuse settings that would change nothing, or that stand elsewhere.
+
+    Raises:
+        SettingError: names them.
+    """
+    if isinstance(config.source, str) and not config.source:
+        raise SettingError(
+            "dataloader.source is empty; pass a token store, or documents: a file, folder or glob"
+        )
+    theirs = [name for name in _OTHERS if getattr(config, name, None)]
+    if theirs:
+        raise SettingError(
+            f"dataloader.{theirs[0]} names one of torchtitan's own data sets, which aren't read here; put the "
+            "path of the data into dataloader.source"
+        )
+    for name in config.settings:
+        if name in _OWN:
+            raise SettingError(f"dataloader.settings holds {name}, which torchtitan decides; leave it out")
+        if name in {one.name for one in fields(config)}:
+            raise SettingError(
+                f"dataloader.settings holds {name}, which has a field of its own; set dataloader.{name}"
+            )
+
+
+def _others_of(config: PackedDataLoader.Config) -> dict[str, Any]:
+    """Return the arguments of PackedLoader that have no field; a folder may be given as text, which can be logged."""
+    cache = config.settings.get("cache")
+    return {**config.settings, **({"cache": Path(cache)} if cache is not None else {})}
+
+
+def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
+    """Refuse a trainer whose steps are others than the loader's, as far as its checkpoints tell.
+
+    Raises:
+        SettingError: a checkpoint would stand within a step of the loader.
+    """
+    if batches is not None and batches % loader.micro_batches:
+        raise SettingError(
+            f"torchtitan saves after every {batches:,} batches of a rank, and dataloader.global_batch_size "
+            f"{loader.settings.global_batch_size:,} makes a step of {loader.micro_batches:,}, so its steps are "
+            "others; set dataloader.global_batch_size to training.global_batch_size"
+        )
+
+
+def _tokenizer_for(config: PackedDataLoader.Config, trainers: Any) -> Any:
+    """Return what tokenizes documents, None for a token store.
+
+    Raises:
+        SettingError: the trainer's tokenizer can't be used.
+    """
+    if config.text_tokenizer is not None:
+        return config.text_tokenizer
+    is_mixture = isinstance(config.source, Mixture)
+    if trainers is None or (not is_mixture and open_tokens(config.source, check_tokens=False) is not None):
+        return None
+    return _as_tokenizer(trainers)
+
+
+def _as_tokenizer(trainers: Any) -> Any:
+    """Return torchtitan's tokenizer as varlen's, with the marks that torchtitan puts around a document.
+
+    Raises:
+        SettingError: it isn't one that wraps the `tokenizers` library.
+    """
+    backend = getattr(trainers, "tokenizer", trainers)
+    if not hasattr(backend, "encode_batch_fast"):
+        raise SettingError(
+            f"the trainer's tokenizer, {type(trainers).__name__}, isn't one that varlen can hand to its worker; set "
+            'dataloader.text_tokenizer to its file or folder, or to "bytes"'
+        )
+    made = load_tokenizer(backend, eos=getattr(trainers, "eos_id", None))
+    begin = getattr(trainers, "bos_id", None)
+    if begin is None or made.specials.prefix_ids or not isinstance(made, FastTokenizer):
+        return made
+    marks = replace(made.specials, prefix_ids=(int(begin),))
+    return replace(made, specials=marks, fingerprint=digest(f"{made.fingerprint} bos {begin}"))
