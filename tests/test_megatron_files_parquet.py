@@ -299,6 +299,21 @@ def test_a_row_that_is_not_there_is_an_index_error(tmp_path):
         reader.rows(np.array([0.5]))
 
 
+def test_row_groups_without_rows_are_passed_over(tmp_path):
+    rows = many_rows(3, 9)
+    table = pq.read_table(write_parquet(tmp_path / "whole.parquet", rows))
+    (tmp_path / "some").mkdir()
+    with pq.ParquetWriter(tmp_path / "some" / "a.parquet", table.schema) as writer:
+        for start, stop in ((0, 0), (0, 2), (2, 2), (2, 3)):
+            writer.write_table(table.slice(start, stop - start))
+    write_parquet(tmp_path / "some" / "c.parquet", rows)
+    pq.write_table(table.slice(0, 0), tmp_path / "some" / "b.parquet")
+
+    with PackedParquet(tmp_path / "some") as reader:
+        assert reader.rows([]).num_rows == 0
+        assert [plain(row) for row in reader] == [*rows, *rows]
+
+
 def test_settings_that_no_file_can_have_are_refused(tmp_path):
     with pytest.raises(SettingError, match=r"must end in \.idx\.parquet"):
         PackedParquetWriter(tmp_path / "a.npy")
