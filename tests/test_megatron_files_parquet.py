@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,7 @@ def test_threads_read_side_by_side_and_a_fork_or_pickle_reads_on(tmp_path):
         )
         process.start()
     process.join(60)
+    process.kill()  # nothing where it has ended
     assert process.exitcode == 0
     assert pickle.loads(pickle.dumps(reader))[59]["input_ids"] == rows[59]["input_ids"]
     reader.close()
@@ -297,6 +299,16 @@ def test_a_row_that_is_not_there_is_an_index_error(tmp_path):
         reader.rows([0, 1, -2])
     with pytest.raises(IndexError, match="a list of whole numbers, got float64"):
         reader.rows(np.array([0.5]))
+
+
+def test_a_mask_of_fractions_is_refused_and_one_of_whole_fractions_taken(tmp_path):
+    rows = from_dicts([GOOD])
+    with PackedParquetWriter(tmp_path / "a.parquet") as writer:
+        writer.write(replace(rows, loss_mask=np.array([1.0, 0.0, 0.0])))
+        with pytest.raises(DocumentsError, match=r"row 1: `loss_mask` holds 0\.5 at place 1 \(0 to 1\)"):
+            writer.write(replace(rows, loss_mask=np.array([1.0, 0.5, 0.0])))
+
+    assert read_back(tmp_path / "a.parquet") == [GOOD | {"loss_mask": [1, 0, 0]}]
 
 
 def test_row_groups_without_rows_are_passed_over(tmp_path):
