@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import threading
@@ -68,11 +69,18 @@ def test_a_pair_is_written_as_the_release_writes_it_and_read_as_it_was(tmp_path_
         assert (folder / f"ours.sft.{end}").read_bytes() == theirs
         assert (folder / f"dicts.sft.{end}").read_bytes() == theirs
     has_padding = any(row["seq_lengths"] != stored(row) for row in rows if "seq_lengths" in row)
-    assert (folder / "ours.sft.seq_lengths.npy").exists() is has_padding
+    assert (folder / "ours.sft.seq_lengths").exists() is has_padding
     with PackedIndexed(folder / "ours.sft") as ours:
         wanted = [plain(row) if has_padding else plain({**row, "seq_lengths": []}) for row in rows]
         assert [{**plain(row), **({} if has_padding else {"seq_lengths": []})} for row in ours] == wanted
         assert sum(part.num_rows for part in ours.batches()) == len(rows)
+
+
+def npy(array: np.ndarray) -> bytes:
+    """What np.save makes of an array."""
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
 
 
 def stored(row: Row) -> list[int]:
@@ -105,6 +113,16 @@ def test_rows_come_in_any_order_from_several_pairs_threads_and_pickles(tmp_path)
     assert reader.rows([]).num_rows == 0
     with pytest.raises(IndexError, match="there is no row 20"):
         reader.rows([20])
+
+
+def test_lengths_are_those_of_whole_documents_where_one_pair_of_several_has_none(tmp_path):
+    for name, row in (("a", ROW | {"seq_lengths": [1, 2]}), ("b", ROW)):
+        with PackedIndexedWriter(tmp_path / f"{name}.sft") as writer:
+            writer.write(from_dicts([row]))
+
+    with PackedIndexed(tmp_path) as reader:
+        assert [part.seq_lengths.tolist() for part in reader.batches()] == [[1, 2], [2, 2]]
+    assert convert(tmp_path / "*.sft", tmp_path / "c.idx.parquet").num_packs == 2
 
 
 @pytest.mark.parametrize(
@@ -153,10 +171,10 @@ def test_pairs_that_can_hold_no_packed_rows_are_refused(tmp_path):
     with pytest.raises(SourceError, match="names 1 documents and 2 sequences"):
         PackedIndexed(tmp_path / "a.sft")
     write_pair(tmp_path / "a.sft", [words_of(ROW)])
-    np.save(tmp_path / "a.sft.seq_lengths.npy", np.array([2], dtype=np.int32))
+    (tmp_path / "a.sft.seq_lengths").write_bytes(npy(np.array([2], dtype=np.int32)))
     with pytest.raises(SourceError, match=r"has 1 lengths, but .* holds 2 documents"):
         PackedIndexed(tmp_path / "a.sft")
-    np.save(tmp_path / "a.sft.seq_lengths.npy", np.array([2.0, 1.0]))
+    (tmp_path / "a.sft.seq_lengths").write_bytes(npy(np.array([2.0, 1.0])))
     with pytest.raises(SourceError, match="must hold int32 lengths, got float64"):
         PackedIndexed(tmp_path / "a.sft")
     (tmp_path / "a.sft.bin").unlink()

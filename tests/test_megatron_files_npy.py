@@ -266,6 +266,18 @@ def test_arrays_of_something_else_are_refused(tmp_path):
         read_packed_npy(path)
 
 
+def test_an_array_of_another_size_than_it_says_is_refused(tmp_path):
+    row = GOOD | {"loss_mask": np.array([1, 0, 1])}
+    whole = saved([row], protocol=2)
+    (tmp_path / "a.npy").write_bytes(whole)
+    assert rows_of(tmp_path / "a.npy")[0]["loss_mask"] == [1, 0, 1]
+
+    assert whole.count(b"K\x03\x85") == 1
+    (tmp_path / "a.npy").write_bytes(whole.replace(b"K\x03\x85", b"K\x02\x85"))
+    with pytest.raises(SourceError, match=r"is damaged at byte [\d,]+: BUILD doesn't fit"):
+        read_packed_npy(tmp_path / "a.npy")
+
+
 def test_a_small_file_that_stands_for_endless_rows_is_refused(tmp_path):
     row = {"input_ids": [1] * 20_000, "loss_mask": [1] * 20_000, "seq_start_id": [0]}
     (tmp_path / "a.npy").write_bytes(saved([row] * 4000))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,7 @@ def test_threads_read_side_by_side_and_a_fork_or_pickle_reads_on(tmp_path):
         )
         process.start()
     process.join(60)
+    process.kill()  # nothing where it has ended
     assert process.exitcode == 0
     assert pickle.loads(pickle.dumps(reader))[59]["input_ids"] == rows[59]["input_ids"]
     reader.close()
@@ -297,6 +299,31 @@ def test_a_row_that_is_not_there_is_an_index_error(tmp_path):
         reader.rows([0, 1, -2])
     with pytest.raises(IndexError, match="a list of whole numbers, got float64"):
         reader.rows(np.array([0.5]))
+
+
+def test_a_mask_of_fractions_is_refused_and_one_of_whole_fractions_taken(tmp_path):
+    rows = from_dicts([GOOD])
+    with PackedParquetWriter(tmp_path / "a.parquet") as writer:
+        writer.write(replace(rows, loss_mask=np.array([1.0, 0.0, 0.0])))
+        with pytest.raises(DocumentsError, match=r"row 1: `loss_mask` holds 0\.5 at place 1 \(0 to 1\)"):
+            writer.write(replace(rows, loss_mask=np.array([1.0, 0.5, 0.0])))
+
+    assert read_back(tmp_path / "a.parquet") == [GOOD | {"loss_mask": [1, 0, 0]}]
+
+
+def test_row_groups_without_rows_are_passed_over(tmp_path):
+    rows = many_rows(3, 9)
+    table = pq.read_table(write_parquet(tmp_path / "whole.parquet", rows))
+    (tmp_path / "some").mkdir()
+    with pq.ParquetWriter(tmp_path / "some" / "a.parquet", table.schema) as writer:
+        for start, stop in ((0, 0), (0, 2), (2, 2), (2, 3)):
+            writer.write_table(table.slice(start, stop - start))
+    write_parquet(tmp_path / "some" / "c.parquet", rows)
+    pq.write_table(table.slice(0, 0), tmp_path / "some" / "b.parquet")
+
+    with PackedParquet(tmp_path / "some") as reader:
+        assert reader.rows([]).num_rows == 0
+        assert [plain(row) for row in reader] == [*rows, *rows]
 
 
 def test_settings_that_no_file_can_have_are_refused(tmp_path):

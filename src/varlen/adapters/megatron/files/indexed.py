@@ -5,7 +5,7 @@
     NAME.sft.idx   Megatron's index; each row is one sequence and one document
     NAME.sft.bin   int32 words; of each row: 0x53465442 · version, 1 · documents D · D starts, of `seq_start_id` ·
                    a word a token: the id in the lower 31 bits, the mask on top
-    NAME.sft.seq_lengths.npy   ours, where a document ends in padding: int32 [documents], positions that don't
+    NAME.sft.seq_lengths   ours, where a document ends in padding: int32 [documents], positions that don't
 
 The release's readers leave the third file aside. A row is read with one call, wherever it lies.
 """
@@ -156,7 +156,7 @@ class PackedIndexed(RowReader):
 
 
 def _beside(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.seq_lengths.npy")
+    return Path(f"{prefix}.seq_lengths")
 
 
 def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:

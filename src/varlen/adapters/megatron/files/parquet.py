@@ -109,7 +109,7 @@ class PackedParquet(RowReader):
         """
         ids = row_ids(indices, self.num_rows)
         if len(ids) == 0:
-            return taken(self._group(0), ids)
+            return taken(self.rows([0]), ids)
         groups = np.searchsorted(self._bounds, ids, side="right") - 1
         order = np.argsort(groups, kind="stable")
         cuts = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
@@ -157,6 +157,7 @@ class PackedParquet(RowReader):
 
     def close(self) -> None:
         """Close the files and forget what was decoded; the next read opens them again."""
+        self._own()
         with self._lock:
             for file in self._open.values():
                 file.close()
@@ -164,10 +165,14 @@ class PackedParquet(RowReader):
             self._kept.clear()
             self._held = 0
 
+    def _own(self) -> None:
+        """Begin anew in a process that was forked: a lock or an open file of the one before is not this one's."""
+        if self._process != os.getpid():
+            self._begin()
+
     def _group(self, group: int) -> PackedRows:
         """Return a row group's rows, decoded now or lately."""
-        if self._process != os.getpid():
-            self._begin()  # a lock or an open file of the process before is not this one's
+        self._own()
         with self._lock:
             if group in self._kept:
                 self._kept.move_to_end(group)
