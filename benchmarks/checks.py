@@ -56,11 +56,24 @@ def fill_of_rows(
         capacity: tokens a row can hold.
     """
     row_tokens, row_lengths = zip(*((np.asarray(ids), np.asarray(lengths)) for ids, lengths in rows))
-    segment_lengths = np.concatenate(row_lengths)
-    found = _fingerprints(np.concatenate(row_tokens), np.concatenate([[0], np.cumsum(segment_lengths)]))
-    if not np.array_equal(found, _fingerprints(tokens, offsets)):
-        raise WrongResultError("the documents in the rows are not those given")
+    same_documents(np.concatenate(row_tokens), np.concatenate(row_lengths), tokens, offsets)
     return _fill(np.array([len(ids) for ids in row_tokens]), np.diff(offsets), capacity)
+
+
+def same_documents(found: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
+    """Check that documents, in any order, are those given.
+
+    They are recognized by their length and two sums over their tokens, the second weighted by position.
+
+    Args:
+        found: int `[num_tokens]`, of all documents as they came back.
+        lengths: int `[num_documents]`, of those.
+        tokens: int `[num_tokens]`, of all documents as given.
+        offsets: int64 `[num_documents + 1]`, of those.
+    """
+    back = _fingerprints(found, np.concatenate([[0], np.cumsum(lengths)]))
+    if not np.array_equal(back, _fingerprints(tokens, offsets)):
+        raise WrongResultError("the documents in the rows are not those given")
 
 
 def same_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

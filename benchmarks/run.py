@@ -42,6 +42,7 @@ SECTIONS = (
     "reading",
     "offline",
     "fast_axolotl",
+    "megatron",
     "utilization",
     "feeding",
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,7 +30,7 @@ class Samples:
 
 
 def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]:
-    """Run both calls once unmeasured, then measure them in turns, on one core.
+    """Run both calls once unmeasured, then measure them in turns, on one core; afterwards all are free again.
 
     What stands in memory by then is frozen for the garbage collector, and automatic collection is off, as in
     `timeit`. Both help the peers: they make many Python objects, and one of them calls `gc.collect()` itself.
@@ -43,28 +43,31 @@ def alternate(ours: Call, peer: Call, *, rounds: int) -> tuple[Samples, Samples]
     Returns:
         Both contestants' samples; sample i of one was taken right beside sample i of the other.
     """
-    _stay_on_one_core()
-    calls = (ours, peer)
-    repeats = [_repeats(call) for call in calls]
-    samples = (Samples([], []), Samples([], []))
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for _ in range(rounds):
-        for call, repeat, taken in zip(calls, repeats, samples):
-            wall, cpu = _block(call, repeat)
-            taken.wall_s.append(wall)
-            taken.cpu_s.append(cpu)
-            gc.collect()
-    gc.enable()
-    gc.unfreeze()
+    with _one_core():
+        calls = (ours, peer)
+        repeats = [_repeats(call) for call in calls]
+        samples = (Samples([], []), Samples([], []))
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        for _ in range(rounds):
+            for call, repeat, taken in zip(calls, repeats, samples):
+                wall, cpu = _block(call, repeat)
+                taken.wall_s.append(wall)
+                taken.cpu_s.append(cpu)
+                gc.collect()
+        gc.enable()
+        gc.unfreeze()
     return samples
 
 
-def _stay_on_one_core() -> None:
-    """Keep the process on one core, with one thread in the libraries that would start more."""
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Keep the process on one core meanwhile, with one thread in the libraries that would start more."""
+    cores: set[int] = set()
     with suppress(AttributeError, OSError):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})
     with suppress(ImportError):
         import pyarrow as pa
 
@@ -73,6 +76,11 @@ def _stay_on_one_core() -> None:
         import torch
 
         torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if cores:  # processes that are started later begin where this one may run
+            os.sched_setaffinity(0, cores)
 
 
 def _repeats(call: Call) -> int:

@@ -32,6 +32,7 @@ TITLES = {
     "reading": "Reading and tokenizing",
     "offline": "Packing files",
     "fast_axolotl": "fast-axolotl",
+    "megatron": "Megatron",
     "utilization": "Utilization",
     "feeding": "Feeding",
     "startup": "Starting up",
