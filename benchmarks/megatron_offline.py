@@ -58,8 +58,8 @@ CONTESTS = (
     Contest(20_000, "own", "npy"),
     Contest(50_000, "own", "npy"),
     *(Contest(count, "tree", "parquet") for count in SIZES),
-    Contest(SIZES[-1], "kernel", "parquet"),
-    Contest(SIZES[-1], "tree", "npy", target=None),
+    Contest(SIZES[1], "kernel", "parquet"),
+    Contest(SIZES[1], "tree", "npy", target=None),
 )
 
 
