@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -116,13 +116,6 @@ def dataset(
         truncation_field="input",
         **settings,
     )
-
-
-def examples(documents: Sequence[Sequence[int]], answer_starts: Sequence[int]) -> list[dict[str, Any]]:
-    """Return documents as `create_hist` takes them: what its `GPTSFTDataset` makes of them, masks left out."""
-    return [
-        {"input_ids": list(ids), "answer_start_idx": start} for ids, start in zip(documents, answer_starts)
-    ]
 
 
 @contextmanager
