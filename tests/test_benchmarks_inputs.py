@@ -1,5 +1,6 @@
 """Benchmark inputs are the same in every run, and checks catch a peer's (or our own) wrong result."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,6 +109,17 @@ def test_both_contestants_run_in_turns(monkeypatch):
 
     assert "".join(calls[-6:]) == "ababab"
     assert len(ours.wall_s) == len(ours.cpu_s) == len(theirs.wall_s) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux says where a process may run")
+def test_a_race_is_run_on_one_core_and_leaves_all_of_them_to_what_follows(monkeypatch):
+    monkeypatch.setattr("benchmarks.stopwatch.BLOCK_S", 0.0)
+    before, during = os.sched_getaffinity(0), set()
+
+    alternate(lambda: during.update(os.sched_getaffinity(0)), lambda: None, rounds=1)
+
+    assert during == {max(before)}
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.skipif(not memory.TELLS_RESIDENT, reason="only Linux tells what a process holds now")
