@@ -117,7 +117,8 @@ def attention_work(packing_info: PackingInfo, bin_size: int, *, padding: bool = 
     """
     _, bins, _, lengths = places(packing_info)
     count = len(packing_info.bin_seq_indices)
-    work: FloatArray = np.bincount(bins, weights=lengths.astype(np.float64) ** 2, minlength=count)
+    work: FloatArray = np.zeros(count)
+    np.add.at(work, bins, lengths.astype(np.float64) ** 2)
     if padding:
         ends = [checked_starts(packing_info, number)[-1:] or [0] for number in range(count)]
         work = work + (bin_size - np.array(ends, np.float64).reshape(-1)) ** 2

@@ -25,8 +25,8 @@ def pack_inference_logprobs(
 
     Args:
         inference_logprobs: of every sequence one for each generated token, in order; None where there are none, and
-            fewer where the engine didn't score the last ones. What stands behind as many as were generated is left
-            out, but padding among them isn't told from log-probs: give tensors without it.
+            fewer where the engine didn't score the last ones, which Megatron adds. Padding among as many as were
+            generated isn't told from log-probs: give tensors without it.
         packing_info: of all bins, or of a rank's; sequences of other ranks are left out.
         generation_masks: `[sequences, width]`, 1 at generated tokens.
         bin_size: tokens of a bin.
@@ -36,7 +36,7 @@ def pack_inference_logprobs(
         there is one. Releases before the middle of 2026 return the first alone.
 
     Raises:
-        DocumentsError: masks that aren't one for each sequence; a mask with tokens behind its sequence's end.
+        DocumentsError: masks or log-probs that aren't one for each sequence.
 
     >>> info = PackingInfo([[0]], {0: [0, 5]}, [5], [0])
     >>> mask = torch.tensor([[0, 1, 0, 1, 1]])
@@ -59,13 +59,7 @@ def pack_inference_logprobs(
         logprobs = inference_logprobs[number]
         if logprobs is None:
             continue
-        tokens = written[number].nonzero().reshape(-1)
-        if tokens.numel() and int(tokens[-1]) >= length:
-            raise DocumentsError(
-                f"sequence {number:,} has {length:,} tokens, but generation_masks say that token {int(tokens[-1]):,} "
-                "was generated; pack with lengths or with these masks"
-            )
-        tokens = tokens[: logprobs.numel()]
+        tokens = written[number, :length].nonzero().reshape(-1)[: logprobs.numel()]
         is_told = tokens > 0  # nothing stands before the first token that could predict it
         target = start + tokens[is_told] - 1
         values[row, target] = logprobs.detach()[: tokens.numel()].to("cpu", torch.float32)[is_told]

@@ -12,12 +12,11 @@ import torch
 
 from varlen.adapters.megatron.batches.in_batch_rows import check_shapes, lengths_of
 from varlen.adapters.megatron.rl.info import PackingInfo, runs
-from varlen.adapters.megatron.scheduling.balance import balance_microbatches
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, as_lengths
-from varlen.plan.packs import halved, packed
-from varlen.types import Int32Array, IntArray
+from varlen.plan.packs import even_ways, halved, packed
+from varlen.types import FloatArray, Int32Array, IntArray
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +75,8 @@ class SequencePacker:
             max_sequences_per_bin: most sequences of a bin.
             seq_length_multiple: a sequence's slot is rounded up to this: 2·CP for context parallelism.
             method: "best_fit_decreasing", or "balanced": as many bins, with even attention work.
-            bin_count_multiple: the number of bins is a multiple of this, the data-parallel ranks, as long as there are
-                as many sequences: the heaviest bins are cut rather than empty ones added.
+            bin_count_multiple: the number of bins is a multiple of this, the data-parallel ranks, where there are
+                sequences enough: the heaviest bins are cut rather than empty ones added.
             compatible: Megatron-LM's own bins: next fit from long to short, lengths by the last token other than
                 padding, and sequences without a token in bins.
 
@@ -131,8 +130,8 @@ class SequencePacker:
             attention_mask: `[sequences, width]`, 1 at real tokens.
 
         Returns:
-            Tokens in their own dtype; int64 positions that restart in every sequence, 0 at padding; and the loss mask,
-            float32, 0 at padding; each `[num_bins, bin_size]`. Then where each sequence lies. Those of a bin stand
+            Tokens in their own dtype; int64 positions that restart in every sequence, 0 at padding; and the float32
+            loss mask, 0 at padding; each `[num_bins, bin_size]`. Then where each sequence lies. Those of a bin stand
             from long to short, equal ones by number.
 
         Raises:
@@ -208,32 +207,22 @@ class SequencePacker:
         """Return sequences bin by bin, and how many each bin has; those without a token are in none."""
         held = np.flatnonzero(tokens)
         sizes, work = slots[held].astype(np.int32), tokens[held].astype(np.float64) ** 2
+        pack_of, fewest = packed(sizes, self.bin_size, self.max_sequences_per_bin)
+        bins = min(fewest + -fewest % self.bin_count_multiple, held.size)
         if self.method == "balanced":
-            pack_of, bins = self._balanced(sizes)
+            ways = even_ways(sizes, work, pack_of, bins, self.bin_size, self.max_sequences_per_bin)
+            pack_of = min(ways, key=lambda way: self._rank_work(way, work))
         else:
-            pack_of, bins = packed(sizes, self.bin_size, self.max_sequences_per_bin)
-            goal = min(bins + -bins % self.bin_count_multiple, held.size)
-            pack_of, bins = halved(pack_of, goal, work), goal
+            pack_of = halved(pack_of, bins, work)
         first = np.full(bins, held.size, np.int64)
         np.minimum.at(first, pack_of, np.arange(held.size))
         order = np.lexsort((-tokens[held], first[pack_of]))
         return held[order], np.bincount(pack_of, minlength=bins)[np.argsort(first)]
 
-    def _balanced(self, slots: Int32Array) -> tuple[Int32Array, int]:
-        """Return the bin of each sequence, with even attention work, and how many bins there are."""
-        step = balance_microbatches(
-            slots,
-            capacity=self.bin_size,
-            dp_size=self.bin_count_multiple,
-            max_samples=self.max_sequences_per_bin,
-            fill="empty",
-            work=(0.0, 1.0),
-        )
-        counts = np.diff(step.offsets)
-        filled = np.flatnonzero(counts)
-        pack_of = np.empty(slots.size, np.int32)
-        pack_of[step.ids] = np.repeat(np.arange(filled.size), counts[filled])
-        return pack_of, filled.size
+    def _rank_work(self, pack_of: Int32Array, work: FloatArray) -> tuple[float, float]:
+        """Return the attention work of ranks that wait for each other at every bin, and that of the heaviest."""
+        heavy = np.sort(np.bincount(pack_of, weights=work, minlength=1))[::-1]
+        return float(heavy[:: self.bin_count_multiple].sum()), float(heavy[0])
 
     def _next_fit(self, slots: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
         """Return the same as Megatron-LM packs: one open bin, sequences from long to short."""
