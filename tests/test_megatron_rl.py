@@ -23,6 +23,7 @@ from varlen.adapters.megatron.rl import (
     unpack_sequences,
 )
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
+from varlen.plan.packs import even_ways, packed
 
 GOLDEN = json.loads((Path(__file__).parent / "megatron_rl.json").read_text(encoding="utf-8"))["cases"]
 PAD, EOD = 42, 43
@@ -253,6 +254,23 @@ def test_balanced_bins_have_more_even_attention(multiple: int) -> None:
     assert sum(balanced) == sum(full)
     assert sum(balanced[::-1][::multiple]) <= sum(full[::-1][::multiple])
     assert balanced[-1] < full[-1]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 4))
+def test_balanced_bins_are_the_best_of_the_planners_ways(lengths: list[int], multiple: int) -> None:
+    packer = SequencePacker(50, 0, 6, method="balanced", bin_count_multiple=multiple)
+    info = packer.pack_sequences(torch.ones((len(lengths), 50), dtype=torch.int64), lengths=lengths)[3]
+    bin_of = np.array(info.seq_to_bin_idx)
+
+    sizes = np.array(lengths, np.int32)
+    work, bins = sizes.astype(float) ** 2, len(info.bin_seq_indices)
+    ways = even_ways(sizes, work, packed(sizes, 50, 6)[0], bins, 50, 6)
+
+    def waits(way: Any) -> tuple[float, float]:
+        heavy = np.sort(np.bincount(way, weights=work))[::-1]
+        return heavy[::multiple].sum(), heavy[0]
+
+    assert waits(bin_of) == min(map(waits, ways))
 
 
 def test_a_real_end_that_equals_the_padding_is_kept_where_it_is_known(

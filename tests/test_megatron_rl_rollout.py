@@ -157,6 +157,7 @@ def test_a_rollout_becomes_the_micro_batches_of_each_rank(split: bool) -> None:
             assert advantages.tolist() == numbers
             assert sizes == [lengths[place] for place in numbers]
             assert len(starts) == (len(numbers) + 1 if numbers else 0)
+            assert torch.equal(mask, context.packed_loss_mask[number : number + 1, 1:])
             assert mask.sum() == sum(max(size - 2, 0) for size in sizes)
             assert params.cu_seqlens_q is not None
             assert params.cu_seqlens_q.diff()[: len(sizes)].tolist() == sizes
@@ -166,6 +167,28 @@ def test_a_rollout_becomes_the_micro_batches_of_each_rank(split: bool) -> None:
             assert int((slots > 0).sum()) == len(sizes) + min(padding, 5 - len(sizes) if split else 1)
             seen += numbers
     assert sorted(seen) == list(range(7))
+
+
+@pytest.mark.parametrize(("split", "first"), [(True, [0, 1]), (False, [2])])
+def test_padding_counts_as_work_where_it_is_not_cut(split: bool, first: list[int]) -> None:
+    made = [
+        pack_all_trajectories(
+            torch.ones(3, 9, dtype=torch.int64),
+            torch.arange(9) < torch.tensor([[8], [8], [9]]),
+            None,
+            torch.ones(3),
+            SequencePacker(16, PAD, compatible=True),
+            dp_rank=rank,
+            dp_size=2,
+            lengths=[8 + (number == 2) for number in range(3)],
+            split_padding=split,
+        )
+        for rank in range(2)
+    ]
+
+    # Two of 8 attend to 128 places, one of 9 to 81, and to 130 with its padding; the heavier goes to rank 0.
+    assert made[0].packing_info.bin_seq_indices == [first]
+    assert made[1].packing_info.bin_seq_indices == [[2] if split else [0, 1]]
 
 
 def test_log_probs_of_inference_are_handed_out_where_they_correct() -> None:
