@@ -85,6 +85,28 @@ def balance_microbatches(
     return _dealt(step, names, pack_of, packs, missing, ranks, contexts, fill)
 
 
+def dealt(work: FloatArray, ranks: int) -> IntArray:
+    """Deal packs to ranks: those of about equal work at the same time, the heaviest where there was least so far.
+
+    Args:
+        work: float64 `[packs]`, a multiple of the ranks.
+        ranks: how many.
+
+    Returns:
+        int64 `[packs / ranks, ranks]`: the pack that each rank runs, one after another.
+
+    >>> dealt(np.array([1.0, 9.0, 5.0, 2.0]), 2).tolist()
+    [[1, 2], [0, 3]]
+    """
+    heavy_first = np.argsort(-work, kind="stable").reshape(-1, ranks)
+    total = np.zeros(ranks)
+    numbers = np.empty_like(heavy_first)
+    for row, at_once in zip(numbers, heavy_first):
+        row[np.argsort(total, kind="stable")] = at_once
+        total += work[row]
+    return numbers
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
     """The samples of a step, checked."""
@@ -203,15 +225,9 @@ def _dealt(
     contexts: int,
     fill: Fill,
 ) -> Microbatches:
-    """Deal packs to the ranks: those of about equal work run at once, the heaviest where there was least so far."""
+    """Return the micro-batches that the packs become, dealt to the ranks."""
     work = np.concatenate([np.bincount(pack_of, weights=step.work, minlength=packs), np.zeros(missing)])
-    heavy_first = np.argsort(-work, kind="stable").reshape(-1, ranks)
-    total = np.zeros(ranks)
-    numbers = np.empty_like(heavy_first)
-    for row, at_once in zip(numbers, heavy_first):
-        row[np.argsort(total, kind="stable")] = at_once
-        total += work[row]
-    by_number = numbers.reshape(-1)  # the pack that each micro-batch is
+    by_number = dealt(work, ranks).reshape(-1)  # the pack that each micro-batch is
     dummies = np.flatnonzero(by_number >= packs)
     place = np.empty(packs + missing, np.int64)
     place[by_number] = np.arange(by_number.size)

@@ -1,0 +1,182 @@
+"""`PackingContext`: all that a rank keeps of a packed rollout, and what it feeds of it, bin by bin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from varlen.adapters.megatron.batches.params import PackedSeqParams
+from varlen.adapters.megatron.rl.info import PackingInfo
+from varlen.adapters.megatron.rl.packer import SequencePacker
+from varlen.errors import DocumentsError, SettingError
+from varlen.pack.lengths import as_count
+
+
+@dataclass
+class PackingContext:
+    """What training needs of a packed rollout, with the fields of Megatron-LM's class of this name.
+
+    As there it is mutable: log-probs are added when they are known.
+    """
+
+    bin_size: int
+    packer: SequencePacker | None
+    packing_info: PackingInfo
+    """Of this rank's bins."""
+    original_generation_masks: torch.Tensor | None
+    """`[sequences, width]`, of all ranks."""
+    original_trajs: torch.Tensor | None
+    """`[sequences, width]`, of all ranks."""
+    packed_trajs: torch.Tensor
+    """`[num_bins, bin_size]`, of this rank; so with the next two."""
+    packed_position_ids: torch.Tensor
+    packed_loss_mask: torch.Tensor
+    original_inference_logprobs: Any = None
+    """Log-probs of the inference engine, of all ranks; None without."""
+    bin_advantages: list[torch.Tensor] = field(default_factory=list)
+    """Of each bin the advantage of each of its sequences."""
+    cached_packed_seq_params: list[PackedSeqParams] = field(default_factory=list)
+    """Of each bin what attention must know."""
+    old_logprobs: torch.Tensor | None = None
+    """`[num_bins, bin_size - 1]`; set once known, as are the next two."""
+    ref_logprobs: torch.Tensor | None = None
+    packed_inference_logprobs: torch.Tensor | None = None
+
+
+PackedBin = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    list[int],
+    list[int],
+    list[int],
+    PackedSeqParams,
+]
+"""Tokens, advantages, old log-probs, loss mask from the second token on, positions, log-probs of the reference and of
+inference, starts, lengths and numbers of the sequences, and what attention must know."""
+
+
+def load_packed_data_by_index(
+    bin_idx: int, packing_context: PackingContext, logprobs_is_correction: bool = False
+) -> PackedBin:
+    """Return what one micro-batch takes, in the order of Megatron-LM's function of this name.
+
+    Args:
+        bin_idx: a bin of this rank.
+        packing_context: of this rank.
+        logprobs_is_correction: hand out the log-probs of inference, which importance sampling takes.
+
+    Returns:
+        Rows are `[1, bin_size]`, log-probs and loss mask `[1, bin_size - 1]`; None where there are none yet. For an
+        empty bin the lists are empty, and so are the advantages.
+
+    Raises:
+        DocumentsError: no such bin, or no boundaries were made for it.
+    """
+    info = packing_context.packing_info
+    count = len(info.bin_seq_indices)
+    if not 0 <= bin_idx < count:
+        raise DocumentsError(f"there is no bin {bin_idx:,}; this rank has {count:,}")
+    if bin_idx >= len(packing_context.cached_packed_seq_params):
+        raise DocumentsError(
+            f"no cached_packed_seq_params for bin {bin_idx:,}; set them to create_packed_seq_params(packing_context)"
+        )
+    row = slice(bin_idx, bin_idx + 1)
+    numbers = info.bin_seq_indices[bin_idx]
+    mask = packing_context.packed_loss_mask
+    advantages = packing_context.bin_advantages[bin_idx] if numbers else torch.zeros(0, device=mask.device)
+
+    def of_bin(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[row]
+
+    return (
+        packing_context.packed_trajs[row],
+        advantages,
+        of_bin(packing_context.old_logprobs),
+        mask[row, 1:],
+        packing_context.packed_position_ids[row],
+        of_bin(packing_context.ref_logprobs),
+        of_bin(packing_context.packed_inference_logprobs) if logprobs_is_correction else None,
+        info.seq_starts[bin_idx],
+        [info.seq_lengths[number] for number in numbers],
+        numbers,
+        packing_context.cached_packed_seq_params[bin_idx],
+    )
+
+
+def get_packing_actual_tokens(packing_context: PackingContext) -> int:
+    """Return the real tokens of this rank's bins.
+
+    Args:
+        packing_context: of the rank.
+    """
+    info = packing_context.packing_info
+    return sum(info.seq_lengths[number] for numbers in info.bin_seq_indices for number in numbers)
+
+
+def get_packing_compute_tokens(packing_context: PackingContext) -> int:
+    """Return the places of this rank's bins, padding included.
+
+    Args:
+        packing_context: of the rank.
+    """
+    return packing_context.packed_trajs.numel()
+
+
+def get_packing_efficiency(packing_context: PackingContext, dp_size: int = 1) -> float:
+    """Return the share of the places of all ranks' bins that real tokens take, from 0 to 1.
+
+    Args:
+        packing_context: of one rank.
+        dp_size: data-parallel ranks, each with as many bins; looked up globally there.
+
+    Raises:
+        SettingError: fewer than one rank.
+    """
+    room = get_packing_compute_tokens(packing_context) * as_count(dp_size, "dp_size")
+    return sum(packing_context.packing_info.seq_lengths) / room if room else 0.0
+
+
+def get_packing_avg_seq_length(packing_context: PackingContext) -> float:
+    """Return the mean tokens of all sequences.
+
+    Args:
+        packing_context: of one rank.
+    """
+    lengths = packing_context.packing_info.seq_lengths
+    return sum(lengths) / len(lengths) if lengths else 0.0
+
+
+def bins_per_step(samples_ratio_per_step: float, num_bins_this_rank: int, dp_size: int) -> int:
+    """Return the global batch size in bins, for Megatron's calculator of micro-batches.
+
+    The number that Megatron-LM's `update_microbatch_calculator` sets. There the product is one of floats, rounded up,
+    so that 0.07 of 100 bins are 8; here they are 7.
+
+    Args:
+        samples_ratio_per_step: share of the rollout that one optimizer step trains on, over 0 and up to 1.
+        num_bins_this_rank: bins of a rank, as many on each.
+        dp_size: data-parallel ranks.
+
+    Raises:
+        SettingError: a number out of range.
+
+    >>> bins_per_step(1 / 3, 4, 8), bins_per_step(0.07, 100, 1)
+    (16, 7)
+    """
+    bins = as_count(num_bins_this_rank, "num_bins_this_rank")
+    ranks = as_count(dp_size, "dp_size")
+    if not 0 < samples_ratio_per_step <= 1:
+        raise SettingError(
+            f"samples_ratio_per_step must be over 0 and at most 1, got {samples_ratio_per_step!r}"
+        )
+    share = Fraction(samples_ratio_per_step).limit_denominator(1_000_000)
+    return max(math.ceil(share * bins), 1) * ranks
