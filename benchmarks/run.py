@@ -59,7 +59,10 @@ def main() -> int:
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default"
     )
     parser.add_argument(
-        "--out", type=Path, help="result file; by default results/<date>.json where all sections ran"
+        "--out",
+        type=Path,
+        help="result file; by default results/<date>.json where all sections ran. The page shows a section that was "
+        "run apart from results/<section>/<date>.json",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where a target is missed")
     asked = parser.parse_args()

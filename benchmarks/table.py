@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_check = parser.parse_args(arguments).check
     page = PAGE.read_text()
     try:
-        fresh = spliced(page, render(json.loads(newest(RESULTS).read_text())))
+        fresh = spliced(page, render(*results(RESULTS)))
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
@@ -76,6 +76,26 @@ def newest(folder: Path) -> Path:
     return files[-1]
 
 
+def results(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return the newest result of all sections, and by section those that were measured apart since.
+
+    Args:
+        folder: of results; a section that was run alone has its own in a folder of its name.
+
+    Raises:
+        FileNotFoundError: there is no result of all sections.
+    """
+    whole = json.loads(newest(folder).read_text())
+    measured = {row["section"] for row in whole["rows"]}
+    apart = {}
+    for section in TITLES:
+        if (folder / section).is_dir():
+            alone = json.loads(newest(folder / section).read_text())
+            if section not in measured or alone["date"] > whole["date"]:
+                apart[section] = alone
+    return whole, apart
+
+
 def spliced(page: str, part: str) -> str:
     """Return the page with the part between its markers replaced.
 
@@ -88,16 +108,24 @@ def spliced(page: str, part: str) -> str:
     return f"{head}{START}\n\n{part}\n{END}{rest.partition(END)[2]}"
 
 
-def render(result: dict[str, Any]) -> str:
-    """Return the markdown for one result file: where it was measured, the score, and a table a section."""
-    rows = [from_json(row) for row in result["rows"]]
-    parts = [_origin(result), _score(rows)]
+def render(result: dict[str, Any], apart: Mapping[str, dict[str, Any]] | None = None) -> str:
+    """Return the markdown for one result file: where it was measured, the score, and a table a section.
+
+    Args:
+        result: of all sections.
+        apart: by section, results that are shown in the place of its own, each with its own origin.
+    """
+    apart = apart or {}
+    rows = [from_json(row) for row in result["rows"] if row["section"] not in apart]
+    others = {name: [from_json(row) for row in alone["rows"]] for name, alone in apart.items()}
+    parts = [_origin(result), _score([*rows, *(row for alone in others.values() for row in alone)])]
     for section, title in TITLES.items():
-        mine = [row for row in rows if row.section == section]
+        mine = others.get(section) or [row for row in rows if row.section == section]
         if not mine:
             continue
-        parts.append(f"### {title}\n\n{table(mine)}")
-    absent = result.get("absent", [])
+        origin = f"This section apart. {_origin(apart[section])}\n\n" if section in apart else ""
+        parts.append(f"### {title}\n\n{origin}{table(mine)}")
+    absent = [*result.get("absent", []), *(entry for alone in apart.values() for entry in alone["absent"])]
     if absent:
         parts.append(
             "### Not measured\n\n" + "\n".join(f"- {entry['what']}: {entry['why']}" for entry in absent)

@@ -50,6 +50,30 @@ def test_a_ratio_is_the_median_of_the_rounds_in_wall_or_processor_time_whichever
     assert busy.ratio == 60.0
 
 
+def test_a_section_measured_apart_stands_in_its_place_with_its_own_origin(tmp_path):
+    def written(name, date, *rows):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(result(rows) | {"date": date}))
+
+    fast = race(ours=contestant("varlen", [1.0]), theirs=contestant("peer", [90.0]))
+    slow = race(ours=contestant("varlen", [1.0]), theirs=contestant("peer", [9.0]), section="megatron")
+    written("2026-01-02.json", "2026-01-02", fast)
+    written("megatron/2026-01-01.json", "2026-01-01", slow)
+
+    whole, apart = table.results(tmp_path)
+    page = table.render(whole, apart)
+
+    assert list(apart) == ["megatron"]
+    assert "**1 of 2 targets met.** Missed: assign documents against peer (9x of 50x)." in page
+    assert page.index("### Megatron") < page.index("This section apart. Measured on 2026-01-01")
+    # A later run of everything goes before it, and a later one apart before that.
+    written("2026-01-03.json", "2026-01-03", fast, slow)
+    assert table.results(tmp_path)[1] == {}
+    written("megatron/2026-01-04.json", "2026-01-04", slow)
+    assert list(table.results(tmp_path)[1]) == ["megatron"]
+    assert table.render(*table.results(tmp_path)).count("### Megatron") == 1
+
+
 def test_the_demo_becomes_races_against_every_baseline_and_two_limits():
     def method(name, role, wall_s, slots, last_loss):
         return {
