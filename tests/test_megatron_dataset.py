@@ -246,6 +246,7 @@ def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None
         ({"pad_cu_seqlens": True, "pad_to_max_length": True}, "needs the metadata"),
         ({"virtual_tokens": 3}, "P-Tuning with packed sequence is not supported: virtual_tokens=3"),
         ({"pad_to_maxlength": True}, "'pad_to_maxlength' is no argument of GPTSFTPackedParquetDataset"),
+        ({"max_num_samples": 3, "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
         ({"max_num_samples": 0}, "max_num_samples must be a whole number from 1 on, or None; got 0"),
         ({"tokenizer": SimpleNamespace(bos_id=1)}, "no whole number eos_id, eod or eos_token_id"),
     ],
@@ -294,6 +295,28 @@ def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 3]}, "2 input_ids, but seq_bound"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0]}, "at least two whole numbers"),
         ({"input_ids": [1, 2], "loss_mask": [1], "seq_boundaries": [0, 2]}, "but 1 values of loss_mask"),
+        ({"input_ids": None, "loss_mask": None, "seq_boundaries": [0, 2]}, r"the shape \(\) in input_ids"),
+        (
+            {"input_ids": [1, None], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "of one dimension, got obj",
+        ),
+        (
+            {"input_ids": [1.5, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "of one dimension, got float",
+        ),
+        (
+            {"input_ids": ["a", "b"], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "whole numbers of one dim",
+        ),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": None}, r"seq_boundaries \[None\]"),
+        (
+            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1, 0]},
+            r"has 1 document, but seq_lengths \[1, 0\]; they must be whole numbers, one a document",
+        ),
+        (
+            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1.5]},
+            r"but seq_lengths \[1.5\]",
+        ),
         (
             {"input_ids": [1, 2, 3], "loss_mask": [1] * 3, "seq_boundaries": [0, 2, 1]},
             "row 0: `seq_start_id`",

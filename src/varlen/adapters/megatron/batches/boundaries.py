@@ -64,7 +64,7 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     places = bounds.logical if bounds.physical is None else bounds.physical
     ended, argmin = _ended(places, bounds.counts)
     keys = {
-        "attention_mask": torch.ones(len(places), dtype=torch.int64),
+        "attention_mask": torch.from_numpy(np.array([1] * len(places))),
         "cu_seqlens": ended,
         "cu_seqlens_argmin": argmin,
         "max_seqlen": longest,

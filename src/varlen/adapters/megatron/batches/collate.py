@@ -20,7 +20,7 @@ from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
-from varlen.types import IntArray
+from varlen.types import Int32Array, IntArray
 
 _kernel = partial(jit.kernel, "varlen.adapters.megatron.batches", "kernels")
 
@@ -92,6 +92,10 @@ class RowCollator:
             value = getattr(self, name)
             if not (value is None and name == "max_seq_length") and (not _is_whole(value) or value < 1):
                 raise SettingError(f"{name} must be a whole number from 1 on, got {value!r}")
+        for name in ("eos_id", "pad_id"):
+            value = getattr(self, name)
+            if not (value is None and name == "pad_id") and not (_is_whole(value) and abs(value) < 2**63):
+                raise SettingError(f"{name} must be the whole number of a token, got {value!r}")
         if self.pad_to_max_length and self.max_seq_length is None:
             raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
         most, multiple = self.max_seq_length, self.pad_seq_to_mult
@@ -146,7 +150,8 @@ class RowCollator:
 
         Raises:
             DocumentsError: rows that are no packed rows, or none.
-            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says.
+            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says;
+                or `silent` of another length.
 
         Cost:
             One pass over the tokens, by a compiled kernel.
@@ -168,7 +173,7 @@ class RowCollator:
             stored.starts,
             stored.document_offsets,
             lengths,
-            _NOBODY if silent is None else np.ascontiguousarray(silent, dtype=np.bool_),
+            _NOBODY if silent is None else _silent(silent, rows.num_rows),
             int(self.answer_only_loss),
             int(eos_in_loss),
             self.eos_id,
@@ -202,7 +207,7 @@ class RowCollator:
         Raises:
             DocumentsError: rows that are no packed rows.
         """
-        lengths, used = np.empty(len(stored.starts), np.int64), np.empty(rows.num_rows, np.int64)
+        lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
         wrong, differs = _kernel("measure_rows")(
             stored.input_ids,
@@ -259,22 +264,23 @@ class RowCollator:
         always = self.compatible if self.always_padded is None else self.always_padded
         padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
         tail = 0 if self.compatible else max(TAIL // multiple * multiple, multiple)
-        documents = stored.document_offsets[1:] - stored.document_offsets[:-1]
         most = self._static("max_samples_per_bin", max) + 2 if self.pad_cu_seqlens else 2**31
         entries = most
         if self.pad_cu_seqlens:
-            self._check_documents(documents, most - 2)
+            self._check_documents(np.diff(stored.document_offsets), most - 2)
             if differs and multiple == 1:
                 raise SettingError(
                     "documents of these rows hold padding (seq_lengths), but pad_seq_to_mult=1; pass what they were "
                     "rounded up to when they were packed, so that every batch has padded boundaries"
                 )
         else:
-            gaps = width - used
-            entries = max((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).tolist()) + 1
-        places = np.empty((len(used), entries), np.int32)
-        logical = np.empty_like(places)
-        counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int64)
+            ends, unit = stored.document_offsets.tolist(), tail or width
+            entries = 1 + max(
+                end - begin - (row - width) // max(unit, 1)
+                for begin, end, row in zip(ends, ends[1:], used.tolist())
+            )
+        logical, places = np.empty((2, len(used), entries), np.int32)
+        counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
         _kernel("lay_boundaries")(
             stored.offsets,
             stored.starts,
@@ -290,7 +296,7 @@ class RowCollator:
             counts,
             longest,
         )
-        max_seqlen = longest.astype(np.int32).reshape(-1, 1)
+        max_seqlen = longest.reshape(-1, 1)
         logical_counts = counts
         if self.pad_cu_seqlens:
             max_seqlen = self._constant_max_seqlen(longest, width)
@@ -304,7 +310,7 @@ class RowCollator:
             max_seqlen=max_seqlen,
         )
 
-    def _constant_max_seqlen(self, longest: IntArray, width: int) -> npt.NDArray[np.int32]:
+    def _constant_max_seqlen(self, longest: Int32Array, width: int) -> npt.NDArray[np.int32]:
         """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it.
 
         Raises:
@@ -372,3 +378,17 @@ def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **set
 def _is_whole(value: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
+    """Return which rows train nothing.
+
+    Raises:
+        SettingError: not one value a row; kernels read as many as there are rows.
+    """
+    found = np.ascontiguousarray(silent)
+    if found.dtype != np.bool_ or found.shape != (num_rows,):
+        raise SettingError(
+            f"silent must be {many(num_rows, 'boolean')}, one a row; got {found.dtype} of the shape {found.shape}"
+        )
+    return found
