@@ -319,8 +319,8 @@ def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray
     found = np.asarray(lengths)
     if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
         raise DocumentsError(
-            f"row {number:,} of the batch has {many(documents, 'document')}, but seq_lengths {str(lengths)[:80]}; they "
-            "must be whole numbers, one a document"
+            f"row {number:,} of the batch has {many(documents, 'document')}, but seq_lengths {str(lengths)[:80]}; "
+            "they must be whole numbers, one a document"
         )
     return found.astype(np.int32, copy=False)
 

@@ -81,8 +81,10 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Te
     most = max(ends, default=0)
     ended = np.empty((len(values), most + 1), dtype=np.int32)
     ended[:, :most] = values[:, :most]
-    for row, end in zip(ended, ends):
-        row[end:] = -1
+    ended[:, most] = -1
+    if min(ends, default=0) < most:
+        for row, end in zip(ended, ends):
+            row[end:] = -1
     return torch.from_numpy(ended), torch.from_numpy(counts.reshape(-1, 1).copy())
 
 
