@@ -58,6 +58,7 @@ def boundaries(micro: dict[str, Any], dialect: str) -> tuple[Values, Values]:
         logical = micro["cu_seqlens_q"].squeeze()
         physical = micro.get("cu_seqlens_q_padded")
         return logical.numpy(), (logical if physical is None else physical.squeeze()).numpy()
+    assert int(micro["cu_seqlens"].argmin()) == int(micro["cu_seqlens_argmin"])
     physical = micro["cu_seqlens"].squeeze()[: micro["cu_seqlens_argmin"].item()]
     if micro.get("cu_seqlens_unpadded") is None:
         return physical.numpy(), physical.numpy()
@@ -129,7 +130,8 @@ def test_a_document_has_the_loss_that_it_has_alone(
         )
 
         for row, micro in zip(rows, split_microbatches(batch), strict=True):
-            found, _, physical = packed_losses(micro, dialect, ranks)
+            found, logical, physical = packed_losses(micro, dialect, ranks)
+            assert np.diff(logical)[: len(row)].tolist() == [document.real for document in row]
             got = [found[begin:end].sum() for begin, end in itertools.pairwise(physical.tolist())]
             assert got[: len(row)] == pytest.approx([document.loss() for document in row], rel=1e-5)
             assert not any(got[len(row) :])
