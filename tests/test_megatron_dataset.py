@@ -319,7 +319,7 @@ def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
         ),
         (
             {"input_ids": [1, 2, 3], "loss_mask": [1] * 3, "seq_boundaries": [0, 2, 1]},
-            "row 0: `seq_start_id`",
+            "row 0 of the batch: `seq_start_id`",
         ),
     ],
 )
@@ -334,9 +334,19 @@ def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
     rows = dataset(ten, max_seq_length=4)
 
     with pytest.raises(
-        SettingError, match=r"data\.idx\.parquet: in a batch of its rows, row 1 holds 6 inputs but"
+        SettingError,
+        match=r"data\.idx\.parquet: row 10 holds 6 inputs but max_seq_length is 4 \(2 rows of 3\)",
     ):
-        rows.collate_fn([{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[0]])
+        rows.collate_fn(
+            [{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[-1], rows[3]]
+        )
+    with pytest.raises(SettingError, match=r"data\.idx\.parquet: row 1 of the batch holds 5 inputs but"):
+        rows.collate_fn(
+            [
+                {"input_ids": [1] * size, "loss_mask": [1] * size, "seq_boundaries": [0, size]}
+                for size in (2, 6)
+            ]
+        )
 
 
 def test_a_sound_row_is_valid() -> None:

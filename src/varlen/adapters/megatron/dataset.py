@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ class GPTSFTPackedDataset(Dataset[Item]):
 
         Returns:
             `input_ids` and `loss_mask`, arrays of all stored tokens; `seq_boundaries`, where documents begin and the
-            last one ends; `seq_lengths`, where the file has it; `is_padding`, where the row trains nothing.
+            last one ends; `row`, its number in the file, from 0; `seq_lengths`, where the file has it; `is_padding`,
+            where the row trains nothing.
 
         Raises:
             IndexError: no row has this number.
@@ -181,7 +183,10 @@ class GPTSFTPackedDataset(Dataset[Item]):
             if self.collator.compatible and self.collator.dialect != "0.6":
                 is_padding = wanted < 0
         rows = self.indexed_dataset.rows(wanted)
-        return [_item(rows, number, bool(quiet)) for number, quiet in enumerate(is_padding)]
+        return [
+            _item(rows, place, number % self.indexed_dataset.num_rows, quiet)
+            for place, (number, quiet) in enumerate(zip(wanted.tolist(), is_padding.tolist()))
+        ]
 
     def collate_fn(self, batch: Sequence[Mapping[str, Any]]) -> MegatronBatch:
         """Return the batch of some rows; see `RowCollator`.
@@ -196,9 +201,9 @@ class GPTSFTPackedDataset(Dataset[Item]):
         silent = [bool(item.get("is_padding")) for item in batch]
         is_whole = self.collator.compatible or True not in silent
         try:
-            return self.collator(rows_of_items(batch), None if is_whole else silent)
+            return self.collator(rows_of_items(batch), None if is_whole else silent, partial(_named, batch))
         except (DocumentsError, SettingError) as error:
-            raise type(error)(f"{self.file_path}: in a batch of its rows, {error}") from None
+            raise type(error)(f"{self.file_path}: {error}") from None
 
     def close(self) -> None:
         """Close the files; they are opened again by the next read."""
@@ -330,14 +335,21 @@ def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def _item(rows: PackedRows, number: int, is_padding: bool) -> Item:
+def _named(batch: Sequence[Mapping[str, Any]], place: int) -> str:
+    """Return the name of a row for messages: as files number them, from 1, where it is known."""
+    number = batch[place].get("row")
+    return f"row {place:,} of the batch" if number is None else f"row {number + 1:,}"
+
+
+def _item(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item:
     """Return one of some rows: views of their arrays."""
-    here = slice(int(rows.offsets[number]), int(rows.offsets[number + 1]))
-    documents = slice(int(rows.document_offsets[number]), int(rows.document_offsets[number + 1]))
+    here = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
+    documents = slice(int(rows.document_offsets[place]), int(rows.document_offsets[place + 1]))
     item: Item = {
         "input_ids": rows.input_ids[here],
         "seq_boundaries": [*rows.seq_start_id[documents].tolist(), here.stop - here.start],
         "loss_mask": rows.loss_mask[here],
+        "row": number,
     }
     if rows.seq_lengths is not None:
         item["seq_lengths"] = rows.seq_lengths[documents]

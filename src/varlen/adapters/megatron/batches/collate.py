@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from varlen import jit
 from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
-from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows
+from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows, as_silent
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
@@ -137,12 +137,18 @@ class RowCollator:
                     "needs; pack the data again, or write the metadata file anew"
                 )
 
-    def __call__(self, rows: PackedRows, silent: npt.ArrayLike | None = None) -> MegatronBatch:
+    def __call__(
+        self,
+        rows: PackedRows,
+        silent: npt.ArrayLike | None = None,
+        where: Callable[[int], str] = "row {:,}".format,
+    ) -> MegatronBatch:
         """Return the batch of some rows.
 
         Args:
             rows: packed rows, at least one.
             silent: bool `[rows]`: rows that only complete the batch and train nothing.
+            where: names a row, for messages.
 
         Returns:
             `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
@@ -157,8 +163,8 @@ class RowCollator:
             One pass over the tokens, by a compiled kernel.
         """
         stored = StoredRows.of(rows)
-        lengths, used, differs = self._measured(rows, stored)
-        width = self._width(used)
+        lengths, used, differs = self._measured(rows, stored, where)
+        width = self._width(used, where)
         is_fractional = stored.loss_mask.dtype.kind == "f" and not self.compatible and self.answer_only_loss
         # One block: from some megabytes on numpy asks for large pages, which are there a good deal sooner.
         block = np.empty((4, rows.num_rows, width), np.int64)
@@ -173,7 +179,7 @@ class RowCollator:
             stored.starts,
             stored.document_offsets,
             lengths,
-            _NOBODY if silent is None else _silent(silent, rows.num_rows),
+            _NOBODY if silent is None else as_silent(silent, rows.num_rows),
             int(self.answer_only_loss),
             int(eos_in_loss),
             self.eos_id,
@@ -190,7 +196,7 @@ class RowCollator:
             "position_ids": torch.from_numpy(positions),
             "token_count": used.tolist(),
         }
-        bounds = self._boundaries(stored, lengths, used, width, differs)
+        bounds = self._boundaries(stored, lengths, used, width, differs, where)
         if self.return_cu_seqlen:
             batch |= boundary_keys(bounds, self.dialect)
         else:
@@ -201,7 +207,9 @@ class RowCollator:
                 batch["pad_between_seqs"] = bounds.physical is not None
         return batch
 
-    def _measured(self, rows: PackedRows, stored: StoredRows) -> tuple[IntArray, IntArray, bool]:
+    def _measured(
+        self, rows: PackedRows, stored: StoredRows, where: Callable[[int], str]
+    ) -> tuple[IntArray, IntArray, bool]:
         """Return each document's real inputs, each row's inputs, and whether any document holds padding.
 
         Raises:
@@ -222,13 +230,13 @@ class RowCollator:
             used,
         )
         if wrong >= 0:
-            rows.check()
+            rows.check(where)
             raise DocumentsError(
-                f"row {wrong:,}: its offsets reach past the tokens or the documents of these rows"
+                f"{where(wrong)}: its offsets reach past the tokens or the documents of these rows"
             )
         return lengths, used, bool(differs)
 
-    def _width(self, used: IntArray) -> int:
+    def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
         """Return the width of a batch.
 
         Raises:
@@ -238,7 +246,7 @@ class RowCollator:
         if most is not None and longest > most:
             over = used > most
             raise SettingError(
-                f"row {int(np.argmax(over)):,} holds {int(used[over][0]):,} inputs but max_seq_length is {most:,} "
+                f"{where(int(np.argmax(over)))} holds {int(used[over][0]):,} inputs but max_seq_length is {most:,} "
                 f"({many(int(over.sum()), 'row')} of {len(used):,}); set it to the pack size, or pack to {most:,}"
             )
         if most is not None and self.pad_to_max_length:
@@ -252,7 +260,13 @@ class RowCollator:
         return width if most is None else min(most, width)
 
     def _boundaries(
-        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool
+        self,
+        stored: StoredRows,
+        lengths: IntArray,
+        used: IntArray,
+        width: int,
+        differs: bool,
+        where: Callable[[int], str],
     ) -> Boundaries:
         """Return where every row's documents end.
 
@@ -267,7 +281,7 @@ class RowCollator:
         most = self._static("max_samples_per_bin", max) + 2 if self.pad_cu_seqlens else 2**31
         entries = most
         if self.pad_cu_seqlens:
-            self._check_documents(np.diff(stored.document_offsets), most - 2)
+            self._check_documents(np.diff(stored.document_offsets), most - 2, where)
             if differs and multiple == 1:
                 raise SettingError(
                     "documents of these rows hold padding (seq_lengths), but pad_seq_to_mult=1; pass what they were "
@@ -299,7 +313,7 @@ class RowCollator:
         max_seqlen = longest.reshape(-1, 1)
         logical_counts = counts
         if self.pad_cu_seqlens:
-            max_seqlen = self._constant_max_seqlen(longest, width)
+            max_seqlen = self._constant_max_seqlen(longest, width, where)
             counts = np.full_like(counts, most)
             logical_counts = logical_counts if self.compatible and self.dialect != "0.6" else counts
         return Boundaries(
@@ -310,7 +324,9 @@ class RowCollator:
             max_seqlen=max_seqlen,
         )
 
-    def _constant_max_seqlen(self, longest: Int32Array, width: int) -> npt.NDArray[np.int32]:
+    def _constant_max_seqlen(
+        self, longest: Int32Array, width: int, where: Callable[[int], str]
+    ) -> npt.NDArray[np.int32]:
         """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it.
 
         Raises:
@@ -322,12 +338,12 @@ class RowCollator:
         if int(longest.max()) > constant:
             row = int(longest.argmax())
             raise SettingError(
-                f"row {row:,} has a segment of {int(longest[row]):,} inputs, but the pack metadata allows for "
+                f"{where(row)} has a segment of {int(longest[row]):,} inputs, but the pack metadata allows for "
                 f"{constant:,} at most; pass the metadata of these packs"
             )
         return np.full(len(longest), constant, np.int32)
 
-    def _check_documents(self, documents: IntArray, most: int) -> None:
+    def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
         """Check that no row has more documents than the metadata says.
 
         Raises:
@@ -336,7 +352,7 @@ class RowCollator:
         over = documents > most
         if over.any():
             raise SettingError(
-                f"row {int(np.argmax(over)):,} holds {many(int(documents[over][0]), 'document')}, but the pack "
+                f"{where(int(np.argmax(over)))} holds {many(int(documents[over][0]), 'document')}, but the pack "
                 f"metadata says at most {most:,} (max_samples_per_bin; {many(int(over.sum()), 'row')} of "
                 f"{len(documents):,}); pass the metadata of these packs"
             )
@@ -378,17 +394,3 @@ def collate_rows(rows: PackedRows, *, silent: npt.ArrayLike | None = None, **set
 def _is_whole(value: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Return which rows train nothing.
-
-    Raises:
-        SettingError: not one value a row; kernels read as many as there are rows.
-    """
-    found = np.ascontiguousarray(silent)
-    if found.dtype != np.bool_ or found.shape != (num_rows,):
-        raise SettingError(
-            f"silent must be {many(num_rows, 'boolean')}, one a row; got {found.dtype} of the shape {found.shape}"
-        )
-    return found

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
-from varlen.errors import DocumentsError
+from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray
 
 NOTHING: IntArray = np.empty(0, dtype=np.int64)
@@ -68,6 +68,27 @@ class StoredRows:
             document_offsets=np.ascontiguousarray(rows.document_offsets, np.int64),
             given=NOTHING if given is None else np.ascontiguousarray(given, np.int64),
         )
+
+
+def as_silent(silent: npt.ArrayLike, num_rows: int) -> npt.NDArray[np.bool_]:
+    """Return which rows train nothing.
+
+    Args:
+        silent: one boolean a row.
+        num_rows: rows of the batch.
+
+    Returns:
+        bool `[rows]`.
+
+    Raises:
+        SettingError: not one value a row; kernels read as many as there are rows.
+    """
+    found = np.ascontiguousarray(silent)
+    if found.dtype != np.bool_ or found.shape != (num_rows,):
+        raise SettingError(
+            f"silent must be {many(num_rows, 'boolean')}, one a row; got {found.dtype} of the shape {found.shape}"
+        )
+    return found
 
 
 def _check_values(ids: npt.NDArray[Any], mask: npt.NDArray[Any]) -> None:
