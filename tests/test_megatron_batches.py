@@ -298,3 +298,43 @@ def test_rows_whose_boundaries_do_not_match_are_refused_by_number() -> None:
         collate_rows(PackedRows(**fields | {"offsets": np.array([0, 3, 90])}), eos_id=EOS)
     with pytest.raises(DocumentsError, match="at least one packed row"):
         collate_rows(PackedRows(**fields | {"offsets": np.array([0])}), eos_id=EOS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"seq_lengths": np.array([2], np.int32)},
+            r"one value for each of 2 documents, got the shape \(1,\)",
+        ),
+        ({"input_ids": np.arange(8.0)}, "whole numbers of one dimension, got float64"),
+        ({"input_ids": np.arange(8, dtype=np.uint64) + 2**63}, "hold 9223372036854775815, which is no token"),
+        ({"loss_mask": np.ones((8, 1))}, r"numbers of one dimension, got float64 of the shape \(8, 1\)"),
+        ({"loss_mask": np.array([1, np.nan] * 4)}, r"holds nan at stored token 1 \(4 of 8 values"),
+        ({"loss_mask": np.full(8, 1j)}, "got complex128"),
+    ],
+)
+def test_values_that_no_batch_can_hold_are_refused(changed: dict[str, Any], words: str) -> None:
+    good = rows([[5, 6, 7], [5, 6, 7, 8, 9]])
+    fields: dict[str, Any] = {name: getattr(good, name) for name in PackedRows.__slots__}
+
+    with pytest.raises(DocumentsError, match=words):
+        collate_rows(PackedRows(**fields | changed), eos_id=EOS)
+
+
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [
+        ([True], r"silent must be 2 booleans, one a row; got bool of the shape \(1,\)"),
+        ([0.5, 1], "got float64"),
+    ],
+)
+def test_rows_that_train_nothing_are_said_one_by_one(silent: list[Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        collate_rows(rows([[5, 6, 7]], [[8, 9]]), silent=silent, eos_id=EOS)
+
+
+@pytest.mark.parametrize("settings", [{"eos_id": 2.5}, {"eos_id": None}, {"eos_id": 2, "pad_id": 2**63}])
+def test_tokens_of_padding_are_whole_numbers(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="_id must be the whole number of a token, got"):
+        collate_rows(rows([[5, 6, 7]]), **settings)

@@ -112,6 +112,19 @@ def test_weights_that_are_not_there_are_refused() -> None:
         megatron_batch(own, weights="weight")
     with pytest.raises(SettingError, match=r"shape of the labels, \(1, 4\); got \(3,\)"):
         megatron_batch(own, weights=np.ones(3))
+    with pytest.raises(SettingError, match="weights must be numbers, got <U1"):
+        megatron_batch(own, weights=np.full((1, 4), "a"))
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, 1e300])
+def test_weights_that_no_loss_can_take_are_refused_where_a_target_is(weight: float) -> None:
+    own = vl.collate(documents([3]), vl.pack([3], capacity=4))
+
+    batch = megatron_batch(own, weights=np.array([[weight, 1, 0.5, weight]]))
+
+    assert batch["loss_mask"].tolist() == [[1, 0.5, 0, 0]]
+    with pytest.raises(SettingError, match=r"weights hold .* \(1 of 2 targets aren't finite in float32\)"):
+        megatron_batch(own, weights=np.array([[1, weight, 0.5, 1]]))
 
 
 def test_micro_batches_are_the_rows_in_order() -> None:

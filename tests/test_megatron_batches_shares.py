@@ -89,6 +89,16 @@ def test_positions_of_several_axes_are_cut_with_the_tokens() -> None:
     assert share["position_ids"][1, 0].tolist() == (share["tokens"][0] + 12).tolist()
 
 
+def test_rows_without_a_first_dimension_are_cut_too() -> None:
+    batch = batch_of([4, 8], "0.6")
+    flat = {name: value[0] if name in PER_TOKEN else value for name, value in batch.items()}
+
+    for rank in range(2):
+        share, wanted = cp_slice(flat, rank, 2), cp_slice(batch, rank, 2)
+        for name in PER_TOKEN:
+            assert share[name].tolist() == wanted[name][0].tolist()
+
+
 def test_a_middle_stage_without_tokens_keeps_its_boundaries() -> None:
     batch = {"tokens": None, "cu_seqlens_q": torch.tensor([[0, 4, 8]])}
 
@@ -187,6 +197,10 @@ def test_later_targets_need_labels_boundaries_and_a_depth() -> None:
         mtp_targets({name: batch[name] for name in ("labels", "loss_mask")}, 1)
     with pytest.raises(DocumentsError, match="are of 1 rows, the labels of 2"):
         mtp_targets(batch | {name: batch[name].repeat(2, 1) for name in ("labels", "loss_mask")}, 1)
+    with pytest.raises(DocumentsError, match="boundaries of row 0 end at 12, but its labels at 6; make the"):
+        mtp_targets(cp_slice(batch, 0, 2), 1)
+    with pytest.raises(DocumentsError, match=r"one shape, \[rows, width\]; got \(1, 12\) and \(1, 4\)"):
+        mtp_targets(batch | {"loss_mask": batch["loss_mask"][:, :4]}, 1)
 
 
 @pytest.mark.parametrize("dialect", ["0.4", "0.6"])

@@ -246,6 +246,7 @@ def test_metadata_gives_every_batch_one_shape(ten: Path, tmp_path: Path) -> None
         ({"pad_cu_seqlens": True, "pad_to_max_length": True}, "needs the metadata"),
         ({"virtual_tokens": 3}, "P-Tuning with packed sequence is not supported: virtual_tokens=3"),
         ({"pad_to_maxlength": True}, "'pad_to_maxlength' is no argument of GPTSFTPackedParquetDataset"),
+        ({"max_num_samples": 3, "seed": -1}, "seed must be a whole number from 0 to 4,294,967,295, got -1"),
         ({"max_num_samples": 0}, "max_num_samples must be a whole number from 1 on, or None; got 0"),
         ({"tokenizer": SimpleNamespace(bos_id=1)}, "no whole number eos_id, eod or eos_token_id"),
     ],
@@ -294,9 +295,31 @@ def test_rows_outside_of_the_data_are_no_rows(ten: Path) -> None:
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 3]}, "2 input_ids, but seq_bound"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0]}, "at least two whole numbers"),
         ({"input_ids": [1, 2], "loss_mask": [1], "seq_boundaries": [0, 2]}, "but 1 values of loss_mask"),
+        ({"input_ids": None, "loss_mask": None, "seq_boundaries": [0, 2]}, r"the shape \(\) in input_ids"),
+        (
+            {"input_ids": [1, None], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "of one dimension, got obj",
+        ),
+        (
+            {"input_ids": [1.5, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "of one dimension, got float",
+        ),
+        (
+            {"input_ids": ["a", "b"], "loss_mask": [1, 1], "seq_boundaries": [0, 2]},
+            "whole numbers of one dim",
+        ),
+        ({"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": None}, r"seq_boundaries \[None\]"),
+        (
+            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1, 0]},
+            r"has 1 document, but seq_lengths \[1, 0\]; they must be whole numbers, one a document",
+        ),
+        (
+            {"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2], "seq_lengths": [1.5]},
+            r"but seq_lengths \[1.5\]",
+        ),
         (
             {"input_ids": [1, 2, 3], "loss_mask": [1] * 3, "seq_boundaries": [0, 2, 1]},
-            "row 0: `seq_start_id`",
+            "row 0 of the batch: `seq_start_id`",
         ),
     ],
 )
@@ -311,9 +334,19 @@ def test_a_row_that_is_too_long_is_said_with_its_file(ten: Path) -> None:
     rows = dataset(ten, max_seq_length=4)
 
     with pytest.raises(
-        SettingError, match=r"data\.idx\.parquet: in a batch of its rows, row 1 holds 6 inputs but"
+        SettingError,
+        match=r"data\.idx\.parquet: row 10 holds 6 inputs but max_seq_length is 4 \(2 rows of 3\)",
     ):
-        rows.collate_fn([{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[0]])
+        rows.collate_fn(
+            [{"input_ids": [1, 2], "loss_mask": [1, 1], "seq_boundaries": [0, 2]}, rows[-1], rows[3]]
+        )
+    with pytest.raises(SettingError, match=r"data\.idx\.parquet: row 1 of the batch holds 5 inputs but"):
+        rows.collate_fn(
+            [
+                {"input_ids": [1] * size, "loss_mask": [1] * size, "seq_boundaries": [0, size]}
+                for size in (2, 6)
+            ]
+        )
 
 
 def test_a_sound_row_is_valid() -> None:

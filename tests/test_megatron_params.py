@@ -126,6 +126,10 @@ def test_sequence_numbers_go_by_places_and_count_the_tail_as_one_more(
         ({"cu_seqlens": [0, 1]}, "got list"),
         ({"cu_seqlens": ints(-1, -1)}, "ends before its first entry"),
         (
+            {"cu_seqlens": ints(0, 4, -1), "cu_seqlens_argmin": ints(3)},
+            r"argmin is 3, but cu_seqlens holds -1 before that: \[0, 4, -1\]",
+        ),
+        (
             {"cu_seqlens_q": ints(0, 4, 8), "max_seqlen_q": ints(4, 4)},
             "max_seqlen_q must contain exactly one value, got 2",
         ),

@@ -48,6 +48,9 @@ TWO = packed([[4, 2], [3]])
     ("wrong", "words"),
     [
         (replace(TWO, loss_mask=TWO.loss_mask[:-1]), "9 `input_ids`, but 8 values of `loss_mask`"),
+        (replace(TWO, document_offsets=np.array([0, 3])), "3 `offsets`, but 2 `document_offsets`"),
+        (replace(TWO, seq_start_id=np.array([0])), "1 `seq_start_id`, but `document_offsets` end at 3"),
+        (replace(TWO, seq_lengths=np.ones(1, np.int32)), "3 `seq_start_id`, but 1 values of `seq_lengths`"),
         (
             replace(
                 TWO, seq_start_id=np.array([0, 4]), document_offsets=np.array([0, 2, 2]), seq_lengths=None

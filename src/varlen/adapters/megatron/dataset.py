@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from varlen.adapters.megatron.dialects import NEWEST, as_dialect
 from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.opening import open_packed
 from varlen.adapters.megatron.rows import PackedRows
+from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray
 
@@ -153,7 +156,8 @@ class GPTSFTPackedDataset(Dataset[Item]):
 
         Returns:
             `input_ids` and `loss_mask`, arrays of all stored tokens; `seq_boundaries`, where documents begin and the
-            last one ends; `seq_lengths`, where the file has it; `is_padding`, where the row trains nothing.
+            last one ends; `row`, its number in the file, from 0; `seq_lengths`, where the file has it; `is_padding`,
+            where the row trains nothing.
 
         Raises:
             IndexError: no row has this number.
@@ -179,7 +183,10 @@ class GPTSFTPackedDataset(Dataset[Item]):
             if self.collator.compatible and self.collator.dialect != "0.6":
                 is_padding = wanted < 0
         rows = self.indexed_dataset.rows(wanted)
-        return [_item(rows, number, bool(quiet)) for number, quiet in enumerate(is_padding)]
+        return [
+            _item(rows, place, number % self.indexed_dataset.num_rows, quiet)
+            for place, (number, quiet) in enumerate(zip(wanted.tolist(), is_padding.tolist()))
+        ]
 
     def collate_fn(self, batch: Sequence[Mapping[str, Any]]) -> MegatronBatch:
         """Return the batch of some rows; see `RowCollator`.
@@ -191,13 +198,12 @@ class GPTSFTPackedDataset(Dataset[Item]):
             DocumentsError: a row without tokens, mask or boundaries, or with boundaries that don't match.
             SettingError: a row that is longer than `max_seq_length`.
         """
-        silent = None
-        if not self.collator.compatible and any(item.get("is_padding") for item in batch):
-            silent = [bool(item.get("is_padding")) for item in batch]
+        silent = [bool(item.get("is_padding")) for item in batch]
+        is_whole = self.collator.compatible or True not in silent
         try:
-            return self.collator(rows_of_items(batch), silent)
+            return self.collator(rows_of_items(batch), None if is_whole else silent, partial(_named, batch))
         except (DocumentsError, SettingError) as error:
-            raise type(error)(f"{self.file_path}: in a batch of its rows, {error}") from None
+            raise type(error)(f"{self.file_path}: {error}") from None
 
     def close(self) -> None:
         """Close the files; they are opened again by the next read."""
@@ -257,56 +263,93 @@ def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
     """
     if not len(batch):
         raise DocumentsError("a batch needs at least one packed row, got none")
-    ids, masks, bounds = [], [], []
-    for number, item in enumerate(batch):
-        try:
-            tokens, mask, ends = (
-                np.asarray(item[name]) for name in ("input_ids", "loss_mask", "seq_boundaries")
-            )
-        except KeyError as error:
-            raise DocumentsError(
-                f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
-                "and seq_boundaries"
-            ) from None
-        if (
-            ends.ndim != 1
-            or len(ends) < 2
-            or ends.dtype.kind not in "iu"
-            or ends[0] < 0
-            or ends[-1] > len(tokens)
-        ):
-            raise DocumentsError(
-                f"row {number:,} of the batch has {len(tokens):,} input_ids, but seq_boundaries {ends.tolist()[:8]}; "
-                "they must be at least two whole numbers that rise within these"
-            )
-        if len(mask) != len(tokens):
-            raise DocumentsError(
-                f"row {number:,} of the batch has {len(tokens):,} input_ids, but {len(mask):,} values of loss_mask"
-            )
-        here = slice(int(ends[0]), int(ends[-1]))
-        ids.append(tokens[here])
-        masks.append(mask[here])
-        bounds.append(ends - ends[0])
-    lengths = [item.get("seq_lengths") for item in batch]
-    known = [np.asarray(each, dtype=np.int32) for each in lengths if each is not None]
+    ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
+    lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
     return PackedRows(
-        input_ids=np.concatenate(ids),
-        loss_mask=np.concatenate(masks),
+        input_ids=_joined(ids),
+        loss_mask=_joined(masks),
         offsets=_summed([len(tokens) for tokens in ids]),
-        seq_start_id=np.concatenate([ends[:-1] for ends in bounds]),
+        seq_start_id=_joined([ends[:-1] for ends in bounds]),
         document_offsets=_summed([len(ends) - 1 for ends in bounds]),
-        seq_lengths=np.concatenate(known) if len(known) == len(batch) else None,
+        seq_lengths=_joined(
+            [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
+        )
+        if len(lengths) == len(batch)
+        else None,
     )
 
 
-def _item(rows: PackedRows, number: int, is_padding: bool) -> Item:
+def _parts(
+    number: int, item: Mapping[str, Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0.
+
+    Raises:
+        DocumentsError: what the row lacks, or what doesn't match.
+    """
+    try:
+        tokens, mask = np.asarray(item["input_ids"]), np.asarray(item["loss_mask"])
+        ends = np.asarray(item["seq_boundaries"])
+    except KeyError as error:
+        raise DocumentsError(
+            f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
+            "and seq_boundaries"
+        ) from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DocumentsError(f"row {number:,} of the batch is no packed row of numbers: {error}") from None
+    if tokens.ndim != 1 or mask.shape != tokens.shape:
+        seen = f"{len(mask):,} values" if tokens.ndim == mask.ndim == 1 else f"the shape {mask.shape}"
+        stored = f"{len(tokens):,}" if tokens.ndim == 1 else f"the shape {tokens.shape} in"
+        raise DocumentsError(f"row {number:,} of the batch has {stored} input_ids, but {seen} of loss_mask")
+    is_bounds = ends.ndim == 1 and len(ends) > 1 and ends.dtype.kind in "iu"
+    begin, end = (int(ends[0]), int(ends[-1])) if is_bounds else (0, -1)
+    if not 0 <= begin <= end <= len(tokens):
+        raise DocumentsError(
+            f"row {number:,} of the batch has {len(tokens):,} input_ids, but seq_boundaries "
+            f"{ends.reshape(-1)[:8].tolist()}; they must be at least two whole numbers that rise within these"
+        )
+    if begin > 0:
+        ends = ends - begin
+    if end - begin < len(tokens):
+        tokens, mask = tokens[begin:end], mask[begin:end]
+    return tokens, mask, ends
+
+
+def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
+    """Return the real inputs of a row's documents.
+
+    Raises:
+        DocumentsError: they are no whole numbers, or not as many.
+    """
+    found = np.asarray(lengths)
+    if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
+        raise DocumentsError(
+            f"row {number:,} of the batch has {many(documents, 'document')}, but seq_lengths {str(lengths)[:80]}; "
+            "they must be whole numbers, one a document"
+        )
+    return found.astype(np.int32, copy=False)
+
+
+def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return arrays end to end; one array as it is."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _named(batch: Sequence[Mapping[str, Any]], place: int) -> str:
+    """Return the name of a row for messages: as files number them, from 1, where it is known."""
+    number = batch[place].get("row")
+    return f"row {place:,} of the batch" if number is None else f"row {number + 1:,}"
+
+
+def _item(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item:
     """Return one of some rows: views of their arrays."""
-    here = slice(int(rows.offsets[number]), int(rows.offsets[number + 1]))
-    documents = slice(int(rows.document_offsets[number]), int(rows.document_offsets[number + 1]))
+    here = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
+    documents = slice(int(rows.document_offsets[place]), int(rows.document_offsets[place + 1]))
     item: Item = {
         "input_ids": rows.input_ids[here],
         "seq_boundaries": [*rows.seq_start_id[documents].tolist(), here.stop - here.start],
         "loss_mask": rows.loss_mask[here],
+        "row": number,
     }
     if rows.seq_lengths is not None:
         item["seq_lengths"] = rows.seq_lengths[documents]
@@ -315,23 +358,23 @@ def _item(rows: PackedRows, number: int, is_padding: bool) -> Item:
     return item
 
 
-def _summed(sizes: Sequence[int]) -> IntArray:
+def _summed(sizes: Iterable[int]) -> IntArray:
     """Return int64 `[sizes + 1]`: the sums of sizes before each, from 0."""
-    sums = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=sums[1:])
-    return sums
+    return np.array([0, *accumulate(sizes)], np.int64)
 
 
 def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int64] | None:
     """Return which rows stand where: passes over all of them, each shuffled as the releases shuffle it.
 
     Raises:
-        SettingError: fewer than one row wanted.
+        SettingError: fewer than one row wanted, or a seed out of range.
     """
     if most is None:
         return None
     if isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 1:
         raise SettingError(f"max_num_samples must be a whole number from 1 on, or None; got {most!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise SettingError(f"seed must be a whole number from 0 to 4,294,967,295, got {seed!r}")
     random = np.random.RandomState(seed)
     passes = []
     for _ in range(-(-int(most) // num_rows)):

@@ -89,16 +89,10 @@ _Fault = tuple[npt.NDArray[np.intp], Callable[[int], str]]
 
 def _faults(rows: PackedRows) -> list[_Fault]:
     """Return for each rule the rows that break it, and words for one of them."""
+    uneven = _uneven(rows)
+    if uneven:
+        return [(np.zeros(1, dtype=np.intp), lambda _: uneven)]
     counts, sizes = np.diff(rows.document_offsets), np.diff(rows.offsets)
-    if len(rows.loss_mask) != len(rows.input_ids):
-        return [
-            (
-                np.zeros(1, dtype=np.intp),
-                lambda _: (
-                    f"{len(rows.input_ids):,} `input_ids`, but {len(rows.loss_mask):,} values of `loss_mask`"
-                ),
-            )
-        ]
     empty: _Fault = np.flatnonzero(counts == 0), lambda _: "`seq_start_id` is empty"
     if len(empty[0]):
         return [empty]
@@ -120,3 +114,19 @@ def _faults(rows: PackedRows) -> list[_Fault]:
             (negative, lambda _: "`seq_lengths` has a document shorter than nothing"),
         ]
     return faults
+
+
+def _uneven(rows: PackedRows) -> str:
+    """Return which arrays don't fit together by their lengths, in words; empty if all do."""
+    documents = rows.num_documents
+    if len(rows.loss_mask) != len(rows.input_ids):
+        return f"{len(rows.input_ids):,} `input_ids`, but {len(rows.loss_mask):,} values of `loss_mask`"
+    if len(rows.document_offsets) != len(rows.offsets):
+        return f"{len(rows.offsets):,} `offsets`, but {len(rows.document_offsets):,} `document_offsets`"
+    if int(rows.document_offsets[-1]) != documents:
+        return (
+            f"{documents:,} `seq_start_id`, but `document_offsets` end at {int(rows.document_offsets[-1]):,}"
+        )
+    if rows.seq_lengths is not None and len(rows.seq_lengths) != documents:
+        return f"{documents:,} `seq_start_id`, but {len(rows.seq_lengths):,} values of `seq_lengths`"
+    return ""

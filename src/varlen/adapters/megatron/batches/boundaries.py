@@ -64,7 +64,7 @@ def boundary_keys(bounds: Boundaries, dialect: Dialect) -> MegatronBatch:
     places = bounds.logical if bounds.physical is None else bounds.physical
     ended, argmin = _ended(places, bounds.counts)
     keys = {
-        "attention_mask": torch.ones(len(places), dtype=torch.int64),
+        "attention_mask": torch.from_numpy(np.array([1] * len(places))),
         "cu_seqlens": ended,
         "cu_seqlens_argmin": argmin,
         "max_seqlen": longest,
@@ -81,8 +81,10 @@ def _ended(values: Int32Array, counts: IntArray) -> tuple[torch.Tensor, torch.Te
     most = max(ends, default=0)
     ended = np.empty((len(values), most + 1), dtype=np.int32)
     ended[:, :most] = values[:, :most]
-    for row, end in zip(ended, ends):
-        row[end:] = -1
+    ended[:, most] = -1
+    if min(ends, default=0) < most:
+        for row, end in zip(ended, ends):
+            row[end:] = -1
     return torch.from_numpy(ended), torch.from_numpy(counts.reshape(-1, 1).copy())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 from varlen import jit
 from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
-from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows
+from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows, as_silent
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
-from varlen.types import IntArray
+from varlen.types import Int32Array, IntArray
 
 _kernel = partial(jit.kernel, "varlen.adapters.megatron.batches", "kernels")
 
@@ -92,6 +92,10 @@ class RowCollator:
             value = getattr(self, name)
             if not (value is None and name == "max_seq_length") and (not _is_whole(value) or value < 1):
                 raise SettingError(f"{name} must be a whole number from 1 on, got {value!r}")
+        for name in ("eos_id", "pad_id"):
+            value = getattr(self, name)
+            if not (value is None and name == "pad_id") and not (_is_whole(value) and abs(value) < 2**63):
+                raise SettingError(f"{name} must be the whole number of a token, got {value!r}")
         if self.pad_to_max_length and self.max_seq_length is None:
             raise SettingError("pad_to_max_length=True needs max_seq_length, the pack size")
         most, multiple = self.max_seq_length, self.pad_seq_to_mult
@@ -133,12 +137,18 @@ class RowCollator:
                     "needs; pack the data again, or write the metadata file anew"
                 )
 
-    def __call__(self, rows: PackedRows, silent: npt.ArrayLike | None = None) -> MegatronBatch:
+    def __call__(
+        self,
+        rows: PackedRows,
+        silent: npt.ArrayLike | None = None,
+        where: Callable[[int], str] = "row {:,}".format,
+    ) -> MegatronBatch:
         """Return the batch of some rows.
 
         Args:
             rows: packed rows, at least one.
             silent: bool `[rows]`: rows that only complete the batch and train nothing.
+            where: names a row, for messages.
 
         Returns:
             `tokens`, `labels`, `position_ids` int64 `[rows, width]`; `loss_mask` int64, or float32 where the rows
@@ -146,14 +156,15 @@ class RowCollator:
 
         Raises:
             DocumentsError: rows that are no packed rows, or none.
-            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says.
+            SettingError: a row that is longer than `max_seq_length`, or has more documents than the metadata says;
+                or `silent` of another length.
 
         Cost:
             One pass over the tokens, by a compiled kernel.
         """
         stored = StoredRows.of(rows)
-        lengths, used, differs = self._measured(rows, stored)
-        width = self._width(used)
+        lengths, used, differs = self._measured(rows, stored, where)
+        width = self._width(used, where)
         is_fractional = stored.loss_mask.dtype.kind == "f" and not self.compatible and self.answer_only_loss
         # One block: from some megabytes on numpy asks for large pages, which are there a good deal sooner.
         block = np.empty((4, rows.num_rows, width), np.int64)
@@ -168,7 +179,7 @@ class RowCollator:
             stored.starts,
             stored.document_offsets,
             lengths,
-            _NOBODY if silent is None else np.ascontiguousarray(silent, dtype=np.bool_),
+            _NOBODY if silent is None else as_silent(silent, rows.num_rows),
             int(self.answer_only_loss),
             int(eos_in_loss),
             self.eos_id,
@@ -185,7 +196,7 @@ class RowCollator:
             "position_ids": torch.from_numpy(positions),
             "token_count": used.tolist(),
         }
-        bounds = self._boundaries(stored, lengths, used, width, differs)
+        bounds = self._boundaries(stored, lengths, used, width, differs, where)
         if self.return_cu_seqlen:
             batch |= boundary_keys(bounds, self.dialect)
         else:
@@ -196,13 +207,15 @@ class RowCollator:
                 batch["pad_between_seqs"] = bounds.physical is not None
         return batch
 
-    def _measured(self, rows: PackedRows, stored: StoredRows) -> tuple[IntArray, IntArray, bool]:
+    def _measured(
+        self, rows: PackedRows, stored: StoredRows, where: Callable[[int], str]
+    ) -> tuple[IntArray, IntArray, bool]:
         """Return each document's real inputs, each row's inputs, and whether any document holds padding.
 
         Raises:
             DocumentsError: rows that are no packed rows.
         """
-        lengths, used = np.empty(len(stored.starts), np.int64), np.empty(rows.num_rows, np.int64)
+        lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
         wrong, differs = _kernel("measure_rows")(
             stored.input_ids,
@@ -217,13 +230,13 @@ class RowCollator:
             used,
         )
         if wrong >= 0:
-            rows.check()
+            rows.check(where)
             raise DocumentsError(
-                f"row {wrong:,}: its offsets reach past the tokens or the documents of these rows"
+                f"{where(wrong)}: its offsets reach past the tokens or the documents of these rows"
             )
         return lengths, used, bool(differs)
 
-    def _width(self, used: IntArray) -> int:
+    def _width(self, used: IntArray, where: Callable[[int], str]) -> int:
         """Return the width of a batch.
 
         Raises:
@@ -233,7 +246,7 @@ class RowCollator:
         if most is not None and longest > most:
             over = used > most
             raise SettingError(
-                f"row {int(np.argmax(over)):,} holds {int(used[over][0]):,} inputs but max_seq_length is {most:,} "
+                f"{where(int(np.argmax(over)))} holds {int(used[over][0]):,} inputs but max_seq_length is {most:,} "
                 f"({many(int(over.sum()), 'row')} of {len(used):,}); set it to the pack size, or pack to {most:,}"
             )
         if most is not None and self.pad_to_max_length:
@@ -247,7 +260,13 @@ class RowCollator:
         return width if most is None else min(most, width)
 
     def _boundaries(
-        self, stored: StoredRows, lengths: IntArray, used: IntArray, width: int, differs: bool
+        self,
+        stored: StoredRows,
+        lengths: IntArray,
+        used: IntArray,
+        width: int,
+        differs: bool,
+        where: Callable[[int], str],
     ) -> Boundaries:
         """Return where every row's documents end.
 
@@ -259,22 +278,23 @@ class RowCollator:
         always = self.compatible if self.always_padded is None else self.always_padded
         padded = differs or (multiple > 1 and (always or self.pad_cu_seqlens))
         tail = 0 if self.compatible else max(TAIL // multiple * multiple, multiple)
-        documents = stored.document_offsets[1:] - stored.document_offsets[:-1]
         most = self._static("max_samples_per_bin", max) + 2 if self.pad_cu_seqlens else 2**31
         entries = most
         if self.pad_cu_seqlens:
-            self._check_documents(documents, most - 2)
+            self._check_documents(np.diff(stored.document_offsets), most - 2, where)
             if differs and multiple == 1:
                 raise SettingError(
                     "documents of these rows hold padding (seq_lengths), but pad_seq_to_mult=1; pass what they were "
                     "rounded up to when they were packed, so that every batch has padded boundaries"
                 )
         else:
-            gaps = width - used
-            entries = max((documents + (gaps > 0 if tail == 0 else -(-gaps // tail))).tolist()) + 1
-        places = np.empty((len(used), entries), np.int32)
-        logical = np.empty_like(places)
-        counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int64)
+            ends, unit = stored.document_offsets.tolist(), tail or width
+            entries = 1 + max(
+                end - begin - (row - width) // max(unit, 1)
+                for begin, end, row in zip(ends, ends[1:], used.tolist())
+            )
+        logical, places = np.empty((2, len(used), entries), np.int32)
+        counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
         _kernel("lay_boundaries")(
             stored.offsets,
             stored.starts,
@@ -290,10 +310,10 @@ class RowCollator:
             counts,
             longest,
         )
-        max_seqlen = longest.astype(np.int32).reshape(-1, 1)
+        max_seqlen = longest.reshape(-1, 1)
         logical_counts = counts
         if self.pad_cu_seqlens:
-            max_seqlen = self._constant_max_seqlen(longest, width)
+            max_seqlen = self._constant_max_seqlen(longest, width, where)
             counts = np.full_like(counts, most)
             logical_counts = logical_counts if self.compatible and self.dialect != "0.6" else counts
         return Boundaries(
@@ -304,7 +324,9 @@ class RowCollator:
             max_seqlen=max_seqlen,
         )
 
-    def _constant_max_seqlen(self, longest: IntArray, width: int) -> npt.NDArray[np.int32]:
+    def _constant_max_seqlen(
+        self, longest: Int32Array, width: int, where: Callable[[int], str]
+    ) -> npt.NDArray[np.int32]:
         """Return int32 `[rows]`: one `max_seqlen` for all batches, as the metadata gives it.
 
         Raises:
@@ -316,12 +338,12 @@ class RowCollator:
         if int(longest.max()) > constant:
             row = int(longest.argmax())
             raise SettingError(
-                f"row {row:,} has a segment of {int(longest[row]):,} inputs, but the pack metadata allows for "
+                f"{where(row)} has a segment of {int(longest[row]):,} inputs, but the pack metadata allows for "
                 f"{constant:,} at most; pass the metadata of these packs"
             )
         return np.full(len(longest), constant, np.int32)
 
-    def _check_documents(self, documents: IntArray, most: int) -> None:
+    def _check_documents(self, documents: IntArray, most: int, where: Callable[[int], str]) -> None:
         """Check that no row has more documents than the metadata says.
 
         Raises:
@@ -330,7 +352,7 @@ class RowCollator:
         over = documents > most
         if over.any():
             raise SettingError(
-                f"row {int(np.argmax(over)):,} holds {many(int(documents[over][0]), 'document')}, but the pack "
+                f"{where(int(np.argmax(over)))} holds {many(int(documents[over][0]), 'document')}, but the pack "
                 f"metadata says at most {most:,} (max_samples_per_bin; {many(int(over.sum()), 'row')} of "
                 f"{len(documents):,}); pass the metadata of these packs"
             )

@@ -219,6 +219,8 @@ def _cut(name: str, value: Any, index: IntArray, width: int | None) -> Any:
         return value
     if name == "attention_mask":
         dimension = 2 if value.dim() == 4 and value.size(2) == width else None
+    elif name in _TOKENS and value.dim() == 1:
+        dimension = 0
     elif value.dim() > 1 and value.size(1) == width:
         dimension = 1
     else:

@@ -47,7 +47,8 @@ def megatron_batch(
         of at most 128, and without real tokens where there are padded boundaries. Boundaries are `[rows, entries]`.
 
     Raises:
-        SettingError: an unknown dialect, or weights that are not there or of another shape.
+        SettingError: an unknown dialect, or weights that are not there, of another shape, or not
+            finite.
 
     >>> import varlen as vl
     >>> packing = vl.pack([3, 2], capacity=8)
@@ -69,7 +70,7 @@ def megatron_batch(
     labels = np.where(trained, targets, np.where(follows, _moved(tokens, batch.pad_id), batch.pad_id))
     mask = trained.astype(np.int64)
     if weights is not None:
-        mask = np.where(trained, _moved(_weights(batch, weights), 0), 0).astype(np.float32)
+        mask = _weighted(trained, _moved(_weights(batch, weights), 0))
     is_real = segments >= 0
     keys: MegatronBatch = {
         "tokens": torch.from_numpy(tokens.astype(np.int64)),
@@ -102,11 +103,28 @@ def _same_segment(segments: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return same
 
 
+def _weighted(trained: npt.NDArray[np.bool_], weights: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return float32 `[rows, width]`: the weight of each trained position, 0 elsewhere.
+
+    Raises:
+        SettingError: a trained position whose weight float32 can't hold.
+    """
+    with np.errstate(over="ignore"):
+        mask: npt.NDArray[np.float32] = np.where(trained, weights, 0).astype(np.float32)
+    wrong = ~np.isfinite(mask)
+    if wrong.any():
+        raise SettingError(
+            f"weights hold {weights[wrong][0]} ({int(wrong.sum()):,} of {int(trained.sum()):,} targets aren't finite "
+            "in float32)"
+        )
+    return mask
+
+
 def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[Any]:
     """Return the weight of every label, of the shape of the labels.
 
     Raises:
-        SettingError: no such column, or another shape.
+        SettingError: no such column, another shape, or no numbers.
     """
     if isinstance(weights, str):
         if weights not in batch.columns:
@@ -118,6 +136,8 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
         raise SettingError(
             f"weights must have the shape of the labels, {tuple(batch.labels.shape)}; got {found.shape}"
         )
+    if found.dtype.kind not in "biuf":
+        raise SettingError(f"weights must be numbers, got {found.dtype}")
     return found
 
 

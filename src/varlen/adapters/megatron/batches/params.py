@@ -212,6 +212,12 @@ def _one_row(batch: Mapping[str, Any], name: str, argmin: str | None) -> torch.T
     stop = batch.get(argmin) if argmin else None
     if stop is not None:
         bounds = bounds[: int(stop)]
+        # On a device it would have to be waited for.
+        if bounds.device.type == "cpu" and bool((bounds < 0).any()):
+            raise DocumentsError(
+                f"{argmin} is {int(stop)}, but {name} holds -1 before that: {bounds.tolist()[:8]}; pass both of the "
+                "same micro-batch"
+            )
     elif argmin:
         least = int(torch.argmin(bounds))
         bounds = bounds[:least] if int(bounds[least]) < 0 else bounds

@@ -30,7 +30,8 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[torch.Tensor, tor
 
     Raises:
         SettingError: a depth below 1.
-        DocumentsError: a batch without labels, mask or boundaries.
+        DocumentsError: a batch without labels, mask or boundaries, or a rank's share, whose boundaries are those
+            of the whole row.
 
     >>> batch = {"labels": torch.tensor([[2, 3, 4, 6, 7]]), "loss_mask": torch.ones(1, 5, dtype=torch.int64),
     ...          "cu_seqlens_q": torch.tensor([[0, 3, 5]])}
@@ -44,6 +45,11 @@ def mtp_targets(batch: Mapping[str, Any], depth: int) -> tuple[torch.Tensor, tor
     if labels is None or loss_mask is None:
         raise DocumentsError(
             "multi-token prediction needs labels and loss_mask, which only the last pipeline stage holds"
+        )
+    if labels.dim() != 2 or loss_mask.shape != labels.shape:
+        raise DocumentsError(
+            f"labels and loss_mask must have one shape, [rows, width]; got {tuple(labels.shape)} and "
+            f"{tuple(loss_mask.shape)}"
         )
     ends = torch.from_numpy(_ends(batch, int(labels.size(0)), int(labels.size(1)))).to(labels.device)
     places = torch.arange(labels.size(1), device=labels.device)
@@ -70,6 +76,11 @@ def _ends(batch: Mapping[str, Any], num_rows: int, width: int) -> IntArray:
     ends = np.empty((num_rows, width), np.int64)
     for row in range(num_rows):
         places, reals = entries(physical[row]), entries(logical[row])
+        if len(places) and places[-1] > width:
+            raise DocumentsError(
+                f"the boundaries of row {row:,} end at {int(places[-1]):,}, but its labels at {width:,}; make the "
+                "targets of the whole batch, before it is cut for context parallelism"
+            )
         most = min(len(places), len(reals)) - 1
         stops = places[:most] + np.diff(reals[: most + 1])
         owner = np.searchsorted(places[1 : most + 1], np.arange(width), side="right")

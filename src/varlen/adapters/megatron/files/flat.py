@@ -89,9 +89,9 @@ def taken(rows: PackedRows, indices: IntArray) -> PackedRows:
     return PackedRows(
         input_ids=of(rows.input_ids, rows.offsets),
         loss_mask=of(rows.loss_mask, rows.offsets),
-        offsets=bounds_of(np.diff(rows.offsets)[indices]),
+        offsets=bounds_of(rows.offsets[indices + 1] - rows.offsets[indices]),
         seq_start_id=of(rows.seq_start_id, rows.document_offsets),
-        document_offsets=bounds_of(np.diff(rows.document_offsets)[indices]),
+        document_offsets=bounds_of(rows.document_offsets[indices + 1] - rows.document_offsets[indices]),
         seq_lengths=None if rows.seq_lengths is None else of(rows.seq_lengths, rows.document_offsets),
     )
 

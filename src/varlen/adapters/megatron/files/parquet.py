@@ -111,6 +111,9 @@ class PackedParquet(RowReader):
         if len(ids) == 0:
             return taken(self.rows([0]), ids)
         groups = np.searchsorted(self._bounds, ids, side="right") - 1
+        first = int(groups[0])
+        if (groups == first).all():
+            return taken(self._group(first), ids - self._bounds[first])
         order = np.argsort(groups, kind="stable")
         cuts = np.flatnonzero(np.diff(groups[order], prepend=-1, append=-1))
         parts = []
