@@ -192,6 +192,11 @@ def test_a_step_without_samples_has_no_micro_batches() -> None:
     assert balance_microbatches([], capacity=8, dp_size=2).to_lists() == []
 
 
+def test_ids_beyond_int64_are_refused_and_not_changed() -> None:
+    with pytest.raises(DocumentsError, match="id 9,223,372,036,854,775,813 is over"):
+        balance_microbatches([3, 4], capacity=8, dp_size=2, ids=np.array([2**63 + 5, 1], dtype=np.uint64))
+
+
 def test_the_loss_of_dummies_is_masked_and_no_other() -> None:
     found = balance_microbatches([5, 6], capacity=8, dp_size=2, group_multiple=2, fill="repeat")
     samples = [{"loss_mask": torch.ones(5)}, {"loss_mask": torch.ones(5)}]

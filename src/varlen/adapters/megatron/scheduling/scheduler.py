@@ -53,7 +53,8 @@ class DpBalancedScheduler:
             max_num_seqs: most samples of a micro-batch.
             overlong: samples longer than a micro-batch: "error", or a micro-batch "alone".
             fill: a step with fewer samples than micro-batches: "error", "repeat" or "empty"; see
-                `balance_microbatches`. Megatron-Core's `run` can't pack an empty micro-batch.
+                `balance_microbatches`. Megatron-Core's `run` can't pack an empty micro-batch, and masks none: with
+                "repeat", `mask_dummies` what its `build_packed_microbatches` returns.
             work: (a, b): a sample of s tokens is a·s + b·s² of work.
 
         Raises:
