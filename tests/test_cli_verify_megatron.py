@@ -91,7 +91,7 @@ def test_everything_is_printed_as_json(config: Path) -> None:
         (("verify", "--megatron", "CFG", "--dialect", "1"), "'1' names no dialect of Megatron-Bridge"),
         (
             ("verify", "--megatron", "CFG", "--world-size", "0"),
-            "world_size must be a whole number of 1 or more",
+            "world_size must be a whole number from 1",
         ),
     ],
 )

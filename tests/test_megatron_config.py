@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_configs import energon, in_batch, packed, plain
+from megatron_configs import changed, energon, in_batch, packed, plain
 
 from varlen.adapters.megatron import check_config
 
@@ -288,6 +289,16 @@ def test_overlap_of_experts_is_a_warning_with_energons_packing() -> None:
     assert report.kinds == ("energon",)
 
 
+def test_energons_packing_is_refused_by_no_release_before_0_6() -> None:
+    cfg = energon(train__micro_batch_size=2, model__calculate_per_token_loss=False)
+    cfg["dataset"]["_target_"] = "megatron.bridge.data.energon.energon_provider.EnergonProvider"
+
+    assert {found.outcome for found in check_config(cfg, dialect="0.5")} == {"advice"}
+    tuned = check_config(changed(cfg, {"model.context_parallel_size": 2}), dialect="0.5")
+    assert [(found.kind, found.outcome) for found in tuned.errors] == [("per_token_loss", "silently wrong")]
+    assert check_config(cfg, dialect="0.6").errors
+
+
 @pytest.mark.parametrize(
     ("sizes", "cp", "fixed"), [([4, 2], 8, None), ([4, 4], 8, (4, 2)), ([3], 4, (1, 4)), ([8, 2], 16, None)]
 )
@@ -321,6 +332,25 @@ def test_sizes_are_offered_for_a_hierarchy(cp: int, sizes: tuple[int, int]) -> N
     cfg = plain(GPT, model__context_parallel_size=cp, model__cp_comm_type="a2a+p2p")
 
     assert only(cfg, "cp_sizes").changes == {"model.hierarchical_context_parallel_sizes": sizes}
+
+
+def test_a_hierarchy_without_context_parallelism_stops_from_release_0_6_on() -> None:
+    cfg = plain(GPT, model__cp_comm_type="a2a+p2p")
+
+    found = only(cfg, "cp_sizes", dialect="0.6")
+    assert (found.outcome, found.changes) == ("stops", {"model.cp_comm_type": "p2p"})
+    assert check_config(cfg, dialect="0.5").ok
+    assert check_config(changed(cfg, {"model.hierarchical_context_parallel_sizes": [1]})).ok
+
+
+def test_a_list_of_one_kind_of_communication_is_no_name_but_in_the_arguments_of_megatron_lm() -> None:
+    cfg = plain(GPT, model__context_parallel_size=2, model__cp_comm_type=["p2p"], model__num_layers=4)
+
+    assert only(cfg, "cp_sizes").changes == {"model.cp_comm_type": "p2p"}
+    arguments = SimpleNamespace(
+        seq_length=512, micro_batch_size=1, context_parallel_size=2, cp_comm_type=["p2p"], num_layers=4
+    )
+    assert check_config(arguments).ok
 
 
 @pytest.mark.parametrize(("layers", "is_right"), [(2, True), (3, False), (None, True)])

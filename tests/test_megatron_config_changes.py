@@ -30,7 +30,8 @@ SOMETIMES: dict[str, st.SearchStrategy[Any]] = {
     "model.seq_length": st.sampled_from([100, 510, 512, 4096]),
     "model.calculate_per_token_loss": st.booleans(),
     "model.hierarchical_context_parallel_sizes": st.sampled_from([[2], [2, 2], [3]]),
-    "model.cp_comm_type": st.sampled_from(["p2p", "a2a+p2p"]),
+    "model.cp_comm_type": st.sampled_from(["p2p", "a2a+p2p", ["p2p"], ["a2a+p2p"] * 2]),
+    "model.num_layers": st.sampled_from([1, 2]),
     "model.cuda_graph_impl": st.sampled_from(["none", "local", "transformer_engine", "full_iteration"]),
     "model.cuda_graph_scope": st.sampled_from([["attn"], ["mlp"], ["full_iteration"], ["moe_router"]]),
     "model.cuda_graph_modules": st.sampled_from([[], ["attn", "moe"]]),
@@ -138,6 +139,7 @@ def refused(cfg: dict[str, Any]) -> str:
     multiple = math.lcm(*((2 * n if n > 1 else 1) * 1 for n in (cp, evaluated)))
     multiple = math.lcm(multiple, *(n * tp if scattered else 1 for n in (cp, evaluated)))
     length, sizes = model.get("seq_length"), model.get("hierarchical_context_parallel_sizes")
+    kinds = model.get("cp_comm_type", "")
     collated = kind in ("DirectHFSFTDatasetConfig", "EnergonDatasetConfig")
     tuned = collated or kind == "GPTSFTDatasetConfig"
     by_layer = graph == "transformer_engine"
@@ -161,7 +163,8 @@ def refused(cfg: dict[str, Any]) -> str:
         "length": cp > 1 and length is not None and length % (2 * cp) != 0,
         "loss": cp > 1 and tuned and (not per_token or averaged),
         "sizes": sizes is not None and math.prod(sizes) != cp,
-        "a2a": "a2a+p2p" in model.get("cp_comm_type", "") and sizes is None and cp > 1,
+        "a2a": "a2a+p2p" in kinds and sizes is None,
+        "kinds": cp > 1 and isinstance(kinds, list) and len(kinds) != model.get("num_layers", len(kinds)),
         "lengths": (tuned or kind == "GPTDatasetConfig")
         and length is not None
         and data.get("seq_length", length) != length,

@@ -50,6 +50,10 @@ def test_pickled_files_are_deprecated_and_others_refused(tmp_path: Path) -> None
     assert only(packed(specs__packed_train_data_path=tmp_path / "a.jsonl"), "packed_file").level == "error"
     old = packed("0.4", specs__packed_train_data_path=str(tmp_path / "a.npy"))
     assert not kinds(old, dialect="0.3.1") & {"npy_file", "packed_file"}
+    (tmp_path / "a.parquet").touch()
+    newer = packed("0.4", specs__packed_train_data_path=tmp_path / "a.parquet")
+    assert only(newer, "packed_file", dialect="0.3").limit == "a .npy file before release 0.4"
+    assert "packed_file" not in kinds(newer, dialect="0.4")
 
 
 ENTRY = {"pack_size": 512, "dataset_max_seqlen": 500, "max_samples_per_bin": 9, "min_packed_seqlen": 400}

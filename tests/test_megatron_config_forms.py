@@ -8,7 +8,7 @@ import enum
 import subprocess
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from megatron_configs import packed, plain
 
+from varlen.adapters.megatron import PackedSequenceSpecs as Specs
 from varlen.adapters.megatron import check_config
+from varlen.errors import SettingError
 
 WRITTEN = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -223,6 +225,30 @@ def test_dotted_names_and_references_are_resolved() -> None:
     report = check_config(cfg)
     assert report.changes == {"model.seq_length": 512, "dataset.seq_length": 512}
     assert check_config(report.fixed(cfg)).ok
+
+
+def test_references_to_references_are_followed_and_those_that_go_round_are_told() -> None:
+    cfg = {"n": 510, "model": {"seq_length": "${dataset.seq_length}", "context_parallel_size": 2}}
+
+    report = check_config({**cfg, "dataset": {"seq_length": "${n}"}})
+    assert report.changes["model.seq_length"] == 512
+    with pytest.raises(SettingError, match=r"model.seq_length must be a whole number .*model.seq_length"):
+        check_config({**cfg, "dataset": {"seq_length": "${model.seq_length}"}})
+
+
+def test_specs_that_are_put_into_an_object_have_every_field_that_a_release_reads() -> None:
+    data = SimpleNamespace(seq_length=512, enable_offline_packing=True, offline_packing_specs=None)
+    cfg = SimpleNamespace(model=SimpleNamespace(seq_length=512), dataset=data)
+
+    specs = check_config(cfg).fixed(cfg).dataset.offline_packing_specs
+    wanted = Specs(512)
+    names = {field.name for field in fields(wanted)} - {"dialect"}
+    assert {name: getattr(specs, name) for name in names} == {name: getattr(wanted, name) for name in names}
+
+
+@pytest.mark.parametrize("dialect", [0.5, "0.5", "0.5.0rc1"])
+def test_a_release_may_be_a_number(dialect: Any) -> None:
+    assert check_config(packed("0.5"), dialect=dialect).dialect == "0.5"
 
 
 class MissingMandatoryValue(Exception):

@@ -124,6 +124,8 @@ def test_without_a_saved_state_the_consumed_samples_say_where_to_go_on(store, tm
     (loader,) = trains_of(store, 1)
     with pytest.raises(SettingError, match=r"12 consumed samples aren't whole steps of 8 packs.*: 8 or 16"):
         loader.seek(12)
+    with pytest.raises(SettingError, match=r"4,294,967,297 consumed samples aren't whole steps"):
+        loader.seek(2**32 + 1)
 
 
 def test_megatrons_trackers_say_which_checkpoint_a_run_goes_on_from(store, tmp_path):
@@ -209,6 +211,14 @@ def test_a_ramp_that_leads_nowhere_is_refused(whole, ramp, message):
         loader_batch_size(whole, ramp)
 
 
+def test_a_ramp_whose_sizes_the_ranks_cannot_share_is_refused_by_its_own_name(store):
+    with pytest.raises(
+        SettingError,
+        match=r"rampup_batch_size \[4, 2, 60\] leads to .* multiples of 2, which 4 data-parallel",
+    ):
+        loaders_of(store, 0, 4, global_batch_size=12, rampup_batch_size=[4, 2, 60])
+
+
 def test_finite_data_ends_on_all_ranks_at_once_and_too_long_a_training_is_refused_before_it_begins(store):
     loaders = trains_of(store, 4)
     steps = trained(loaders)
@@ -220,6 +230,9 @@ def test_finite_data_ends_on_all_ranks_at_once_and_too_long_a_training_is_refuse
     loaders_of(store, num_samples=[len(steps) * GLOBAL, 0, 0])
     with pytest.raises(SettingError, match=f"asks for 800 samples.*set train_iters to {len(steps)} at most"):
         loaders_of(store, num_samples=(800, 0, 0))
+    for samples in (80, (), (None, 0, 0)):
+        with pytest.raises(SettingError, match=r"num_samples"):
+            loaders_of(store, num_samples=samples)
     endless = loaders_of(store, num_samples=(800, 0, 0), epochs=None)[0]
     assert len(trained([endless], steps=100)) == 100
 
@@ -228,6 +241,9 @@ def test_every_evaluation_sees_the_same_data_from_the_beginning(store):
     train, valid, test = loaders_of(store, 1, 2, valid=store, test=None, eval_iters=3)
     evaluations = [trained_alone(valid, 3 * GLOBAL // 2) for _ in range(2)]
     long = loaders_of(store, valid=store, eval_iters=100)[1]
+    smaller = loaders_of(store, 1, 2, valid=store, eval_iters=3, eval_global_batch_size=GLOBAL // 2)[1]
+    ours = [trained_alone(smaller, 3 * GLOBAL // 4) for _ in range(2)]
+    assert ours[0] == ours[1]
 
     assert test is None
     assert evaluations[0] == evaluations[1]
@@ -284,12 +300,16 @@ def test_states_that_cannot_be_read_or_differ_are_refused_by_name(store, tmp_pat
     next(loader)
     Rerun(loader).save(tmp_path, 1, 1, PLACES["bridge"])
     with pytest.raises(
-        StateError, match=r"iter_0000001 holds states of different loaders: .*differ in micro_batch"
+        StateError, match=r"iter_0000001 holds states of different loaders.*differ in micro_batch"
     ):
         saved_state(tmp_path, 1)
     (tmp_path / "iter_0000002").mkdir()
-    (tmp_path / "iter_0000002" / "train_dataloader_dprank000.pt").write_bytes(b"no file of torch's")
+    file = tmp_path / "iter_0000002" / "train_dataloader_dprank000.pt"
+    file.write_bytes(b"no file of torch's")
     with pytest.raises(StateError, match=r"dprank000\.pt is no state of a MegatronLoader.*seek"):
+        saved_state(tmp_path, 2)
+    torch.save({"dataloader_state_dict": {"cursor": torch.ones(2)}}, file)
+    with pytest.raises(StateError, match="iter_0000002 holds states of different loaders, or of others"):
         saved_state(tmp_path, 2)
     with pytest.raises(StateError, match="capacity was 64 and is 128"):
         loaders_of(store, seq_length=128)[0].restore_state(loader.save_state_rank())

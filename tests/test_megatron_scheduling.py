@@ -192,6 +192,11 @@ def test_a_step_without_samples_has_no_micro_batches() -> None:
     assert balance_microbatches([], capacity=8, dp_size=2).to_lists() == []
 
 
+def test_ids_beyond_int64_are_refused_and_not_changed() -> None:
+    with pytest.raises(DocumentsError, match="id 9,223,372,036,854,775,813 is over"):
+        balance_microbatches([3, 4], capacity=8, dp_size=2, ids=np.array([2**63 + 5, 1], dtype=np.uint64))
+
+
 def test_the_loss_of_dummies_is_masked_and_no_other() -> None:
     found = balance_microbatches([5, 6], capacity=8, dp_size=2, group_multiple=2, fill="repeat")
     samples = [{"loss_mask": torch.ones(5)}, {"loss_mask": torch.ones(5)}]
@@ -252,8 +257,24 @@ def test_a_class_that_inherits_from_both_runs_the_balanced_schedule() -> None:
     assert scheduler.microbatches is not None
     assert scheduler.microbatches.num_microbatches == 2
     assert scheduler.get_required_sample_keys()[-2:] == ["original_seq_len", "padded_seq_len"]
-    with pytest.raises(SettingError, match="cp_size must be a whole number of at least 1, got 0"):
-        DpBalancedScheduler(4, 0, 2, None)
+    assert DpBalancedScheduler(np.int64(4), 2, 2, None).max_seq_len_all_ranks == 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "words"),
+    [
+        ((4, 0, 2, None), {}, "cp_size must be a whole number"),
+        ((4, 1, 2, 0), {}, "microbatch_group_size_per_vp_stage must be a whole number"),
+        ((4, 1, 2, None, 0), {}, "max_num_seqs must be a whole number"),
+        ((4, 1, 2, None), {"fill": "x"}, "fill must be one of"),
+        ((4, 1, 2, None), {"overlong": "cut"}, "overlong must be one of"),
+    ],
+)
+def test_a_schedulers_settings_are_refused_when_it_is_made(
+    sizes: tuple[Any, ...], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SettingError, match=words):
+        DpBalancedScheduler(*sizes, **settings)
 
 
 def test_a_sample_is_padded_and_its_padding_masked() -> None:

@@ -252,6 +252,7 @@ def test_documents_are_tokenized_as_the_trainer_would_with_its_marks_around_them
     ("changes", "message"),
     [
         ({"source": ""}, "dataloader.source is empty"),
+        ({"source": None}, "dataloader.source is empty"),
         ({"settings": {"capacity": 9}}, "holds capacity, which torchtitan decides"),
         ({"settings": {"seed": 9}}, "set dataloader.seed"),
         ({"global_batch_size": 6, "world": 4}, "6 doesn't divide among 4 ranks"),

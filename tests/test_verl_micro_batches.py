@@ -90,7 +90,7 @@ def on_ranks(ranks: list[list[int]], **settings: Any) -> list[Any]:
                 results.append(
                     micro_batch_partitions(lengths, LIMIT, largest_of_all=asking(answers), **settings)
                 )
-            except (SettingError, OverlongDocumentError) as error:
+            except (SettingError, OverlongDocumentError, LengthsError) as error:
                 results.append(error)
     return results
 
@@ -102,6 +102,15 @@ def test_all_ranks_get_as_many_micro_batches_or_all_an_error() -> None:
     assert all(isinstance(result, SettingError) for result in on_ranks([[60, 60, 60], [10, 10]]))
     overlong = on_ranks([[10] * 500, [65]])
     assert [str(error)[:20] for error in overlong] == ["a sample of another ", "65 tokens that must "]
+
+
+@pytest.mark.parametrize(("wrong", "groups"), [([3, 0], 1), ([3, -1], 1), ([3], 2), ([2**31 - 1] * 2, 2)])
+def test_a_rank_with_lengths_that_are_wrong_leaves_no_other_waiting(wrong: list[int], groups: int) -> None:
+    good, bad = on_ranks([[10] * 4, wrong], force_group_size=groups)
+
+    assert isinstance(bad, LengthsError)
+    assert isinstance(good, OverlongDocumentError)
+    assert str(good).startswith("a sample of another rank")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
-from varlen.feed.state import merge_states
+from varlen.feed.state import MOST, merge_states
 from varlen.pack.lengths import as_count
 
 _FILES = "train_dataloader_dprank*.pt"
@@ -129,7 +129,7 @@ class MegatronLoader:
 
         Cost: as `PackedLoader.seek`.
         """
-        consumed = as_count(consumed_samples, "consumed_samples", 0)
+        consumed = as_count(consumed_samples, "consumed_samples", 0, MOST)
         each = self._loader.settings.global_batch_size
         if consumed % each:
             raise SettingError(
@@ -180,8 +180,8 @@ def saved_state(folder: str | Path, iteration: int) -> dict[str, Any] | None:
         return None
     try:
         return merge_states(states)
-    except StateError as error:
-        raise StateError(f"{place} holds states of different loaders: {error}") from None
+    except (StateError, RuntimeError) as error:  # another loader's tensors can't be compared: RuntimeError
+        raise StateError(f"{place} holds states of different loaders, or of others: {error}") from None
 
 
 def last_checkpoint(load: str | Path) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from varlen.adapters.megatron.loader import MegatronLoader, last_checkpoint, sav
 from varlen.adapters.megatron.packing.alignment import alignment
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.loader import PackedLoader
+from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.source.files import Data
 from varlen.source.mixture import Mixture
@@ -32,6 +33,7 @@ def external_loaders(
     consumed_train_samples: int = 0,
     rampup_batch_size: Sequence[int] | None = None,
     eval_iters: int = 0,
+    eval_global_batch_size: int | None = None,
     context_parallel_size: int = 1,
     tensor_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
@@ -55,11 +57,14 @@ def external_loaders(
         global_batch_size: packs of an optimizer step, over all ranks.
         dp_rank: `mpu.get_data_parallel_rank()`: tensor, pipeline and context parallel peers have the same.
         dp_world_size: `mpu.get_data_parallel_world_size()`.
-        num_samples: `train_val_test_num_samples`; where the data is known to be shorter, that is said at once.
+        num_samples: three numbers, `train_val_test_num_samples`; where the data is known to be shorter, that is said
+            at once.
         consumed_train_samples: `train_state.consumed_train_samples` (`args.consumed_train_samples`).
         rampup_batch_size: start, increment and samples, as Megatron takes it. The loader's steps are then as small as
             divides all sizes of a batch, so that each of Megatron's steps is whole ones of the loader.
         eval_iters: steps of an evaluation.
+        eval_global_batch_size: packs of a step of an evaluation (`validation.eval_global_batch_size`); None:
+            `global_batch_size`.
         context_parallel_size: documents take multiples of twice as many tokens, so that its ranks can share each.
         tensor_model_parallel_size: with `sequence_parallel`, of so many for each context-parallel rank too.
         sequence_parallel: see above.
@@ -82,6 +87,14 @@ def external_loaders(
         StateError: the state that was saved belongs to other data or settings.
     """
     step_packs = loader_batch_size(global_batch_size, rampup_batch_size)
+    if rampup_batch_size is not None and step_packs % as_count(dp_world_size, "dp_world_size"):
+        raise SettingError(
+            f"rampup_batch_size {list(rampup_batch_size)} leads to global_batch_size {global_batch_size:,} in steps "
+            f"whose sizes are multiples of {step_packs:,}, which {dp_world_size:,} data-parallel ranks can't share; "
+            f"pass a start and an increment that are multiples of {dp_world_size:,}"
+        )
+    evaluated = global_batch_size if eval_global_batch_size is None else eval_global_batch_size
+    each_evaluation = as_count(eval_iters, "eval_iters", 0) * as_count(evaluated, "eval_global_batch_size")
     shared: dict[str, Any] = {
         "capacity": seq_length,
         "micro_batch_size": 1,
@@ -119,11 +132,11 @@ def external_loaders(
                     PackedLoader(
                         data,
                         tokenizer,
-                        global_batch_size=global_batch_size,
+                        global_batch_size=evaluated,
                         **{**shared, **settings, "epochs": None},
                     ),
                     dialect=dialect,
-                    restart_after=eval_iters * (global_batch_size // dp_world_size) or None,
+                    restart_after=each_evaluation // dp_world_size or None,
                     **(batch_settings or {}),
                 )
             )
@@ -193,18 +206,25 @@ def _check_length(loader: MegatronLoader, num_samples: Sequence[int] | None, glo
     """Refuse training for longer than there is data, before hours of it, where anybody knows.
 
     Raises:
-        SettingError: says for how long there is data.
+        SettingError: says for how long there is data, or that these are no numbers of samples.
     """
     if num_samples is None:
         return
+    try:
+        wanted = as_count(num_samples[0], "num_samples[0]", 0, MOST)
+    except (TypeError, IndexError):
+        raise SettingError(
+            f"num_samples holds the samples of training, validation and test, got {num_samples!r}; pass "
+            "train_val_test_num_samples, or (context.train_samples, 0, 0)"
+        ) from None
     each = loader.loader.settings.global_batch_size
     try:
         packs = len(loader) // loader.loader.micro_batches * each
     except UnknownLengthError:
         return
-    if num_samples[0] > packs:
+    if wanted > packs:
         raise SettingError(
-            f"training asks for {num_samples[0]:,} samples, and {loader.loader.settings.epochs or 1:,} epochs of the "
+            f"training asks for {wanted:,} samples, and {loader.loader.settings.epochs or 1:,} epochs of the "
             f"data are {packs:,} packs; set train_iters to {packs // global_batch_size:,} at most, or give the "
             "loader more epochs (epochs=None is without end)"
         )

@@ -239,7 +239,7 @@ def _check_settings(config: PackedDataLoader.Config) -> None:
     Raises:
         SettingError: names them.
     """
-    if isinstance(config.source, str) and not config.source:
+    if config.source is None or (isinstance(config.source, str) and not config.source):
         raise SettingError(
             "dataloader.source is empty; pass a token store, or documents: a file, folder or glob"
         )

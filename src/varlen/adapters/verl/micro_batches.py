@@ -38,43 +38,51 @@ def micro_batch_partitions(
             order of their first samples.
         force_group_size: so many neighbours stay together, for pairs.
         largest_of_all: returns the largest of a number over all data-parallel ranks; all must call this function
-            then, and get as many micro-batches. It is called twice on each before any of them raises, so that none is
-            left waiting for the others.
+            then, and get as many micro-batches. It is called twice on each before any of them raises for its samples,
+            so that none is left waiting for the others.
 
     Returns:
         The samples of each micro-batch, none empty.
 
     Raises:
         LengthsError: lengths that aren't whole numbers from 1, or not whole groups of them.
-        OverlongDocumentError: a sample or group is over the limit, on this rank or another.
+        OverlongDocumentError: a sample or group is over the limit; or another rank raises one of these two.
         SettingError: more micro-batches than a rank has samples or groups; or a setting out of range.
 
     >>> micro_batch_partitions([5, 2, 6, 3, 1, 7], 8, num_batches_divided_by=2)
     [[1, 3, 4], [5], [2], [0]]
     """
-    lengths, limit = _grouped(seqlen_list, force_group_size), as_count(max_token_len, "max_token_len")
+    limit, size = as_count(max_token_len, "max_token_len"), as_count(force_group_size, "force_group_size")
     multiple = as_count(
         1 if num_batches_divided_by is None else num_batches_divided_by, "num_batches_divided_by"
     )
     fewest = as_count(
         1 if min_num_micro_batch is None else min_num_micro_batch, "min_num_micro_batch", least=0
     )
-    work = np.zeros(lengths.size)
-    each = as_lengths(seqlen_list).astype(np.float64)
-    np.add.at(work, np.arange(each.size) // force_group_size, calculate_workload(each))
+    wrong: LengthsError | None = None
+    try:
+        lengths, work = _grouped(seqlen_list, size)
+    except LengthsError as error:  # told below: the other ranks ask for their numbers all the same
+        wrong, lengths, work = error, np.zeros(0, np.int32), np.zeros(0)
 
     def largest(number: int) -> int:
         return number if largest_of_all is None else int(largest_of_all(number))
 
     longest = int(lengths.max(initial=0))
-    needed = max(_needed(lengths, work, limit), fewest) if longest <= limit else LARGEST
-    parts, groups = largest(needed), -largest(-lengths.size)
+    is_divisible = wrong is None and longest <= limit
+    parts = largest(max(_needed(lengths, work, limit), fewest) if is_divisible else LARGEST)
+    groups = -largest(-lengths.size)
+    if wrong is not None:
+        raise wrong
     if parts == LARGEST:
-        seen = (
-            f"{longest:,} tokens that must stay together" if longest > limit else "a sample of another rank"
-        )
+        if longest <= limit:
+            raise OverlongDocumentError(
+                f"a sample of another rank is over the max_token_len of {limit:,}, or none that can be divided; its "
+                "own error says which. Raise it, or cut or leave out such samples, on all ranks"
+            )
         raise OverlongDocumentError(
-            f"{seen}: over the max_token_len of {limit:,}; raise it, or cut such samples"
+            f"{longest:,} tokens that must stay together: over the max_token_len of {limit:,}; raise it, or cut "
+            "such samples"
         )
     parts += -parts % multiple
     if parts > groups:
@@ -88,22 +96,23 @@ def micro_batch_partitions(
     order = np.lexsort((-first, -loads)) if use_dynamic_bsz_balance else np.argsort(first)
     if use_dynamic_bsz_balance:
         order = np.concatenate([order[::2][::-1], order[1::2]])
-    owners = np.repeat(part_of, force_group_size)
+    owners = np.repeat(part_of, size)
     return [np.flatnonzero(owners == part).tolist() for part in order]
 
 
-def _grouped(seqlen_list: npt.ArrayLike, size: int) -> Int32Array:
-    """Return the tokens of each group of neighbours.
+def _grouped(seqlen_list: npt.ArrayLike, size: int) -> tuple[Int32Array, FloatArray]:
+    """Return the tokens of each group of neighbours, and its work.
 
     Raises:
         LengthsError: lengths of 0, or groups that aren't whole.
     """
-    lengths, size = as_lengths(seqlen_list), as_count(size, "force_group_size")
+    lengths = as_lengths(seqlen_list)
     if lengths.size and not lengths.min():
         raise LengthsError(f"sample {int(np.argmin(lengths)):,} has no tokens; leave such samples out")
     if lengths.size % size:
         raise LengthsError(f"{lengths.size:,} samples aren't whole groups of {size:,}; give a multiple")
-    return as_lengths(lengths.reshape(-1, size).sum(axis=1, dtype=np.int64))
+    work = calculate_workload(lengths.astype(np.float64)).reshape(-1, size).sum(axis=1)
+    return as_lengths(lengths.reshape(-1, size).sum(axis=1, dtype=np.int64)), work
 
 
 def _needed(lengths: Int32Array, work: FloatArray, limit: int) -> int:

@@ -17,6 +17,8 @@ from varlen.errors import MissingExtraError, SettingError, SourceError
 NOT_SAID = "???"
 """What OmegaConf and Hydra write where a value must still be given."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_LONGEST_CHAIN = 16
+"""References that are followed one after the other; more are taken to go round."""
 _VALUES = (str, bytes, int, float, complex, bool, list, tuple, set, frozenset, Path, type(None), type)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _PLAIN = ("dict", "object", "Namespace", "SimpleNamespace", "DictConfig", "OrderedDict", "mappingproxy")
@@ -81,16 +83,18 @@ def resolved(value: Any, tree: Mapping[str, Any]) -> Any:
         value: of a setting.
         tree: the whole configuration, by name.
     """
-    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    here: Any = tree
-    for name in match[1].split("."):
-        held = entries(here, (name,))
-        if held is None or name not in held:
-            return value
-        here = held[name]
-    return here
+    here: Any = value
+    for _ in range(_LONGEST_CHAIN):
+        match = _REFERENCE.fullmatch(here) if isinstance(here, str) else None
+        if match is None:
+            return here
+        here = tree
+        for name in match[1].split("."):
+            held = entries(here, (name,))
+            if held is None or name not in held:
+                return value
+            here = held[name]
+    return value
 
 
 def _item(mapping: Mapping[Any, Any], name: Any) -> Any:

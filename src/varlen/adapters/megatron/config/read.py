@@ -25,6 +25,7 @@ from varlen.adapters.megatron.config.settings import (
 from varlen.adapters.megatron.config.values import EXPECTED, as_kind
 from varlen.adapters.megatron.dialects import NEWEST, Dialect, as_dialect
 from varlen.errors import SettingError
+from varlen.pack.lengths import as_count
 
 NEAR = 0.88
 """How alike two names must be, as difflib counts it, for one to be taken for the other mistyped."""
@@ -66,8 +67,8 @@ def read(cfg: Any, *, dialect: str | None = None, world_size: int | None = None)
         SourceError: a file that can't be read.
     """
     said = None if dialect is None else as_dialect(dialect)
-    if world_size is not None and (isinstance(world_size, bool) or world_size < 1):
-        raise SettingError(f"world_size must be a whole number of 1 or more; got {world_size!r}")
+    if world_size is not None:
+        world_size = as_count(world_size, "world_size")
     tree, origin = open_tree(cfg)
     found = _Found(tree)
     is_arguments = not any(section in tree for section in SECTIONS)
@@ -185,10 +186,10 @@ def _is_old(found: _Found) -> bool:
 
 
 def _release(dialect: str | None) -> tuple[int, ...] | None:
-    """Return a release that was named to the patch."""
-    parts = (dialect or "").removeprefix("v").split(".")
+    """Return a release that was named to the patch, or that no dialect is named after."""
+    parts = ("" if dialect is None else str(dialect)).removeprefix("v").split(".")
     numbers = tuple(int(part) for part in parts if part.isdecimal())
-    return numbers if len(numbers) > 2 or numbers > (0, 6) else None
+    return numbers if len(numbers) > 2 or numbers > (0, 6) or () < numbers < (0, 4) else None
 
 
 def _counted(tree: Mapping[str, Any]) -> int | None:

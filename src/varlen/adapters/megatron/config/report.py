@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from varlen.adapters.megatron.config.forms import entries
 from varlen.adapters.megatron.config.reading import as_written
+from varlen.adapters.megatron.config.settings import SETTINGS
 from varlen.counts import many
 from varlen.errors import SettingError
 
@@ -216,8 +217,14 @@ def _put(cfg: Any, name: str, value: Any) -> None:
             inner = (entries(cfg, (part,)) or {})[part]  # OmegaConf keeps a copy
         cfg = inner
     if isinstance(value, Mapping) and not isinstance(cfg, Mapping):
-        value = SimpleNamespace(**value)
+        value = SimpleNamespace(**{**_defaults_of(name), **value})
     _set(cfg, last, _plain(value) if isinstance(value, Mapping) else value)
+
+
+def _defaults_of(container: str) -> dict[str, Any]:
+    """Return every setting that a new object in a container's place must have, with the releases' defaults."""
+    names = {name: name.rpartition(".")[2] for name in SETTINGS if name.startswith(f"{container}.")}
+    return {last: SETTINGS[name].default for name, last in names.items()}
 
 
 def _set(cfg: Any, name: str, value: Any) -> None:

@@ -89,8 +89,10 @@ def _finding(
         "energon",
         setting,
         limit=limit,
-        what="Megatron-Bridge doesn't have Energon's packing with it, and stops with a ValueError",
-        outcome="stops",
+        what="Megatron-Bridge doesn't have Energon's packing with it, and stops with a ValueError"
+        if reading.dialect == "0.6"
+        else "releases from 0.6 on refuse it with Energon's packing; this one doesn't check it",
+        outcome="stops" if reading.dialect == "0.6" else "advice",
         changes=changes or {setting: value},
     )
 

@@ -10,14 +10,15 @@ from varlen.adapters.megatron.config.reading import CONVERSATIONS, FINE_TUNING, 
 from varlen.adapters.megatron.config.report import ConfigFinding, Outcome
 
 PER_TOKEN, AVERAGE = "model.calculate_per_token_loss", "ddp.average_in_collective"
-HIERARCHY = "model.hierarchical_context_parallel_sizes"
+HIERARCHY, KINDS = "model.hierarchical_context_parallel_sizes", "model.cp_comm_type"
 
 
 def loss_is_per_token(reading: Reading) -> Iterator[ConfigFinding]:
     """Fine-tuning with context parallelism: a rank may hold no target, so no rank divides by its own number."""
     if reading[PER_TOKEN]:
         return
-    if reading.cp > 1 and reading.is_fine_tuning and not reading.is_energon:
+    is_energons = reading.is_energon and reading.dialect == "0.6"  # whose own rule says it
+    if reading.cp > 1 and reading.is_fine_tuning and not is_energons:
         outcome, how = _nvidia_checks(reading)
         yield found(
             reading,
@@ -75,20 +76,10 @@ def _nvidia_checks(reading: Reading) -> tuple[Outcome, str]:
 
 def groups_of_ranks_multiply(reading: Reading) -> Iterator[ConfigFinding]:
     """Hierarchical context parallelism: sizes that multiply to CP, and are there where layers ask for them."""
-    kinds, sizes = reading["model.cp_comm_type"] or (), reading[HIERARCHY]
-    layers = reading["model.num_layers"]
-    if sizes is None and reading.cp > 1 and any("a2a+p2p" in kind for kind in kinds):
-        is_even = reading.cp % 2 == 0 and reading.cp > 2
-        yield found(
-            reading,
-            "cp_sizes",
-            HIERARCHY,
-            limit=f"sizes whose product is context_parallel_size = {reading.cp}, with cp_comm_type a2a+p2p",
-            what="without them every rank attends to its own chunks only; releases that check it stop, others train "
-            "on",
-            outcome="silently wrong",
-            changes={HIERARCHY: (reading.cp // 2, 2) if is_even else (reading.cp, 1)},
-        )
+    sizes = reading[HIERARCHY]
+    yield from _kinds_are_one_or_one_a_layer(reading)
+    if sizes is None and any("a2a+p2p" in kind for kind in _kinds(reading)):
+        yield from _sizes_are_there(reading)
     if sizes is not None and math.prod(sizes) != reading.cp:
         inner = math.gcd(sizes[0] if sizes else 1, reading.cp)
         yield found(
@@ -100,16 +91,59 @@ def groups_of_ranks_multiply(reading: Reading) -> Iterator[ConfigFinding]:
             outcome="stops",
             changes={HIERARCHY: (inner, reading.cp // inner)},
         )
-    if reading.cp > 1 and len(kinds) > 1 and layers is not None and len(kinds) != layers:
+
+
+def _kinds(reading: Reading) -> tuple[str, ...]:
+    """Return the kinds of communication, one or one a layer."""
+    kinds = reading[KINDS] or ()
+    return (kinds,) if isinstance(kinds, str) else kinds
+
+
+def _sizes_are_there(reading: Reading) -> Iterator[ConfigFinding]:
+    """Yield what is wrong with layers that ask for a hierarchy which isn't given."""
+    if reading.cp > 1:
+        is_even = reading.cp % 2 == 0 and reading.cp > 2
         yield found(
             reading,
             "cp_sizes",
-            "model.cp_comm_type",
-            limit=f"one name, or one for each of num_layers = {layers}",
-            what=f"it has {len(kinds)}; Megatron-Bridge stops with an AssertionError",
-            outcome="stops",
-            fix="write one name, such as p2p, or one a layer",
+            HIERARCHY,
+            limit=f"sizes whose product is context_parallel_size = {reading.cp}, with cp_comm_type a2a+p2p",
+            what="without them every rank attends to its own chunks only; releases that check it stop, others train "
+            "on",
+            outcome="silently wrong",
+            changes={HIERARCHY: (reading.cp // 2, 2) if is_even else (reading.cp, 1)},
         )
+    elif reading.dialect == "0.6" and not reading.is_arguments:
+        yield found(
+            reading,
+            "cp_sizes",
+            KINDS,
+            limit="p2p without context parallelism, or a2a+p2p with sizes",
+            what="Megatron-Bridge asks for the sizes of the hierarchy though there is no context parallelism, and "
+            "stops with an AssertionError",
+            outcome="stops",
+            changes={KINDS: "p2p"},
+        )
+
+
+def _kinds_are_one_or_one_a_layer(reading: Reading) -> Iterator[ConfigFinding]:
+    """Yield what is wrong with a list of kinds of another length than the layers; argparse has a list of one."""
+    kinds, layers = reading[KINDS], reading["model.num_layers"]
+    if reading.cp == 1 or not isinstance(kinds, tuple) or layers in (None, len(kinds)):
+        return
+    if reading.is_arguments and len(kinds) == 1:
+        return
+    is_same = len(set(kinds)) == 1
+    yield found(
+        reading,
+        "cp_sizes",
+        KINDS,
+        limit=f"one name that is no list, or one for each of num_layers = {layers}",
+        what=f"the list has {len(kinds)}; Megatron stops with an AssertionError",
+        outcome="stops",
+        changes={KINDS: kinds[0]} if is_same else None,
+        fix=None if is_same else "write one name, such as p2p, or one a layer",
+    )
 
 
 def hybrid_groups_have_limits(reading: Reading) -> Iterator[ConfigFinding]:

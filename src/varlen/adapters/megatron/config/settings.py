@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["size", "count", "integer", "flag", "text", "sizes", "words", "number", "path"]
-"""size: 1 or more; count: 0 or more; integer: any; words: names, one or several; path: of a file or folder."""
+Kind = Literal["size", "count", "integer", "flag", "text", "sizes", "words", "one or each", "number", "path"]
+"""size: 1 or more; count: 0 or more; integer: any; words: names, one or several; one or each: one name, or a list
+with one for each layer; path: of a file or folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ _MODEL = {
     "seq_length": Setting("size"),
     "num_layers": Setting("size"),
     "calculate_per_token_loss": Setting("flag", False),
-    "cp_comm_type": Setting("words"),
+    "cp_comm_type": Setting("one or each"),
     "hierarchical_context_parallel_sizes": Setting("sizes"),
     "cuda_graph_impl": Setting("text", "none"),
     "cuda_graph_scope": Setting("words"),

@@ -20,6 +20,7 @@ EXPECTED: dict[Kind, str] = {
     "text": "a name",
     "sizes": "a list of whole numbers of 1 or more",
     "words": "a name, or a list of names",
+    "one or each": "a name, or a list of names",
     "number": "a number",
     "path": "a path",
 }
@@ -80,6 +81,12 @@ def _words(value: Any) -> tuple[str, ...]:
     return (_text(value),)
 
 
+def _one_or_each(value: Any) -> str | tuple[str, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(_text(part) for part in value)
+    return _text(value)
+
+
 def _sizes(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)):
         raise TypeError
@@ -111,6 +118,7 @@ _READERS: dict[Kind, Any] = {
     "text": _text,
     "sizes": _sizes,
     "words": _words,
+    "one or each": _one_or_each,
     "number": _number,
     "path": _path,
 }

@@ -18,6 +18,7 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 Overlong = Literal["error", "alone"]
 Fill = Literal["error", "repeat", "empty"]
+_LARGEST_ID = 2**63 - 1
 
 
 def balance_microbatches(
@@ -154,6 +155,10 @@ def _as_ids(ids: npt.ArrayLike | None, samples: int) -> IntArray:
     given = np.asarray(ids)
     if given.size == 0 and samples == 0:
         return np.arange(0)
+    if given.dtype.kind == "u" and given.size and int(given.max()) > _LARGEST_ID:
+        raise DocumentsError(
+            f"id {int(given.max()):,} is over {_LARGEST_ID:,}, the largest of int64; give smaller ones"
+        )
     if given.shape != (samples,) or given.dtype.kind not in "iu":
         raise DocumentsError(
             f"ids must be one whole number for each of the {samples:,} lengths; got {given.dtype} of shape "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from varlen.adapters.megatron.scheduling.balance import Fill, Overlong, balance_microbatches
 from varlen.adapters.megatron.scheduling.microbatches import Groups, Microbatches
 from varlen.errors import SettingError
-from varlen.pack.api import DEFAULT_WORK
+from varlen.pack.api import DEFAULT_WORK, as_choice
+from varlen.pack.lengths import as_count
 
 REQUIRED_SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "original_seq_len", "padded_seq_len")
 """What every sample must carry that Megatron-Core's schedulers pack."""
@@ -53,25 +54,24 @@ class DpBalancedScheduler:
             max_num_seqs: most samples of a micro-batch.
             overlong: samples longer than a micro-batch: "error", or a micro-batch "alone".
             fill: a step with fewer samples than micro-batches: "error", "repeat" or "empty"; see
-                `balance_microbatches`. Megatron-Core's `run` can't pack an empty micro-batch.
+                `balance_microbatches`. Megatron-Core's `run` can't pack an empty micro-batch, and masks none: with
+                "repeat", `mask_dummies` what its `build_packed_microbatches` returns.
             work: (a, b): a sample of s tokens is a·s + b·s² of work.
 
         Raises:
             SettingError: a size out of range.
         """
-        for name, value in (
-            ("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank),
-            ("cp_size", cp_size),
-            ("dp_size", dp_size),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name} must be a whole number of at least 1, got {value!r}")
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
+        self.max_seqlen_per_dp_cp_rank = as_count(max_seqlen_per_dp_cp_rank, "max_seqlen_per_dp_cp_rank")
+        self.cp_size, self.dp_size = as_count(cp_size, "cp_size"), as_count(dp_size, "dp_size")
+        if microbatch_group_size_per_vp_stage is not None:
+            as_count(microbatch_group_size_per_vp_stage, "microbatch_group_size_per_vp_stage")
+        if max_num_seqs is not None:
+            as_count(max_num_seqs, "max_num_seqs")
+        as_choice(overlong, "overlong", get_args(Overlong))
+        as_choice(fill, "fill", get_args(Fill))
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
         self.max_num_seqs = max_num_seqs
-        self.max_seq_len_all_ranks = max_seqlen_per_dp_cp_rank * cp_size
+        self.max_seq_len_all_ranks = self.max_seqlen_per_dp_cp_rank * self.cp_size
         self.is_dynamic_cp = False
         self.overlong: Overlong = overlong
         self.fill: Fill = fill
