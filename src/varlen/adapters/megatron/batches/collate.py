@@ -90,7 +90,9 @@ class RowCollator:
         object.__setattr__(self, "dialect", as_dialect(self.dialect))
         for name in ("pad_seq_length_to_mult", "pad_seq_to_mult", "max_seq_length"):
             value = getattr(self, name)
-            if not (value is None and name == "max_seq_length") and not (_is_whole(value) and 1 <= value < 2**31):
+            if not (value is None and name == "max_seq_length") and not (
+                _is_whole(value) and 1 <= value < 2**31
+            ):
                 raise SettingError(f"{name} must be a whole number from 1 to 2^31 - 1, got {value!r}")
         for name in ("eos_id", "pad_id"):
             value = getattr(self, name)
