@@ -177,6 +177,9 @@ def test_pairs_that_can_hold_no_packed_rows_are_refused(tmp_path):
     (tmp_path / "a.sft.seq_lengths").write_bytes(npy(np.array([2.0, 1.0])))
     with pytest.raises(SourceError, match="must hold int32 lengths, got float64"):
         PackedIndexed(tmp_path / "a.sft")
+    (tmp_path / "a.sft.seq_lengths").write_bytes(b"\x93NUMPY\x01\x00\x01\x00(")
+    with pytest.raises(SourceError, match=r"a\.sft\.seq_lengths can't be read"):
+        PackedIndexed(tmp_path / "a.sft")
     (tmp_path / "a.sft.bin").unlink()
     with pytest.raises(SourceError, match=r"a pair of \.bin and \.idx is needed"):
         PackedIndexed(tmp_path / "a.sft.idx")
