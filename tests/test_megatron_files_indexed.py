@@ -125,6 +125,16 @@ def test_lengths_are_those_of_whole_documents_where_one_pair_of_several_has_none
     assert convert(tmp_path / "*.sft", tmp_path / "c.idx.parquet").num_packs == 2
 
 
+def test_a_pair_keeps_its_lengths_where_nothing_takes_its_place(tmp_path):
+    with PackedIndexedWriter(tmp_path / "a.sft") as writer:
+        writer.write(from_dicts([ROW | {"seq_lengths": [1, 2]}]))
+
+    with pytest.raises(DocumentsError, match="no documents were written"):
+        PackedIndexedWriter(tmp_path / "a.sft").close()
+
+    assert PackedIndexed(tmp_path).rows([0]).seq_lengths.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

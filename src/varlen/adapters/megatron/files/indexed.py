@@ -279,14 +279,14 @@ class PackedIndexedWriter:
             DocumentsError: no row was written.
             SettingError: the disk is full.
         """
-        if self._has_lengths and self._has_padding:
+        if self._has_padding:
             with disk_faults(self.path):
                 partial = unfinished(_beside(self.path))
                 with partial.open("wb") as file:
                     np.save(file, np.concatenate(self._lengths), allow_pickle=False)
                 sync(partial)
                 partial.replace(_beside(self.path))
-        else:
+        elif self.num_rows:
             _beside(self.path).unlink(missing_ok=True)
         self._pair.close()
 
