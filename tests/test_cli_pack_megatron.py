@@ -44,6 +44,15 @@ def test_a_set_is_written_and_said_how_to_train_on(pack, tmp_path):
     assert read_metadata(specs.packed_metadata_path)[0]["pack_size"] == 256
 
 
+def test_a_packed_folder_is_data_without_its_metadata(pack):
+    pack("chats.jsonl", "-o", "out", "--format", "megatron", "--capacity", 256, "--context-parallel", 2)
+
+    code, out, said = pack("out", "-o", "again", "--format", "megatron", "--capacity", 512)
+
+    assert (code, said) == (0, "")
+    assert out.startswith("24 documents, ")
+
+
 def test_an_index_of_kept_tokens_is_written_for_another_size(pack):
     shared = ("--format", "megatron", "--capacity", 256)
     assert pack("chats.jsonl", "-o", "out", "--tokens", "tokens", *shared)[0] == 0

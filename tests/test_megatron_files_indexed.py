@@ -125,6 +125,16 @@ def test_lengths_are_those_of_whole_documents_where_one_pair_of_several_has_none
     assert convert(tmp_path / "*.sft", tmp_path / "c.idx.parquet").num_packs == 2
 
 
+def test_a_pair_keeps_its_lengths_where_nothing_takes_its_place(tmp_path):
+    with PackedIndexedWriter(tmp_path / "a.sft") as writer:
+        writer.write(from_dicts([ROW | {"seq_lengths": [1, 2]}]))
+
+    with pytest.raises(DocumentsError, match="no documents were written"):
+        PackedIndexedWriter(tmp_path / "a.sft").close()
+
+    assert PackedIndexed(tmp_path).rows([0]).seq_lengths.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -176,6 +186,9 @@ def test_pairs_that_can_hold_no_packed_rows_are_refused(tmp_path):
         PackedIndexed(tmp_path / "a.sft")
     (tmp_path / "a.sft.seq_lengths").write_bytes(npy(np.array([2.0, 1.0])))
     with pytest.raises(SourceError, match="must hold int32 lengths, got float64"):
+        PackedIndexed(tmp_path / "a.sft")
+    (tmp_path / "a.sft.seq_lengths").write_bytes(b"\x93NUMPY\x01\x00\x01\x00(")
+    with pytest.raises(SourceError, match=r"a\.sft\.seq_lengths can't be read"):
         PackedIndexed(tmp_path / "a.sft")
     (tmp_path / "a.sft.bin").unlink()
     with pytest.raises(SourceError, match=r"a pair of \.bin and \.idx is needed"):

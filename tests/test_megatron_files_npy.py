@@ -209,6 +209,15 @@ def test_nothing_runs_however_a_file_is_changed(tmp_path, monkeypatch):
     assert outcomes["refused"] > 1000, outcomes
 
 
+@pytest.mark.parametrize("text", ["{'descr': '|O', 'shape': (1,", "{'descr': '", "((((", "}", "-"])
+def test_a_header_that_is_no_python_is_refused(tmp_path, text):
+    header = text.encode()
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+
+    with pytest.raises(SourceError, match=r"isn't an array that np\.save wrote, or is cut off"):
+        read_packed_npy(tmp_path / "a.npy")
+
+
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path):
     path = tmp_path / "a.npy"
     for protocol in (2, 4):
@@ -278,8 +287,9 @@ def test_an_array_of_another_size_than_it_says_is_refused(tmp_path):
         read_packed_npy(tmp_path / "a.npy")
 
 
-def test_a_small_file_that_stands_for_endless_rows_is_refused(tmp_path):
-    row = {"input_ids": [1] * 20_000, "loss_mask": [1] * 20_000, "seq_start_id": [0]}
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask", "seq_start_id", "seq_lengths"])
+def test_a_small_file_that_stands_for_endless_rows_is_refused(tmp_path, name):
+    row = {"input_ids": [1], "loss_mask": [1], "seq_start_id": [0]} | {name: [1] * 20_000}
     (tmp_path / "a.npy").write_bytes(saved([row] * 4000))
 
     with pytest.raises(SourceError, match="it repeats its rows, and no packed file does"):

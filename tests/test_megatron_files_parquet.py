@@ -182,6 +182,17 @@ def test_threads_read_side_by_side_and_a_fork_or_pickle_reads_on(tmp_path):
     assert reader[3]["input_ids"] == rows[3]["input_ids"]
 
 
+def test_a_row_group_larger_than_what_is_kept_is_decoded_once_for_its_rows(tmp_path):
+    write_parquet(tmp_path / "a.idx.parquet", many_rows(20, 50), group=10)
+    reader = PackedParquet(tmp_path / "a.idx.parquet", kept_bytes=0)
+
+    first, again = reader._group(0), reader._group(0)
+    reader._group(1)
+
+    assert again is first
+    assert list(reader._kept) == [1]
+
+
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 0], "seq_start_id": [0, 2]}
 
 

@@ -217,9 +217,10 @@ def test_metadata_is_that_of_the_release_and_takes_in_the_other_split(tmp_path, 
     specs = PackedSequenceSpecs.from_packed(tmp_path / "t", pad_cu_seqlens=True)
     assert specs.check(pad_to_max_length=True).pad_seq_to_mult == 8
     assert open_packed(specs.packed_train_data_path).num_rows == rows.num_rows
-    assert "validation" in str(
-        PackedSequenceSpecs.from_packed(tmp_path / "v", split="validation").packed_val_data_path
-    )
+    valid = PackedSequenceSpecs.from_packed(tmp_path / "v")
+    assert "validation" in str(valid.packed_val_data_path)
+    assert valid.packed_train_data_path is None
+    assert PackedSequenceSpecs.from_packed(tmp_path / "v", split="training").packed_val_data_path is None
 
 
 def test_documents_may_stay_in_their_order(tmp_path, store):
@@ -282,9 +283,10 @@ def test_an_index_follows_its_tokens_and_knows_them(tmp_path, store):
     index_source(open_source([str(tmp_path / "data" / "more.jsonl")], "bytes"), store)
     with pytest.raises(SourceError, match="is an index of other tokens than those in"):
         open_index(tmp_path / "index")
-    (tmp_path / "index" / "positions.npy").write_bytes(b"cut")
-    with pytest.raises(SourceError, match=r"positions\.npy is missing or damaged"):
-        open_index(tmp_path / "index", tmp_path / "elsewhere")
+    for damaged in (b"", b"cut", b"\x93NUMPY\x01\x00\x01\x00("):
+        (tmp_path / "index" / "positions.npy").write_bytes(damaged)
+        with pytest.raises(SourceError, match=r"positions\.npy is missing or damaged"):
+            open_index(tmp_path / "index", tmp_path / "elsewhere")
     with pytest.raises(SourceError, match="is not a finished index of packs"):
         open_index(tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "elsewhere")

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from varlen.adapters.megatron import PackedSequenceSpecs
+from varlen.adapters.megatron import PackedSequenceSpecs, metadata_entry, write_metadata
 from varlen.errors import SettingError, SourceError
 
 
@@ -88,13 +88,20 @@ def test_specs_may_be_changed_and_checked_again():
         ),
         ({"max_single_sequence_length": 8, "dialect": "0.5"}, "known from 0.6 on, not in dialect 0.5"),
         ({"dialect": "0.2"}, "'0.2' names no dialect"),
+        ({"packed_sequence_size": "64"}, "packed_sequence_size must be a whole number; got '64'"),
+        ({"packed_sequence_size": None}, "packed_sequence_size must be a whole number; got None"),
+        ({"pad_seq_to_mult": 2.5}, "pad_seq_to_mult must be a whole number, or None; got 2.5"),
+        ({"pad_seq_to_mult": True}, "pad_seq_to_mult must be a whole number, or None; got True"),
+        ({"max_single_sequence_length": "8"}, "max_single_sequence_length must be a whole number, or None"),
+        ({"num_tokenizer_workers": None}, "num_tokenizer_workers must be a whole number; got None"),
+        ({"pad_cu_seqlens": "false"}, "pad_cu_seqlens must be True or False; got 'false'"),
         ({"packed_train_data_path": "rows.jsonl"}, "packed_train_data_path must name packed Parquet"),
         ({"packed_val_data_path": "rows"}, "packed_val_data_path must name packed Parquet"),
     ],
 )
 def test_what_the_release_refuses_is_refused_by_name(fields, words):
     with pytest.raises(SettingError) as raised:
-        PackedSequenceSpecs(64, **fields)
+        PackedSequenceSpecs(**{"packed_sequence_size": 64, **fields})
 
     assert words in str(raised.value)
 
@@ -146,6 +153,12 @@ def test_constant_boundaries_need_constant_width_and_metadata(tmp_path, parquet)
     with pytest.raises(SettingError, match=r"64_metadata\.jsonl, which isn't there"):
         specs.check()
     specs.packed_metadata_path.write_text("[]")
+    with pytest.raises(SourceError, match=r"64_metadata\.jsonl holds no entry"):
+        specs.check()
+    write_metadata(specs.packed_metadata_path, metadata_entry([20, 12], [0, 2], 32), append=False)
+    with pytest.raises(SourceError, match=r"entry 1: `pack_size` is 32, but packed_sequence_size is 64"):
+        specs.check()
+    write_metadata(specs.packed_metadata_path, metadata_entry([40, 12], [0, 2], 64), append=False)
     assert specs.check().pad_cu_seqlens
 
 
@@ -162,6 +175,21 @@ def test_settings_of_packing_follow_from_specs():
 def test_a_folder_that_varlen_didnt_pack_gives_no_specs(tmp_path):
     with pytest.raises(SourceError, match="is not a finished set of `varlen pack --format megatron`"):
         PackedSequenceSpecs.from_packed(tmp_path)
+
+
+def test_0_3_has_fewer_fields_and_reads_arrays_alone(parquet):
+    assert set(PackedSequenceSpecs(64).to_dialect("0.3.1")) == {
+        "packed_sequence_size",
+        "tokenizer_model_name",
+        "packed_train_data_path",
+        "packed_val_data_path",
+        "packed_metadata_path",
+        "pad_cu_seqlens",
+        "pad_seq_to_mult",
+    }
+    assert "num_tokenizer_workers" in PackedSequenceSpecs(64).to_dialect("0.4.0")
+    with pytest.raises(SettingError, match=r"but 0\.3\.1 reads packed \.npy files alone"):
+        PackedSequenceSpecs(64, packed_val_data_path=parquet).to_dialect("0.3.1")
 
 
 def test_a_pair_is_known_after_0_6_only(tmp_path):

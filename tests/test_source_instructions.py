@@ -180,3 +180,16 @@ def test_a_context_under_another_name_than_the_first_row_s_is_not_passed_over(tm
         documents(written(tmp_path, *rows))
     with pytest.raises(SourceError, match="`context`"):
         documents(written(tmp_path, *reversed(rows)))
+
+
+def test_an_instruction_under_a_name_that_goes_before_the_first_row_s_is_not_passed_over(
+    tmp_path: Path,
+) -> None:
+    rows = [{"input": "a", "output": "x"}, {"instruction": "Sum up.", "input": "a", "output": "x"}]
+    path = written(tmp_path, *rows)
+
+    with pytest.raises(
+        SourceError, match=r"rows\.jsonl.*2.*has `instruction`, which the file's first row has not"
+    ):
+        documents(path)
+    assert len(documents(path, columns={"instruction": "input"})) == 2

@@ -59,12 +59,23 @@ class Columns:
             ),
             optional=tuple(name for role, name in self.names.items() if role in _OF_SOME_ROWS),
             refused=frozenset(
-                name
-                for role in _OPTIONAL[self.kind]
-                if role not in self.names or (role == "context" and self.kind == "instruction")
-                for name in (role, *_ALSO_CALLED.get(role, ()))
+                (
+                    *(
+                        name
+                        for role in _OPTIONAL[self.kind]
+                        if role not in self.names or (role == "context" and self.kind == "instruction")
+                        for name in _spellings(role)
+                    ),
+                    *self._instead(),
+                )
             ).difference(self.names.values(), self.passed_over),
         )
+
+    def _instead(self) -> tuple[str, ...]:
+        """Return the names that go before the instruction's own: a row with one of them asks something else."""
+        names = _spellings("instruction") if self.kind == "instruction" else ()
+        chosen = self.names.get("instruction", "")
+        return names[: names.index(chosen)] if chosen in names else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +146,7 @@ def find_columns(
             return Columns(
                 kind=kind,
                 names={role: name for role, name in names.items() if name},
-                passed_over=frozenset(name for role in named for name in (role, *_ALSO_CALLED.get(role, ()))),
+                passed_over=frozenset(name for role in named for name in _spellings(role)),
             )
     line = " in its first line, where names must stand" if are_a_line else ""
     raise SourceError(
@@ -145,9 +156,14 @@ def find_columns(
     )
 
 
+def _spellings(role: str) -> tuple[str, ...]:
+    """Return the names that a role's column may have, in the order of preference."""
+    return (role, *_ALSO_CALLED.get(role, ()))
+
+
 def _name(role: str, named: Mapping[str, str], present: Sequence[str]) -> str | None:
     """Return the column that a role stands in, or None."""
-    for name in (named.get(role), role, *_ALSO_CALLED.get(role, ())):
+    for name in (named.get(role), *_spellings(role)):
         if name in present:
             return name
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contributing")
 """Beginnings of the names of text files that speak of the data beside them."""
+_ABOUT_PACKS = re.compile(r"\d+_metadata\.jsonl")
+"""What Megatron-Bridge, and `varlen pack` for it, write beside packed rows: how many there are, and how long."""
 _OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
 
 
@@ -305,8 +308,8 @@ def _result_in_data(results: Sequence[Path], data: str) -> str:
 def _of_folder(listing: list[Listed], folder: str) -> list[Listed]:
     """Choose the files of a folder that hold documents.
 
-    Text that speaks of the data (README.md, LICENSE.txt) isn't data where rows lie beside it; names that begin
-    with a dot are left out.
+    What speaks of the data (README.md, LICENSE.txt, metadata of packed rows) isn't data where rows lie beside it;
+    names that begin with a dot are left out.
 
     Raises:
         SourceError: none does.
@@ -315,6 +318,7 @@ def _of_folder(listing: list[Listed], folder: str) -> list[Listed]:
     if len(shown) == 1 and shown[0].path == folder:
         return shown
     rows = [e for e in shown if kind_of(e.name)[0] != "text" and Path(e.name).name not in _OF_DATA_SETS]
+    rows = [e for e in rows if not _ABOUT_PACKS.fullmatch(Path(e.name).name)] or rows
     names = {entry.path for entry in rows}
     for entry in shown:
         name = Path(entry.name)

@@ -8,7 +8,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from varlen.adapters.megatron.dialects import NEWEST, as_dialect
+import numpy as np
+
+from varlen.adapters.megatron.dialects import NEWEST, as_dialect, is_before_parquet
+from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.paths import PAIR, is_packed_parquet_spec, resolve_packed
 from varlen.adapters.megatron.packing.alignment import alignment, check_size
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
@@ -26,6 +29,15 @@ _FIELDS = (
     "pad_seq_to_mult",
 )
 """What every dialect has."""
+_SINCE_0_4 = "num_tokenizer_workers"
+"""What 0.3 hasn't yet, though its dialect is "0.4"."""
+_NUMBERS = {
+    "packed_sequence_size": False,
+    "num_tokenizer_workers": False,
+    "max_single_sequence_length": True,
+    "pad_seq_to_mult": True,
+}
+"""Fields that are whole numbers, and whether they may be None."""
 
 
 @dataclass
@@ -107,13 +119,13 @@ class PackedSequenceSpecs:
 
     @classmethod
     def from_packed(
-        cls, folder: str | Path, *, split: str = "training", **fields: Any
+        cls, folder: str | Path, *, split: str | None = None, **fields: Any
     ) -> PackedSequenceSpecs:
         """Return specs that read what `varlen pack --format megatron` wrote.
 
         Args:
             folder: of the packed set.
-            split: "training" or "validation": which path names it.
+            split: "training" or "validation": which path names it; None for what it was packed as.
             fields: the others.
 
         Raises:
@@ -123,7 +135,8 @@ class PackedSequenceSpecs:
         manifest = read_manifest(folder)
         if manifest is None or manifest.get("kind") != "megatron":
             raise SourceError(f"{folder} is not a finished set of `varlen pack --format megatron`")
-        name = "packed_val_data_path" if split == "validation" else "packed_train_data_path"
+        is_validation = (manifest["settings"]["split"] if split is None else split) == "validation"
+        name = "packed_val_data_path" if is_validation else "packed_train_data_path"
         found = {
             name: folder / manifest["data"],
             "packed_metadata_path": folder / manifest["metadata"],
@@ -157,6 +170,7 @@ class PackedSequenceSpecs:
 
         Raises:
             SettingError: names the field and the value that would do.
+            SourceError: `pad_cu_seqlens` reads metadata that is damaged, or of another pack size.
         """
         self._check_numbers()
         if self.is_enabled:
@@ -176,21 +190,24 @@ class PackedSequenceSpecs:
                 f"{max(self.packed_sequence_size, 0)}_metadata.jsonl beside the data, which `varlen pack --format "
                 "megatron` writes"
             )
-        if self.packed_metadata_path is not None and not Path(self.packed_metadata_path).exists():
-            raise SettingError(
-                f"packed_metadata_path names {self.packed_metadata_path}, which isn't there; "
-                "pad_cu_seqlens=True reads it"
-            )
+        if self.packed_metadata_path is not None:
+            if not Path(self.packed_metadata_path).exists():
+                raise SettingError(
+                    f"packed_metadata_path names {self.packed_metadata_path}, which isn't there; "
+                    "pad_cu_seqlens=True reads it"
+                )
+            size = self.packed_sequence_size if self.is_enabled else None
+            read_metadata(self.packed_metadata_path, pack_size=size)
         return self
 
     def to_dialect(self, dialect: str) -> dict[str, Any]:
         """Return the keyword arguments that give another dialect's `PackedSequenceSpecs` the same meaning.
 
         Args:
-            dialect: or a release.
+            dialect: or a release; 0.3 has no `num_tokenizer_workers` and reads no Parquet.
 
         Raises:
-            SettingError: a field that it doesn't have is set.
+            SettingError: a field that it doesn't have is set, or one that it can't read.
 
         >>> PackedSequenceSpecs(4096).to_dialect("0.5")["num_tokenizer_workers"]
         1
@@ -206,6 +223,14 @@ class PackedSequenceSpecs:
             )
         if (self.dialect == "0.6") != (other == "0.6") and self.num_tokenizer_workers < 1:
             arguments["num_tokenizer_workers"] = self.workers
+        if is_before_parquet(dialect):
+            del arguments[_SINCE_0_4]
+            for name in ("packed_train_data_path", "packed_val_data_path"):
+                if arguments[name] is not None and not str(arguments[name]).endswith(".npy"):
+                    raise SettingError(
+                        f"{name} names {arguments[name]}, but {dialect} reads packed .npy files alone, which aren't "
+                        "written here; train with 0.4 or later, or with varlen's GPTSFTPackedParquetDataset"
+                    )
         return arguments
 
     def pack_settings(self, **more: Any) -> MegatronPackSettings:
@@ -231,6 +256,15 @@ class PackedSequenceSpecs:
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the release refuses, and those that can't go together."""
+        for name, may_be_none in _NUMBERS.items():
+            value = getattr(self, name)
+            if (isinstance(value, bool) or not isinstance(value, int | np.integer)) and not (
+                value is None and may_be_none
+            ):
+                none = ", or None" if may_be_none else ""
+                raise SettingError(f"{name} must be a whole number{none}; got {value!r}")
+        if not isinstance(self.pad_cu_seqlens, bool):
+            raise SettingError(f"pad_cu_seqlens must be True or False; got {self.pad_cu_seqlens!r}")
         size, multiple, longest = (
             self.packed_sequence_size,
             self.pad_seq_to_mult,

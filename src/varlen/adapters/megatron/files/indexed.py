@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ def _lengths_beside(prefix: str) -> npt.NDArray[np.int32] | None:
         return None
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, TokenError) as error:
         raise SourceError(f"{path} can't be read: {error}") from error
     if found.dtype != np.int32 or found.ndim != 1:
         raise SourceError(f"{path} must hold int32 lengths, got {found.dtype} of shape {found.shape}")
@@ -278,14 +279,14 @@ class PackedIndexedWriter:
             DocumentsError: no row was written.
             SettingError: the disk is full.
         """
-        if self._has_lengths and self._has_padding:
+        if self._has_padding:
             with disk_faults(self.path):
                 partial = unfinished(_beside(self.path))
                 with partial.open("wb") as file:
                     np.save(file, np.concatenate(self._lengths), allow_pickle=False)
                 sync(partial)
                 partial.replace(_beside(self.path))
-        else:
+        elif self.num_rows:
             _beside(self.path).unlink(missing_ok=True)
         self._pair.close()
 

@@ -67,7 +67,7 @@ class PackCounts:
         """Return what a run of the releases would say of these packs, in the same order and rounding.
 
         Raises:
-            LengthsError: there are no packs, or one is longer than the pack size.
+            LengthsError: there are no packs, or a document is longer than the pack size.
         """
         if self._shortest_pack is None:
             raise LengthsError("there are no packs to write metadata of; pack at least one document")

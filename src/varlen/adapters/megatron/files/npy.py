@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SourceError
 
 _MOST_TIMES = 64
-"""Tokens for each byte of a file, since rows may stand for one another: more is an attack."""
+"""Numbers for each byte of a file, since rows may stand for one another: more is an attack."""
 _BATCH_TOKENS = 1 << 20
 
 
@@ -78,7 +79,7 @@ def _header(path: str | Path) -> tuple[tuple[int, ...], np.dtype[Any], int] | No
                 (2, 0): np.lib.format.read_array_header_2_0,
             }[version]
             shape, _, dtype = read(file)
-        except (ValueError, KeyError, EOFError, SyntaxError, TypeError):
+        except (ValueError, KeyError, EOFError, SyntaxError, TypeError, TokenError):
             return None
         return shape, dtype, file.tell()
 
@@ -86,7 +87,7 @@ def _header(path: str | Path) -> tuple[tuple[int, ...], np.dtype[Any], int] | No
 def _rows(items: list[Any], path: str, most: int) -> PackedRows:
     """Return rows of the values that a pickle held; the values are given up on the way."""
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*COLUMNS, LENGTHS)}
-    tokens = 0
+    count = 0
 
     def where(row: int) -> str:
         return f"{path} row {row + 1:,}"
@@ -103,11 +104,11 @@ def _rows(items: list[Any], path: str, most: int) -> PackedRows:
                     f"{where(index)} has no `{name}`; packed rows have `{'`, `'.join(COLUMNS)}`"
                 )
             found[name].append(_values(row[name], name, where(index)))
-        tokens += len(found["input_ids"][-1])
-        if tokens > most:
+            count += len(found[name][-1])
+        if count > most:
             raise SourceError(
-                f"{path} stands for more than {most:,} tokens in {most // _MOST_TIMES:,} bytes; it repeats its rows, "
-                "and no packed file does"
+                f"{path} stands for more than {most:,} numbers in {most // _MOST_TIMES:,} bytes; it repeats its "
+                "rows, and no packed file does"
             )
     if len(found[LENGTHS]) not in (0, len(items)):
         raise DocumentsError(

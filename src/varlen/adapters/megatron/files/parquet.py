@@ -47,7 +47,7 @@ class PackedParquet(RowReader):
 
         Args:
             spec: a file, a glob, a folder, or several.
-            kept_bytes: of decoded row groups that stay in memory.
+            kept_bytes: of decoded row groups that stay in memory; the last one does, however large.
             wait_s: seconds to wait for files that another node has just written to a network file system.
 
         Raises:
@@ -195,7 +195,7 @@ class PackedParquet(RowReader):
     def _keep(self, group: int, rows: PackedRows) -> None:
         self._kept[group] = rows
         self._held += _bytes(rows)
-        while self._held > self._kept_bytes:
+        while self._held > self._kept_bytes and len(self._kept) > 1:
             self._held -= _bytes(self._kept.popitem(last=False)[1])
 
     def _opened(self, number: int) -> Any:

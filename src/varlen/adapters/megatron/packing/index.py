@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,7 @@ def opened(
             continue
         try:
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, TokenError) as error:
             raise SourceError(f"{path} is missing or damaged ({error}); pack it again") from error
     pieces = int(arrays["offsets"][-1])
     if any(len(arrays[name]) != pieces for name in arrays if name != "offsets"):

@@ -77,7 +77,7 @@ def pack_for_megatron(
         SettingError: a folder can't be written or holds something else, or an index is wanted of tokens that nobody
             keeps.
 
-    Cost: memory of about 150 bytes a document, and some 100 MB for each process; disk for the tokens, 2 or 4 bytes
+    Cost: memory of about 150 bytes a document, and 200 to 300 MB for each process; disk for the tokens, 2 or 4 bytes
     each, while it works.
     """
     if settings.format == "index" and not isinstance(source, Path) and tokens is None:
