@@ -165,7 +165,8 @@ def race_line(row: Race, has_fill: bool) -> str:
     ]
     if has_fill:
         fills = (row.ours.fill, row.peer.fill)
-        cells.append(" / ".join("" if fill is None else f"{100 * fill:.3f} %" for fill in fills))
+        texts = ["" if fill is None else f"{100 * fill:.3f} %" for fill in fills]
+        cells.append(" / ".join(texts) if any(texts) else "")
     cells += ["" if row.target is None else ratio_text(row.target), verdict(row.met)]
     return "| " + " | ".join(cells) + " |"
 
