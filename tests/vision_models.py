@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -65,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm46v": {"vision_config": {"image_size": 16}},
     # These two turn half of a head only.
     "glm4v_moe": {"text_config": _EXPERTS | {"head_dim": 16}, "vision_config": {"image_size": 16}},
-    "glm_ocr": {"text_config": {"head_dim": 16}, "vision_config": {"image_size": 16}},
+    "glm_ocr": {"vision_config": {"image_size": 16}},
     "ernie4_5_vl_moe": {
         "text_config": {
             "moe_intermediate_size": [16, 16],
@@ -98,8 +99,8 @@ def tiny(family: str, attention: Any, dtype: torch.dtype = torch.float64) -> Any
     given = (FAMILIES | RECURRENT)[family]
     config = AutoConfig.for_model(
         family,
-        text_config=_TEXT | given.get("text_config", {}),
-        vision_config=_VISION | given.get("vision_config", {}),
+        text_config=copy.deepcopy(_TEXT | given.get("text_config", {})),
+        vision_config=copy.deepcopy(_VISION | given.get("vision_config", {})),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         **{
