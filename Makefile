@@ -5,7 +5,7 @@
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs pages matrix soak bench pins clean
+.PHONY: help setup demo test check format lint types docs pages matrix soak bench bench-plan pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -29,7 +29,7 @@ RUN := "$(VENV)/bin/python"
 PYTEST := $(RUN) -m pytest -o cache_dir="$(SCRATCH)/.pytest_cache"
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make the environment; every other target does so by itself
 	@sh scripts/setup "$(VENV)"
@@ -70,6 +70,10 @@ bench: setup ## run peers side by side, write benchmarks/results/ and the tables
 	@sh benchmarks/setup_peers.sh $(abspath $(VENV))/bin/python $(abspath $(VENV))-peers
 	PYTHONPATH=src "$(VENV)-peers/bin/python" -m benchmarks $(ARGS)
 	$(RUN) -m benchmarks.table
+
+bench-plan: setup ## plan and simulate every method side by side and write docs/planning-results.md (under 40 minutes)
+	$(RUN) -m benchmarks plan $(ARGS)
+	$(RUN) -m benchmarks.plan_table
 
 pins: setup ## write constraints.txt from what the environment holds now
 	$(RUN) scripts/pins.py >constraints.new && mv constraints.new constraints.txt

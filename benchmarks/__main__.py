@@ -21,6 +21,11 @@ if __name__ == "__main__":
 
         sys.exit(strategies.main(sys.argv[2:]))
 
+    if sys.argv[1:2] == ["plan"]:  # simulated, with its own result file and page
+        from benchmarks import plan
+
+        sys.exit(plan.main(sys.argv[2:]))
+
     from benchmarks.run import main
 
     sys.exit(main())

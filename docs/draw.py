@@ -11,6 +11,7 @@ from svg import ACCENT, DOCUMENTS, INK, PADDING, RULE, SOFT, WARM, Drawing
 import varlen as vl
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # `benchmarks`, whose results some show
+import draw_planning
 import draw_strategies
 
 IMAGES = Path(__file__).resolve().parent / "images"
@@ -360,6 +361,7 @@ PICTURES = {
     "zigzag": zigzag,
     "feeding": feeding,
     **draw_strategies.PICTURES,
+    **draw_planning.PICTURES,
 }
 
 

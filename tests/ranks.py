@@ -55,9 +55,11 @@ def as_ranks(
 def main() -> int:
     """Import, fork, and wait for all, or for the first that fails."""
     ranks, libraries, *words = sys.argv[1:]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Held to the end, so that nothing else is given this port while libraries are imported; who listens may share it.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     told = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in told.items()}
     for library in libraries.split(","):

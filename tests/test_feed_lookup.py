@@ -9,6 +9,7 @@ from loaders import content, drained, loader_of, random_store
 from test_feed_loader_streaming import loader_of as streaming_of
 from test_source_store import write_store
 
+import varlen as vl
 from varlen.errors import SettingError
 from varlen.feed.table import WindowTable
 
@@ -79,6 +80,52 @@ def test_the_documents_of_any_step_are_those_that_its_batches_held(store):
             loader.documents(max(held) + 1)
         with pytest.raises(SettingError, match="none of the"):
             loader.documents(10**6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_lengths_of_any_step_are_those_that_all_ranks_then_get(store, world):
+    def taken(rank, loader):
+        """Lengths of each piece of each step by pack, document and place, of one rank."""
+        return {step: dict(held) for step, held in by_step(loader)[1].items()}
+
+    changes = {"dp_world_size": world, "micro_batch_size": 4, "capacity": 16}  # so that some are split
+    with loader_of(store, capacity=16) as loader:
+        loader.load_state_dict(drained(loader)[1][1])
+        known, state = {}, loader.state_dict()
+        while (lengths := loader.lengths(len(known))) is not None:
+            known[len(known)] = lengths
+        pieces = {step: [key for key, _ in looked_up(loader.documents(step))] for step in known}
+        assert loader.lengths(10**6) is None
+        assert loader.state_dict() == state
+        assert len(known) == len(loader)
+    held = {step: {} for step in known}
+    for rank in range(world):
+        with loader_of(store, dp_rank=rank, **changes) as loader:
+            loader.seek(2)
+            later = taken(rank, loader)
+            loader.seek(0)
+            whole = taken(rank, loader)
+            assert later == {step: found for step, found in whole.items() if step >= 2}
+        for step, found in whole.items():
+            held[step] |= found
+    for step, lengths in known.items():
+        assert lengths.dtype == np.int32
+        assert dict(zip(pieces[step], lengths.tolist(), strict=True)) == held[step]
+
+
+def test_the_lengths_of_a_mixture_are_those_of_its_batches(store, tmp_path):
+    mixture = vl.Mixture({"a": store, "b": random_store(tmp_path / "b", seed=6)}, weights={"a": 2, "b": 1})
+    with loader_of(mixture, epochs=1) as loader:
+        held = by_step(loader)[1]
+        loader.seek(1)
+        for step in held:
+            assert sorted(loader.lengths(step)) == sorted(length for _, length in held[step])
+        assert loader.lengths(max(held) + 1) is None
+
+
+def test_in_streaming_lengths_of_coming_steps_are_refused(texts):
+    with streaming_of(texts) as loader, pytest.raises(SettingError, match=r"index them \(varlen index\)"):
+        loader.lengths(0)
 
 
 def test_finding_a_step_makes_the_tables_of_the_epochs_up_to_it_and_no_others(store, tmp_path, monkeypatch):

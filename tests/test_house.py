@@ -43,21 +43,33 @@ def test_the_rule_finds_a_planted_violation(
 
 
 PUBLIC_NAMES = [
+    "CostModel",
+    "Hardware",
     "Ledger",
+    "Mesh",
     "Mixture",
+    "ModelShape",
     "PackedBatch",
     "PackedLoader",
     "Packing",
+    "Planner",
     "Score",
+    "Search",
+    "StepPlan",
+    "Timeline",
     "VarlenError",
     "VerifyReport",
     "WindowPacker",
     "check_batch",
     "collate",
+    "load_plan",
     "lower_bound",
     "merge_states",
     "pack",
+    "plan_step",
+    "save_plan",
     "score",
+    "simulate",
     "verify",
 ]
 

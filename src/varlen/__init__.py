@@ -14,15 +14,19 @@ if sys.platform == "win32":
     raise PlatformError("varlen runs on Linux and macOS, not on Windows itself; install it inside WSL")
 
 import varlen.pack
+import varlen.simulate
 import varlen.verify  # noqa: F401
 
-# `varlen.pack` is a room and `vl.pack` a verb; so is `verify`. Python binds a room's name to its parent when the room
-# is first imported; imported here and unbound, it can never hide the verb later.
-del pack, verify  # noqa: F821
+# `varlen.pack` is a room and `vl.pack` a verb; so are `simulate` and `verify`. Python binds a room's name to its
+# parent when the room is first imported; imported here and unbound, it can never hide the verb later.
+del pack, simulate, verify  # noqa: F821
 
 if TYPE_CHECKING:
     from varlen.batch.collate import collate
     from varlen.batch.packed import PackedBatch
+    from varlen.cost.hardware import Hardware
+    from varlen.cost.model import CostModel
+    from varlen.cost.shape import ModelShape
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
     from varlen.feed.state import merge_states
@@ -30,7 +34,14 @@ if TYPE_CHECKING:
     from varlen.pack.bound import lower_bound
     from varlen.pack.score import Score, score
     from varlen.pack.window import WindowPacker
+    from varlen.plan.ahead import Planner
+    from varlen.plan.api import plan_step
+    from varlen.plan.save import load_plan, save_plan
+    from varlen.plan.search import Search
+    from varlen.simulate.api import simulate
+    from varlen.simulate.timeline import Timeline
     from varlen.source.mixture import Mixture
+    from varlen.step_plan import Mesh, StepPlan
     from varlen.types import Ledger, Packing
     from varlen.verify.api import verify
     from varlen.verify.batch_checks import check_batch
@@ -39,40 +50,64 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CostModel": "varlen.cost.model",
+    "Hardware": "varlen.cost.hardware",
     "Ledger": "varlen.types",
+    "Mesh": "varlen.step_plan",
     "Mixture": "varlen.source.mixture",
+    "ModelShape": "varlen.cost.shape",
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",
     "Packing": "varlen.types",
+    "Planner": "varlen.plan.ahead",
     "Score": "varlen.pack.score",
+    "Search": "varlen.plan.search",
+    "StepPlan": "varlen.step_plan",
+    "Timeline": "varlen.simulate.timeline",
     "VarlenError": "varlen.errors",
     "VerifyReport": "varlen.verify.model_report",
     "WindowPacker": "varlen.pack.window",
     "check_batch": "varlen.verify.batch_checks",
     "collate": "varlen.batch.collate",
+    "load_plan": "varlen.plan.save",
     "lower_bound": "varlen.pack.bound",
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
+    "plan_step": "varlen.plan.api",
+    "save_plan": "varlen.plan.save",
     "score": "varlen.pack.score",
+    "simulate": "varlen.simulate.api",
     "verify": "varlen.verify.api",
 }
 
 __all__ = [
+    "CostModel",
+    "Hardware",
     "Ledger",
+    "Mesh",
     "Mixture",
+    "ModelShape",
     "PackedBatch",
     "PackedLoader",
     "Packing",
+    "Planner",
     "Score",
+    "Search",
+    "StepPlan",
+    "Timeline",
     "VarlenError",
     "VerifyReport",
     "WindowPacker",
     "check_batch",
     "collate",
+    "load_plan",
     "lower_bound",
     "merge_states",
     "pack",
+    "plan_step",
+    "save_plan",
     "score",
+    "simulate",
     "verify",
 ]
 

@@ -11,12 +11,14 @@
     │   ├── OutputBufferError               a caller-supplied buffer of the wrong shape, dtype or layout
     │   ├── SourceError                     a file that is missing, empty or not what it says
     │   ├── StateError                      a saved state that doesn't belong to this object
+    │   ├── PlanError                       a step that no plan can hold, or a plan that breaks its own rules
     │   └── ModelError                      a model that can't take this batch
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
     ├── UnknownLengthError (also a TypeError)     a loader whose number of batches nobody knows
     ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
+    ├── DeadlockError                   tasks in an order in which each waits for another
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
 
 A message says what was seen, the limit, how many offend, and the way out.
@@ -59,6 +61,10 @@ class StateError(InputError):
     """A saved state belongs to other settings, other data or another version."""
 
 
+class PlanError(InputError):
+    """No plan holds this step on this mesh, or a plan breaks a rule; the message says which, and what would fit."""
+
+
 class ModelError(InputError):
     """A model can't take this batch: too few positions, too small a vocabulary, an unknown family."""
 
@@ -81,6 +87,10 @@ class UnknownLengthError(VarlenError, TypeError):
 
 class StalledError(VarlenError, TimeoutError):
     """Nothing came within a deadline; the message says who was waited for, and how long."""
+
+
+class DeadlockError(VarlenError):
+    """Tasks are in an order in which each waits for another; the message names the circle."""
 
 
 class LedgerError(VarlenError):

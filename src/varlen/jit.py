@@ -113,6 +113,19 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, kernel)
 
 
+def inlined(function: _Function) -> _Function:
+    """Compile a part of a kernel into each kernel of its file that calls it.
+
+    Worth it where it takes many arrays and does little with them: a call costs more than the work then.
+
+    Args:
+        function: as for `compiled`.
+    """
+    import numba
+
+    return cast(_Function, numba.njit(inline="always", error_model="numpy")(function))
+
+
 def _has_home() -> bool:
     """Return whether the user has a home folder; without one numba would make a folder called `~`."""
     named = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")

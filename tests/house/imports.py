@@ -13,9 +13,11 @@ from house.tree import Source, is_type_checking, python_files
 FLOORS = (
     {"errors"},
     {"types", "jit", "counts"},
+    {"step_plan"},
     {"source", "pack", "batch", "cost"},
-    {"plan", "offline"},
-    {"simulate", "feed"},
+    # The planner asks the simulator about every candidate, so the simulator stands below it.
+    {"simulate", "offline"},
+    {"plan", "feed"},
     {"runtime", "adapters", "report"},
     {"verify"},
     {"train"},

@@ -12,7 +12,7 @@ MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
 NAMELESS = ("utils", "util", "helpers", "helper", "common", "manager", "managers", "misc", "base_*")
 LISTS = ("list", "List", "Sequence", "Iterable")
-ROOMS_WITH_KERNELS = ("pack", "batch", "source", "plan", "feed")
+ROOMS_WITH_KERNELS = ("pack", "batch", "source", "cost", "simulate", "plan", "feed")
 
 
 def files_are_short(root: Path) -> list[str]:

@@ -16,6 +16,7 @@ from varlen.cli.demo import demo
 from varlen.cli.index import index
 from varlen.cli.inspect import inspect_data
 from varlen.cli.pack import pack
+from varlen.cli.plan import plan
 from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, VarlenError
@@ -90,5 +91,6 @@ app.command(help=_flowing(demo))(_verb(demo))
 app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
 for verb in (index, pack):
     app.command(help=_flowing(verb))(_verb(verb, "the same command again goes on where it stopped"))
+app.command(help=_flowing(plan))(_verb(plan))
 app.command(help=_flowing(verify))(_verb(verify))
 app.command(help=_flowing(train))(_verb(train, "the same command goes on from the newest checkpoint"))

@@ -7,11 +7,12 @@ from importlib.util import find_spec
 from varlen.errors import MissingExtraError
 
 
-def require_training(verb: str) -> None:
+def require_training(verb: str, does: str = "trains a model") -> None:
     """Refuse to start without the packages that train.
 
     Args:
         verb: that needs them.
+        does: what it needs them for.
 
     Raises:
         MissingExtraError: one isn't installed; names the command that installs it.
@@ -19,6 +20,6 @@ def require_training(verb: str) -> None:
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise MissingExtraError(
-            f"varlen {verb} trains a model and needs {' and '.join(missing)}, not installed here; "
+            f"varlen {verb} {does} and needs {' and '.join(missing)}, not installed here; "
             'run: pip install "varlen[train]"'
         )

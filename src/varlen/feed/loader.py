@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
@@ -28,7 +27,7 @@ from varlen.source.files import Data
 from varlen.source.mixture import Mixture
 from varlen.source.retry import Retry
 from varlen.source.source import OnError, TextCut
-from varlen.types import Method, Overlong
+from varlen.types import Int32Array, Method, Overlong
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +85,9 @@ class PackedLoader:
         supervise: "assistant": of chats only what the model is to say; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
         on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. Of tokens that can't
-            be read, or are none, "skip" masks the piece in its slot on the rank that reads it: `pad_id` without a
-            label, a document of its own still. Plan, steps and `step_num_targets` stay, and all other bytes; so it
-            may differ from that of a state. What the plan is made of (lengths, labels of cut documents) is an error
-            on every rank whatever is passed.
+            be read, "skip" masks the piece in its slot on the rank that reads it: `pad_id` without a label; all else
+            stays, so it may differ from that of a state. What packs are made of (lengths, labels of cut documents)
+            is an error on every rank whatever is passed.
         retry: how often and how long reads of remote files are tried again; None for the usual.
         cache: folder for stores made on the fly; None for varlen's in the user's cache.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
@@ -181,11 +179,7 @@ class PackedLoader:
         self._begin(source, tokenizer)
 
     def _begin(self, source: Data | Mixture, tokenizer: Any) -> None:
-        """Look at the data, and hire a worker.
-
-        Raises:
-            SettingError: the data and the settings don't go together.
-        """
+        """Look at the data, and hire a worker."""
         settings = self._settings
         self._opened = open_data(source, tokenizer, settings)
         self._state = self._opened.feed.begun(FeedState())
@@ -345,6 +339,19 @@ class PackedLoader:
         """
         return self._lookup.documents(as_count(step, "step", 0, MOST), self._state)
 
+    def lengths(self, step: int) -> Int32Array | None:
+        """Return the tokens of each document of a step, as `documents` lists them: what `vl.Planner` asks for.
+
+        Args:
+            step: from 0; None is returned behind the last one. No token is read.
+
+        Raises:
+            SettingError: in streaming, where lengths aren't known before documents are read.
+
+        Cost: that of `documents`. A store that grows may change steps of epochs that haven't begun.
+        """
+        return self._lookup.lengths(as_count(step, "step", 0, MOST), self._state)
+
     def where(self, document_id: int) -> str:
         """Say where a document lies.
 
@@ -386,11 +393,6 @@ class PackedLoader:
         """Begin to make batches."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()

@@ -17,7 +17,7 @@ from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed
 from varlen.feed.table import WindowTable
-from varlen.types import IntArray
+from varlen.types import Int32Array, IntArray
 
 _KEPT = 16
 """Places of rounds of streaming that are remembered, for who asks what was in a step."""
@@ -125,6 +125,22 @@ class IndexedLookup:
             offsets=packs.offsets,
         )
 
+    def lengths(self, step: int, state: FeedState) -> Int32Array | None:
+        """Return the tokens of each piece of a step, int32 `[pieces]`, or None behind the last step.
+
+        Args:
+            step: from 0.
+            state: of now.
+
+        Raises:
+            SourceError: the store is damaged.
+        """
+        position, is_there = self._table.find(step * self._feed.step_packs, self._parts(state))
+        if not is_there:
+            return None
+        packs = self._feed.packs(self._feed.state(step, position))[0]
+        return (packs.stops - packs.starts).astype(np.int32)
+
     def where(self, document_id: int, state: FeedState) -> str:
         """Say where a document lies, as batches of now name it."""
         return self._feed.where(document_id, state)
@@ -203,6 +219,17 @@ class StreamingLookup:
                 offsets=batch.pack_offsets,
             )
         raise SettingError(f"step {step:,} held nothing to train on, and was left out")
+
+    def lengths(self, _step: int, _state: FeedState) -> Int32Array | None:
+        """Say that nobody knows.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(
+            "the lengths of coming steps aren't known before their documents are tokenized; index them (varlen "
+            "index) where steps are to be planned ahead"
+        )
 
     def where(self, document_id: int, _state: FeedState) -> str:
         """Say where a document lies."""

@@ -11,6 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.plan.reference_assign import deal as deal
+from varlen.plan.reference_assign import lighten as lighten
+from varlen.plan.reference_assign import regroup as regroup
+from varlen.plan.reference_assign import search as search
+from varlen.plan.reference_compose import arrange as arrange
+from varlen.plan.reference_compose import backward_terms as backward_terms
+from varlen.plan.reference_compose import fill_lightest as fill_lightest
+from varlen.plan.reference_compose import reversed_chains as reversed_chains
+from varlen.plan.reference_groups import fill as fill
+from varlen.plan.reference_groups import least_work as least_work
+from varlen.plan.reference_groups import share as share
+
 Int32 = NDArray[np.int32]
 Weights = NDArray[Any]
 Subset = tuple[Any, int, list[int]]

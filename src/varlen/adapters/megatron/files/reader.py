@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -54,16 +55,16 @@ class PackedReader(Protocol):
         """Close it."""
 
 
-class RowReader:
+class RowReader(ABC):
     """What a reader is once it knows its rows: a sequence of dictionaries, and a context that closes."""
 
     num_rows: int
 
+    @abstractmethod
     def rows(self, indices: RowIds) -> PackedRows:
         """Return some rows, in the order asked for; as `PackedReader` has it."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
         """Give the files back; they are opened again by the next read."""
 
     def __len__(self) -> int:

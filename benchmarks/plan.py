@@ -1,0 +1,148 @@
+"""`python -m benchmarks plan`: every method of planning on one simulator, cell by cell.
+
+Two processes; each cell is kept as it comes, so that a run that was stopped goes on where it was; `--again` starts
+anew. `python -m benchmarks.plan_table` writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import load, machine, versions
+from benchmarks.plan_ablation import ABLATION_CELLS, ablated, planning_times
+from benchmarks.plan_grid import Cell, equal_rates, grid
+from benchmarks.plan_methods import measured
+from benchmarks.table import RESULTS
+
+FOLDER = RESULTS / "plan" / "methods"
+PROCESSES = 2
+Job = tuple[str, Callable[..., dict[str, Any]], tuple[Any, ...]]
+"""The key of a record, and the call that makes it."""
+
+
+def _grid(is_quick: bool) -> list[Job]:
+    cells = grid()[:6] if is_quick else grid()
+    return [(cell.key, measured, (cell,)) for cell in cells]
+
+
+def _equal_rates(is_quick: bool) -> list[Job]:
+    cells = equal_rates()[:4] if is_quick else equal_rates()
+    return [(cell.key, measured, (cell, ("packed", "micropack"))) for cell in cells]
+
+
+def _ablation(is_quick: bool) -> list[Job]:
+    cells: Iterable[Cell] = ABLATION_CELLS[:2] if is_quick else ABLATION_CELLS
+    return [(cell.key, ablated, (cell,)) for cell in cells]
+
+
+def _times(is_quick: bool) -> list[Job]:
+    return [(key, planning_times, (key, 2 if is_quick else 7)) for key in ("512 on 4x4", "8192 on 64x16")]
+
+
+PARTS = {"times": _times, "equal_rates": _equal_rates, "ablation": _ablation, "grid": _grid}
+"""By name; planning is timed first, one process at a time, before two run side by side."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts asked for and put their records into the result file; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plan", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--out", type=Path, help="result file; by default results/plan/methods/<date>.json")
+    parser.add_argument("--again", action="store_true", help="throw away what the file holds of the parts")
+    parser.add_argument(
+        "--only", nargs="+", metavar="METHOD", help="plan by these anew in the records of cells"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few cells of each part")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="that run side by side")
+    asked = parser.parse_args(arguments)
+    unknown = sorted(set(asked.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
+    if asked.quick and asked.out is None:
+        parser.error("--quick measures nothing worth keeping; say where it goes with --out")
+
+    today = datetime.now(UTC).date().isoformat()
+    out = asked.out or FOLDER / f"{today}.json"
+    result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
+    result |= {"date": today, "machine": machine(), "versions": versions(), "total_cells": len(grid(16))}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name, jobs_of in PARTS.items():
+        if not asked.parts or name in asked.parts:
+            if asked.again:
+                result["parts"].pop(name, None)
+            processes = 1 if name == "times" else asked.processes
+            if asked.only and name in ("grid", "equal_rates"):
+                _renew(name, tuple(asked.only), result, out, processes)
+            elif not asked.only:
+                _run(name, jobs_of(asked.quick), result, out, processes)
+    print(f"Written to {out.name}; `python -m benchmarks.plan_table` puts it into the docs.")
+    return 0
+
+
+def _run(name: str, jobs: list[Job], result: dict[str, Any], out: Path, processes: int) -> None:
+    """Run the jobs that the file holds no record of; keep each record as it comes."""
+    part = result["parts"].setdefault(name, {"seconds": 0.0, "load": [], "records": []})
+    known = {record["key"] for record in part["records"]}
+    waiting = [job for job in jobs if job[0] not in known]
+    begun = said = time.perf_counter()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(call, *given): key for key, call, given in waiting}
+        for done, future in enumerate(as_completed(running), 1):
+            part["records"].append({"key": running[future], **_rounded(future.result())})
+            part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
+            part["seconds"] = round(part["seconds"] + time.perf_counter() - said, 1)
+            said = time.perf_counter()
+            _write(result, out)
+            what = f"{name} {done}/{len(waiting)} {said - begun:.0f} s  {running[future]:<60}"
+            print(f"\r{what}", end="", file=sys.stderr, flush=True)
+    order = {key: place for place, (key, _, _) in enumerate(jobs)}
+    part["records"].sort(key=lambda record: order.get(record["key"], len(order)))
+    _write(result, out)
+    print(file=sys.stderr)
+
+
+def _renew(name: str, methods: tuple[str, ...], result: dict[str, Any], out: Path, processes: int) -> None:
+    """Plan the cells of a part anew by some methods, which have changed; the figures of all others stay."""
+    records = result["parts"][name]["records"]
+    begun = time.perf_counter()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(measured, Cell(**record["cell"]), methods) for record in records]
+        for record, future in zip(records, running):
+            record["methods"] |= _rounded(future.result()["methods"])
+    part = result["parts"][name]
+    part["renewed"] = {"methods": methods, "seconds": round(time.perf_counter() - begun, 1)}
+    _write(result, out)
+
+
+def _write(result: dict[str, Any], out: Path) -> None:
+    """Write the file whole, one record a line."""
+    head = {key: value for key, value in result.items() if key != "parts"}
+    parts = []
+    for name, part in result["parts"].items():
+        about = json.dumps({key: value for key, value in part.items() if key != "records"})[1:-1]
+        records = ",\n  ".join(json.dumps(record) for record in part["records"])
+        parts.append(f'{json.dumps(name)}: {{{about}, "records": [\n  {records}\n ]}}')
+    text = json.dumps(head)[:-1] + ', "parts": {\n ' + ",\n ".join(parts) + "\n}}\n"
+    new = out.with_suffix(".new")
+    new.write_text(text)
+    new.replace(out)
+
+
+def _rounded(value: Any) -> Any:
+    """Return plain data with floats of six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {str(key): _rounded(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
+    return value

@@ -1,0 +1,277 @@
+"""Turn the newest result of the planning benchmark into docs/planning-results.md; needs nothing but Python.
+
+`python -m benchmarks.plan_table` writes the page; `--check` only says whether it is up to date, with exit code 1 if
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from benchmarks.plan_figures import (
+    OTHERS,
+    TITLES,
+    Record,
+    Verdict,
+    load_newest,
+    middle,
+    ratios,
+    records_of,
+    speedup,
+    speedups,
+    verdicts,
+    where,
+)
+from benchmarks.table import ROOT
+
+PAGE = ROOT / "docs" / "planning-results.md"
+WORST = 12
+ABLATION_TITLES = {
+    "tuning": "tuning packs (capacity, ranks, order)",
+    "balance": "balancing whole documents, over tuned packs",
+    "slicing": "slicing",
+    "graded sizes": "graded sizes",
+    "zero-bubble": "zero-bubble (split backward)",
+    "DP-Merge": "DP-Merge",
+    "asymmetry": "asymmetry",
+    "order": "order of documents",
+    "exact solving": "exact solving",
+}
+_CHIEF = "micropack"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the page; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where it is stale")
+    is_check = parser.parse_args(arguments).check
+    try:
+        fresh = page(load_newest())
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == fresh:
+        return 0
+    if is_check:
+        print(f"{PAGE.name} is stale; run `python -m benchmarks.plan_table`", file=sys.stderr)
+        return 1
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the page that a result makes."""
+    cells = records_of(result, "grid")
+    held = result["machine"]
+    parts = [
+        "# Planning: results",
+        "Written by `python -m benchmarks.plan_table` from the newest file of `make bench-plan`; nothing here is "
+        "typed. Simulated: no GPU ran. Every method plans the same steps; one simulator runs all plans, at the same "
+        "rates, with the same memory. `packed, as users run it` is best-fit-decreasing at the capacity, dealt round "
+        "robin, 1F1B; every other method is at the best setting that the simulator finds for it in each cell: "
+        "capacity, number of micro-batches, assignment to ranks, order.",
+        f"{result['date']}: {held['cpu']}, {held['cores']} cores, Python {held['python']}, varlen "
+        f"{result['versions']['varlen']} ({result['versions']['commit']}). {_times_of(result)} "
+        f"Run: {len(cells):,} of {result['total_cells']:,} cells, drawn the same way every time "
+        "(`benchmarks/plan_grid.py`): of each set, capacity and mesh as many, with numbers "
+        "of documents, models and seeds taking turns.",
+        "## Targets",
+        _table(
+            ("what must hold", "found", "target", "cells", "met"),
+            (_verdict(found) for found in verdicts(result)),
+        ),
+        "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. The bound counts work "
+        "at the highest rates over all rows, without launches, so that no plan reaches it; filling the pipeline with "
+        "the smallest unit is part of it.",
+        "## Methods",
+        _methods(cells),
+        "Step time over the bound, where the method fits; bubble, imbalance (busiest rank over the mean), peak "
+        "memory and planning time are medians. Planning time is of this process alone while another ran beside it. "
+        "*Doesn't fit*: memory holds no plan of the method, even with recomputation.",
+        "## Speed-up of micropack",
+        _by_mesh(cells),
+        "Median (least to most) of the cells that both fit, by capacity and dp x pp.",
+        _by_set(cells),
+        "## What each idea brings",
+        _ablation(records_of(result, "ablation")),
+        "Step time without the idea over step time with it: median (least to most) of 24 cells each: 512 documents "
+        "of six sets, 128K and 256K, 7B, tp 8, on 4x4 and 8x8. Below 1 the idea would have been better left out. "
+        "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart.",
+        "## Equal rates",
+        _equal(records_of(result, "equal_rates")),
+        "## Worst cells",
+        "Furthest from the bound:",
+        _worst(cells, lambda record: record["methods"][_CHIEF].get("ratio", 0.0)),
+        "Nearest to, or behind, the best other method:",
+        _worst(cells, lambda record: -min((v for n in OTHERS if (v := speedup(record, n))), default=1e9)),
+        "## Every cell",
+        "Step time of micropack, its ratio to the bound, and its speed-up over the others; - where a plan doesn't "
+        "fit.",
+        _cells(sorted(cells, key=lambda record: str(record["key"]))),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a markdown table; all columns but the first stand to the right."""
+    names = list(head)
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _times_of(result: dict[str, Any]) -> str:
+    """Say how long the parts took and how busy the machine was."""
+    told = [
+        f"{name} {part['seconds'] / 60:.1f} min (load {part['load'][0]} to {part['load'][1]})"
+        for name, part in result["parts"].items()
+        if part["load"]
+    ]
+    return f"Parts, with the load average of the machine: {', '.join(told)}."
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    """Return a number with three digits that count, "-" for none."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}{unit}" if abs(value) >= 100 or (value == 0 and not unit) else f"{value:.3g}{unit}"
+
+
+def _verdict(found: Verdict) -> tuple[str, ...]:
+    sign = "at least" if found.is_least else "at most"
+    met = {True: "yes", False: "**no**", None: "not run"}[found.met]
+    return (
+        found.what,
+        _number(found.value, found.unit),
+        f"{sign} {_number(found.target, found.unit)}",
+        f"{found.cells:,}",
+        met,
+    )
+
+
+def _spread(values: list[float]) -> str:
+    """Return the median, the least and the most."""
+    if not values:
+        return "-"
+    return f"{_number(median(values))} ({_number(min(values))} to {_number(max(values))})"
+
+
+def _methods(cells: list[Record]) -> str:
+    """Return a row a method over all cells."""
+    rows = []
+    for name, title in TITLES.items():
+        figures = [record["methods"].get(name, {}) for record in cells]
+        fitting = [figure for figure in figures if "step_s" in figure]
+        large = ratios(where(cells, lambda record: record["is_large"]), name)
+        rows.append(
+            (
+                title,
+                _spread(ratios(cells, name)),
+                _spread(large),
+                *(
+                    _number(middle([figure[column] for figure in fitting]))
+                    for column in ("bubble", "imbalance", "peak_gib", "planning_s")
+                ),
+                f"{len(figures) - len(fitting)}",
+            )
+        )
+    head = (
+        "method",
+        "over bound, all cells",
+        "large enough cells",
+        "bubble",
+        "imbalance",
+        "peak GiB",
+        "planning s",
+    )
+    return _table((*head, "doesn't fit"), rows)
+
+
+def _by_mesh(cells: list[Record]) -> str:
+    """Return speed-ups by capacity and size of mesh."""
+    rows = []
+    for capacity in sorted({record["cell"]["capacity"] for record in cells}):
+        for low, high, text in ((0, 32, "below 32"), (32, 64, "32 to 63"), (64, 10**6, "64 and more")):
+            some = where(
+                cells,
+                lambda r, c=capacity, low=low, high=high: (
+                    r["cell"]["capacity"] == c and low <= r["cell"]["dp"] * r["cell"]["pp"] < high
+                ),
+            )
+            row = [f"{capacity // 1024}K, {text}", f"{len(some)}"]
+            rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
+    head = ("capacity, dp x pp", "cells", *(TITLES[name] for name in OTHERS), "over bound")
+    return _table(head, rows)
+
+
+def _by_set(cells: list[Record]) -> str:
+    """Return speed-ups by set, and what truncation took."""
+    rows = []
+    for name in sorted({record["cell"]["lengths"] for record in cells}):
+        for capacity in sorted({record["cell"]["capacity"] for record in cells}):
+            some = where(
+                cells,
+                lambda r, n=name, c=capacity: r["cell"]["lengths"] == n and r["cell"]["capacity"] == c,
+            )
+            lost = [100 * record["truncated_share"] for record in some]
+            row = [f"{name}, {capacity // 1024}K", f"{_number(middle(lost))} %"]
+            rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
+    head = ("set, capacity", "truncated", *(TITLES[name] for name in OTHERS), "over bound")
+    return _table(head, rows)
+
+
+def _ablation(records: list[Record]) -> str:
+    """Return what each idea brings in each setting."""
+    settings = list(dict.fromkeys(record["setting"] for record in records))
+    pairs = {
+        "tuning": ("as_run", "packed"),
+        "balance": ("packed", "balanced"),
+        **{name: (name, "everything") for name in ABLATION_TITLES if name not in ("tuning", "balance")},
+        "exact solving": ("everything", "exact solving"),
+    }
+    rows = []
+    for idea, title in ABLATION_TITLES.items():
+        without, with_it = pairs[idea]
+        row = [title]
+        for setting in settings:
+            plans = [record["plans"] for record in records if record["setting"] == setting]
+            both = [p for p in plans if "step_s" in p.get(without, {}) and "step_s" in p.get(with_it, {})]
+            row.append(_spread([p[without]["step_s"] / p[with_it]["step_s"] for p in both]))
+        rows.append(row)
+    return _table(("idea", *settings), rows)
+
+
+def _equal(records: list[Record]) -> str:
+    """Return ratios at equal rates by capacity."""
+    rows = []
+    for capacity in sorted({record["cell"]["capacity"] for record in records}):
+        some = where(records, lambda r, c=capacity: r["cell"]["capacity"] == c)
+        row = (f"{capacity // 1024}K, 4x4, 7B", f"{len(some)}", _spread(ratios(some)))
+        rows.append((*row, _spread(speedups(some, "packed"))))
+    return _table(("cells", "number", "over bound", "speed-up over packed, tuned"), rows)
+
+
+def _worst(cells: list[Record], badness: Any) -> str:
+    """Return the cells of which something is largest."""
+    fitting = where(cells, lambda record: "step_s" in record["methods"][_CHIEF])
+    return _cells(sorted(fitting, key=badness, reverse=True)[:WORST])
+
+
+def _cells(records: list[Record]) -> str:
+    """Return a row a cell."""
+    rows = []
+    for record in records:
+        ours = record["methods"][_CHIEF]
+        seconds = f"{_number(ours.get('step_s'))} s" if "step_s" in ours else "-"
+        row = [record["key"].replace("/", ", "), f"{record['tokens'] / 1e6:.2f} M", seconds]
+        row += [_number(ours.get("ratio")), _number(ours.get("bubble")), ours.get("recompute", "-")]
+        rows.append([*row, *(_number(speedup(record, name)) for name in OTHERS)])
+    head = ("cell", "tokens", "step", "over bound", "bubble", "recompute", *(TITLES[name] for name in OTHERS))
+    return _table(head, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

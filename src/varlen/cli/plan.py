@@ -1,0 +1,257 @@
+"""`varlen plan`: how long a training step takes with each way of planning it, on which mesh, and where time goes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from varlen.cli.options import ChatTemplate, Column, Eos, NoEos, OnError, TextCut, Tokenizer
+from varlen.cli.plan_options import (
+    Calibrate,
+    Capacity,
+    Cp,
+    Dp,
+    Gpus,
+    HardwareName,
+    InOrder,
+    Lengths,
+    Methods,
+    Model,
+    Pp,
+    PrintJson,
+    RatesName,
+    RecomputeName,
+    Report,
+    Save,
+    Seconds,
+    Seed,
+    ShardingName,
+    Step,
+    StepSize,
+    Sweep,
+    Tp,
+    Trace,
+    VirtualStages,
+)
+from varlen.counts import many
+from varlen.errors import SettingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from varlen.cli.progress import OnProgress
+    from varlen.cost.model import CostModel
+    from varlen.report.plan_steps import StepDocuments
+    from varlen.step_plan import Mesh
+
+_DEFAULT_CAPACITY = "128k"
+
+
+def plan(
+    data: Lengths = None,
+    model: Model = "llama-3-8b",
+    gpus: Gpus = None,
+    dp: Dp = None,
+    pp: Pp = 1,
+    cp: Cp = 1,
+    tp: Tp = 1,
+    virtual_stages: VirtualStages = 1,
+    sharding: ShardingName = "optimizer",
+    hardware: HardwareName = "h100",
+    recompute: RecomputeName = "auto",
+    capacity: Capacity = None,
+    documents: StepSize = 512,
+    step: Step = 0,
+    seed: Seed = 0,
+    in_order: InOrder = False,
+    method: Methods = None,
+    rates: RatesName = "calibrated",
+    sweep: Sweep = False,
+    calibrate: Calibrate = False,
+    seconds: Seconds = 20.0,
+    tokenizer: Tokenizer = "bytes",
+    column: Column = None,
+    chat_template: ChatTemplate = None,
+    eos: Eos = None,
+    no_eos: NoEos = False,
+    text_cut: TextCut = "auto",
+    on_error: OnError = "raise",
+    output: Report = None,
+    trace: Trace = None,
+    save: Save = None,
+    as_json: PrintJson = False,
+) -> None:
+    """Plan a training step in several ways, and show how long each takes and why.
+
+    Takes the lengths of one step's documents, balances and slices them for a mesh of GPUs, and simulates every
+    stage: packs as users run them, tuned packs, the peers' methods, and MicroPacks. Nothing is trained, and no
+    GPU is needed. [bold]-o[/] writes timelines to zoom into; --sweep looks for the fastest mesh.
+
+    [bold]Example:[/]  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k -o report.html
+    """
+    from varlen.cli.planned import check_outputs, show, show_sweep
+    from varlen.cli.progress import progress
+
+    if calibrate:
+        from varlen.cli.plan_calibrate import calibrated
+
+        calibrated(data, model, tp, seconds, save=save, as_json=as_json)
+        return
+    named = _named(data)
+    outputs = {"output": output, "trace": trace, "save": save}
+    check_outputs(outputs, named, sweep=sweep)
+    cost = _cost_of(model, hardware, rates, recompute)
+    axes: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_stages": virtual_stages}
+    division = {"num_gpus": gpus or 8} if sweep else {"mesh": _mesh(gpus, axes, sharding)}
+    drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
+    capacities = _capacities(capacity, sweep=sweep)
+    settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
+    reading: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "column": column or [],
+        "chat_template": chat_template,
+        "eos": eos,
+        "append_eos": not no_eos,
+        "text_cut": text_cut,
+        "on_error": on_error,
+    }
+    with progress() as on_progress:
+        lengths, are_bytes = _lengths(named, reading, on_progress)
+        steps = _steps(lengths, capacities, drawn)
+        settings |= {"name": _title(named), "are_bytes": are_bytes, "on_progress": on_progress}
+        settings["cost"] = _stretched(cost, max(int(one.lengths.max()) for one in steps))
+        if sweep:
+            from varlen.report.plan_sweep import sweep as find
+
+            swept = find(steps, **settings)
+        else:
+            from varlen.report.plan_compare import compare
+
+            compared = compare(steps[0], **settings)
+    if sweep:
+        show_sweep(swept, as_json=as_json)
+    else:
+        show(compared, outputs, as_json=as_json)
+
+
+def _named(data: list[str] | None) -> list[str]:
+    """Return what is to be planned.
+
+    Raises:
+        SettingError: nothing was named.
+    """
+    if not data:
+        raise SettingError("name a file of lengths, or documents; or measure this machine with --calibrate")
+    return data
+
+
+def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel:
+    """Return the cost model that arguments name.
+
+    Raises:
+        SettingError: no such model, hardware, rates or recomputation.
+    """
+    from varlen.cli.job import hardware_of, model_of
+    from varlen.cost.model import CostModel, Mode
+    from varlen.step_plan import Recompute
+
+    if rates not in get_args(Mode):
+        raise SettingError(f"--rates must be one of {', '.join(get_args(Mode))}; got {rates!r}")
+    if recompute not in ("auto", *get_args(Recompute)):
+        raise SettingError(
+            f"--recompute must be one of auto, {', '.join(get_args(Recompute))}; got {recompute!r}"
+        )
+    return CostModel(
+        model=model_of(model),
+        hardware=hardware_of(hardware),
+        mode=cast("Mode", rates),
+        recompute=cast("Recompute", "none" if recompute == "auto" else recompute),
+    )
+
+
+def _stretched(cost: CostModel, longest: int) -> CostModel:
+    """Let a model have as many positions as the longest document: who names a capacity means to train so far."""
+    positions = cost.model.max_positions
+    if positions is None or longest <= positions:
+        return cost
+    print(
+        f"varlen: {cost.model.name or 'the model'} has {positions:,} positions, and a document of this step "
+        f"{longest:,} tokens; planned as if its positions were stretched",
+        file=sys.stderr,
+    )
+    return cost.replace(model=replace(cost.model, max_positions=longest))
+
+
+def _mesh(gpus: int | None, axes: dict[str, Any], sharding: str) -> Mesh:
+    """Return the mesh that arguments name.
+
+    Raises:
+        SettingError: it doesn't divide.
+    """
+    from varlen.cli.job import mesh_of
+    from varlen.step_plan import Sharding
+
+    return mesh_of(gpus=gpus, sharding=cast("Sharding", sharding), **axes)
+
+
+def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:
+    """Return what is planned, and how.
+
+    Raises:
+        SettingError: an unknown method or sharding, or several methods for a sweep.
+    """
+    from varlen.report.plan_compare import METHODS, check_methods
+
+    check_methods(method or ())
+    if not sweep:
+        return {"methods": method or METHODS, "repairs": repairs}
+    if method is not None and len(method) > 1:
+        raise SettingError(f"--sweep plans by one --method; got {', '.join(method)}")
+    chosen = method[0] if method else "micropack"
+    return {"method": chosen, "repairs": repairs, "sharding": sharding}
+
+
+def _capacities(given: list[str] | None, *, sweep: bool) -> list[int]:
+    """Read the capacities.
+
+    Raises:
+        SettingError: one is none, or there are several without a sweep.
+    """
+    from varlen.cli.job import tokens_of
+
+    found = [tokens_of(words, "--capacity") for words in given or [_DEFAULT_CAPACITY]]
+    if len(found) > 1 and not sweep:
+        raise SettingError("--capacity stands several times, which only --sweep compares; name one of them")
+    return found
+
+
+def _lengths(
+    data: list[str], reading: dict[str, Any], on_progress: OnProgress
+) -> tuple[npt.NDArray[np.int64], bool]:
+    """Return the lengths that arguments name, and whether bytes were counted."""
+    from varlen.cli.counted import counted
+    from varlen.cli.reading import lengths_of
+
+    found = counted(data) or lengths_of(data, on_progress, 0, **reading)
+    if found.skipped:
+        print(
+            f"varlen: {many(len(found.skipped), 'record')} that could not be read left out", file=sys.stderr
+        )
+    return found.lengths, found.are_bytes
+
+
+def _steps(
+    lengths: npt.NDArray[np.int64], capacities: list[int], drawn: dict[str, Any]
+) -> list[StepDocuments]:
+    """Take the documents of one step at each capacity."""
+    from varlen.report.plan_steps import step_documents
+
+    return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
+
+
+def _title(data: list[str]) -> str:
+    """Name the data for headings."""
+    return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")

@@ -1,0 +1,279 @@
+"""`CostModel`: a model on hardware, which planner and simulator ask for seconds and bytes alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.cost import memory as memories
+from varlen.cost import traffic
+from varlen.cost.check import check_mesh
+from varlen.cost.flops import BACKWARD_RATIO, Flops, step_flops
+from varlen.cost.hardware import Hardware, RateTable
+from varlen.cost.memory import Kernels, Memory, memory_of
+from varlen.cost.rates import Rates
+from varlen.cost.shape import ModelShape
+from varlen.cost.stages import Stages, stages_of
+from varlen.errors import SettingError
+from varlen.step_plan import Mesh, Offload, Recompute
+from varlen.types import FloatArray
+
+Mode = Literal["calibrated", "flops"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CostModel:
+    """Seconds and bytes of any slice of a model on hardware.
+
+    Two modes: "calibrated" looks rates up in the hardware's tables by rows and key length; "flops" computes at one
+    rate for everything (the best of the forward tables) without launch time, so that attention's backward pass
+    takes 2.5 times its forward pass and a matrix product's twice, the convention of papers.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    recompute: Recompute = "none"
+    """Which activations are computed again in the backward pass."""
+    offload: Offload = "none"
+    """What waits in host memory: "kv" leaves keys, values and their gradients of two layers on the GPU. Each slice
+    then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
+    that is priced."""
+    mode: Mode = "calibrated"
+    """Whether seconds come from the hardware's tables or from FLOPs alone."""
+    kernels: Kernels = "fused"
+    """Whose layers run: Megatron's fused ones, or transformers' eager ones, which leave more activations behind."""
+    memory_fraction: float = 0.92
+    """Share of the card that a plan may use; the rest is the allocator's and the libraries'."""
+    tp_overlap: float = 0.0
+    """Share of tensor-parallel collectives hidden behind matrix products; frameworks that split products into tiles
+    (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition") hide most."""
+    exchange_overlap: float = 1.0
+    """Share of attention behind which the exchange of keys and values among GPUs that share a document hides: 1 as in
+    ring attention (Liu et al. 2023, arXiv 2310.01889), 0 where nothing overlaps."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("recompute", Recompute),
+            ("offload", Offload),
+            ("mode", Mode),
+            ("kernels", Kernels),
+        ):
+            if getattr(self, name) not in get_args(allowed):
+                raise SettingError(
+                    f"cost {name}={getattr(self, name)!r}; there are {', '.join(get_args(allowed))}"
+                )
+        if not 0 < self.memory_fraction <= 1:
+            raise SettingError(f"memory_fraction={self.memory_fraction!r}; it must be above 0 and at most 1")
+        for name in ("tp_overlap", "exchange_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingError(f"{name}={getattr(self, name)!r}; it must be from 0 to 1")
+
+    def replace(self, **changes: Any) -> CostModel:
+        """Return the same model with other settings.
+
+        Args:
+            changes: fields and their new values.
+        """
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over every figure: equal ones price equally."""
+        digest = hashlib.sha256()
+        _digest(self, digest)
+        return digest.hexdigest()[:16]
+
+    @property
+    def limit_bytes(self) -> float:
+        """Bytes of a GPU that a plan may use."""
+        return self.memory_fraction * self.hardware.memory_bytes
+
+    def stages(self, mesh: Mesh) -> Stages:
+        """Return the layers of each chunk, moved so that the heaviest stage is lightest.
+
+        Args:
+            mesh: how the model is cut.
+
+        Raises:
+            SettingError: a mesh that doesn't divide the model.
+        """
+        check_mesh(self.model, mesh)
+        return stages_of(self.model, mesh)
+
+    def memory(self, mesh: Mesh, stages: Stages | None = None) -> Memory:
+        """Return the bytes that stay on a GPU, and those that rows add.
+
+        Args:
+            mesh: what divides them.
+            stages: layers of each chunk; without, as `stages` cuts them.
+        """
+        cut = self.stages(mesh) if stages is None else stages
+        return memory_of(self.model, mesh, cut, self.recompute, self.offload, self.limit_bytes, self.kernels)
+
+    def send_s(self, mesh: Mesh) -> tuple[float, float]:
+        """Return latency and seconds per row of a stage boundary, the same in both passes.
+
+        Args:
+            mesh: its tensor-parallel GPUs send a part of each row.
+        """
+        check_mesh(self.model, mesh)
+        return traffic.boundary_s(self.model, self.hardware, mesh)
+
+    def gradient_sync_s(self, mesh: Mesh) -> FloatArray:
+        """Return seconds of the gradients' synchronization at the step's end, float64 `[pp]`.
+
+        Args:
+            mesh: over whose dp x cp GPUs, and by which sharding.
+        """
+        return traffic.gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh))
+
+    def gather_s(self, mesh: Mesh) -> FloatArray:
+        """Return seconds that gathering a chunk's parameters for a MicroPack takes, float64 `[num_chunks]`.
+
+        A backward MicroPack takes twice that: it gathers again, and reduces gradients to shards.
+
+        Args:
+            mesh: 0 unless it shards parameters.
+        """
+        return traffic.gather_s(self.model, self.hardware, mesh, self.stages(mesh))
+
+    def flops(self, lengths: npt.ArrayLike) -> Flops:
+        """Return FLOPs of a step on whole documents: the model's own, for MFU, and the hardware's.
+
+        Args:
+            lengths: `[num_documents]`.
+        """
+        return step_flops(self.model, lengths, self.recompute)
+
+    def rates(self, mesh: Mesh, best: bool = False) -> Rates:
+        """Return what the pricing kernels take.
+
+        Args:
+            mesh: what divides a slice's work.
+            best: for lower bounds: the highest rate over all rows, no launch time and no latency.
+
+        Raises:
+            SettingError: a mesh that doesn't divide the model.
+        """
+        check_mesh(self.model, mesh)
+        model, hardware = self.model, self.hardware
+        pair_flops = 2.0 * model.heads * (model.head_dim + model.value_head_dim) / mesh.tp
+        kv = model.kv_bytes_per_token_layer / memories.kv_shards(model, mesh)
+        queries = 2.0 * model.heads * model.head_dim / mesh.tp
+        outputs = 2.0 * model.heads * model.value_head_dim / mesh.tp
+        is_quick = best or self.mode == "flops"
+        is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > memories.LAYERS_ON_DEVICE
+        host_s = 1.0 / hardware.host.bytes_per_s if is_far else 0.0
+        grids = self._flop_rates() if self.mode == "flops" else self._table_rates(best)
+        return Rates(
+            **grids,
+            link_latency_s=np.array([hardware.intra.latency_s, hardware.inter.latency_s]) * (not best),
+            link_s_per_byte=np.array([1 / hardware.intra.bytes_per_s, 1 / hardware.inter.bytes_per_s]),
+            row_scale=(model.heads / mesh.tp / hardware.measured_heads) ** hardware.heads_exponent,
+            attention_flops=pair_flops * (1.0 - model.windowed_share),
+            windowed_flops=pair_flops * model.windowed_share,
+            window=float(model.window),
+            backward_ratio=BACKWARD_RATIO,
+            linear_flops=2.0 * model.linear_parameters_per_layer / mesh.tp,
+            head_flops=2.0 * model.head_parameters / mesh.tp,
+            num_layers=float(model.layers),
+            launch_s=0.0 if is_quick else hardware.launch_s,
+            recompute=float(self.recompute == "full"),
+            reuse_s=self._reuse_s(mesh),
+            collective_s=self._collective_s(mesh),
+            cp=float(mesh.cp),
+            node_group=float(max(hardware.gpus_per_node // mesh.tp, 1)),
+            key_value_bytes=kv,
+            query_bytes=queries + outputs,
+            query_gradient_bytes=2.0 * queries + outputs,
+            exchange_overlap=self.exchange_overlap,
+            host_s_per_token=kv * host_s,
+            # Keys and values in, and their float32 gradients in and out on the other direction of the link.
+            host_back_s_per_token=3.0 * kv * host_s,
+        )
+
+    def _table_rates(self, best: bool) -> dict[str, Any]:
+        """The grids of the hardware's tables."""
+        forward, backward = self.hardware.attention
+        gemm = self.hardware.gemm
+        back = self.hardware.gemm_backward or gemm
+        rows = np.union1d(gemm.rows, back.rows)
+        grids = {
+            "query_rows": np.union1d(forward.query_rows, backward.query_rows),
+            "key_lengths": np.union1d(forward.key_lengths, backward.key_lengths),
+            "gemm_rows": rows,
+            "gemm_s": _on_rows(rows, gemm.rows, 1e-12 / gemm.tflops),
+            "gemm_backward_s": _on_rows(rows, back.rows, 1e-12 / back.tflops),
+        }
+        for name, table in (("forward_s", forward), ("backward_s", backward)):
+            grids[name] = _on_grid(grids["query_rows"], grids["key_lengths"], table)
+        if best:
+            grids["query_rows"], grids["gemm_rows"] = np.ones(1), np.ones(1)
+            for name in ("forward_s", "backward_s", "gemm_s", "gemm_backward_s"):
+                grids[name] = grids[name].min(axis=0, keepdims=True)
+        return grids
+
+    def _flop_rates(self) -> dict[str, Any]:
+        """One rate for all rows and keys: the best of the forward tables."""
+        attention = np.full((1, 1), 1e-12 / self.hardware.attention[0].tflops.max())
+        gemm = np.full(1, 1e-12 / self.hardware.gemm.tflops.max())
+        one = np.ones(1)
+        return {
+            "query_rows": one,
+            "key_lengths": one,
+            "forward_s": attention,
+            "backward_s": attention,
+            "gemm_rows": one,
+            "gemm_s": gemm,
+            "gemm_backward_s": gemm,
+        }
+
+    def _reuse_s(self, mesh: Mesh) -> float:
+        """Seconds per row and layer to compute norms and the product again: three reads and writes of each."""
+        if self.recompute != "selective" or self.mode == "flops":
+            return 0.0
+        return 3.0 * memories.reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
+
+    def _collective_s(self, mesh: Mesh) -> float:
+        """Seconds per row, layer and pass: two all-gathers and two reduce-scatters of a row among tp GPUs.
+
+        Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2); their latency is in `launch_s`.
+        """
+        link = self.hardware.intra if mesh.tp <= self.hardware.gpus_per_node else self.hardware.inter
+        moved = 4.0 * 2.0 * self.model.hidden * (mesh.tp - 1) / mesh.tp
+        return (1.0 - self.tp_overlap) * moved / link.bytes_per_s
+
+
+def _on_rows(rows: FloatArray, grid: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Interpolate seconds per FLOP on another grid, linearly in 1 / rows; under the first row time stays."""
+    held = np.maximum(rows, grid[0])
+    there: FloatArray = np.interp(1.0 / held, 1.0 / grid[::-1], seconds[::-1]) * (held / rows)
+    return there
+
+
+def _on_grid(rows: FloatArray, keys: FloatArray, table: RateTable) -> FloatArray:
+    """Interpolate a table's seconds per FLOP on other grids."""
+    seconds = 1e-12 / table.tflops
+    held = np.maximum(keys, table.key_lengths[0])
+    wide = np.array([_on_rows(held, table.key_lengths, row) for row in seconds])
+    return np.array([_on_rows(rows, table.query_rows, column) for column in wide.T]).T.copy()
+
+
+def _digest(value: Any, digest: Any) -> None:
+    """Add a value to a hash, fields by name and arrays by their bytes."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            digest.update(field.name.encode())
+            _digest(getattr(value, field.name), digest)
+    elif isinstance(value, np.ndarray):
+        digest.update(repr(value.shape).encode() + value.tobytes())
+    elif isinstance(value, tuple):
+        for item in value:
+            _digest(item, digest)
+    else:
+        digest.update(repr(value).encode())

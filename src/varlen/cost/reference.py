@@ -1,0 +1,212 @@
+"""Every pricing kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+
+Written to be read. Arguments and results are those of the kernels, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.cost.rates import NUM_COLUMNS, Rates
+
+Int32 = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+
+def pairs(start: float, stop: float, window: float) -> float:
+    """Count the pairs of a query in a slice and a key that it sees: query t sees min(t + 1, window) keys."""
+    unlimited = window <= 0 or stop <= window
+    if unlimited:
+        return (stop * (stop + 1) - start * (start + 1)) / 2
+    if start >= window:
+        return (stop - start) * window
+    return pairs(start, window, 0) + (stop - window) * window
+
+
+def _seconds_per_flop(grid: Floats, values: Sequence[float], at: float) -> float:
+    """Interpolate in reciprocals; past the last grid point the rate stays, under the first the time does."""
+    if len(grid) == 1:
+        return values[0]
+    held = max(at, float(grid[0]))
+    # np.interp wants rising points, and reciprocals of a rising grid fall.
+    return float(np.interp(1 / held, 1 / grid[::-1], list(values)[::-1])) * held / at
+
+
+def _attention_s_per_flop(rows: float, keys: float, table: Floats, rates: Rates) -> float:
+    """Seconds per FLOP of attention, on the grid of keys for each row of the table, then on that of rows."""
+    held = max(keys, float(rates.key_lengths[0]))
+    on_rows = [_seconds_per_flop(rates.key_lengths, row, held) for row in table.tolist()]
+    return _seconds_per_flop(rates.query_rows, on_rows, rows * rates.row_scale)
+
+
+def _attention(start: float, stop: float, group: float, rows: float, rates: Rates) -> tuple[float, float]:
+    """Seconds of a slice's attention in an average layer, forward and backward."""
+    forward = backward = 0.0
+    kinds = [(rates.attention_flops, 0.0, stop)]
+    if rates.windowed_flops > 0:
+        kinds.append((rates.windowed_flops, rates.window, min(stop, rates.window)))
+    for flops_per_pair, window, keys in kinds:
+        flops = flops_per_pair * pairs(start, stop, window) / group
+        forward += flops * _attention_s_per_flop(rows, keys, rates.forward_s, rates)
+        backward += flops * rates.backward_ratio * _attention_s_per_flop(rows, keys, rates.backward_s, rates)
+    return forward, backward
+
+
+def _exchange(start: float, stop: float, group: float, rates: Rates) -> tuple[float, float, float]:
+    """Latency and seconds that GPUs sharing a slice spend: keys travel to queries, or the other way if less."""
+    if group <= 1:
+        return 0.0, 0.0, 0.0
+    link = 0 if group <= rates.node_group else 1
+    s_per_byte = float(rates.link_s_per_byte[link]) * (group - 1) / group
+    forward = min(stop * rates.key_value_bytes, (stop - start) * rates.query_bytes)
+    # Keys and values once more, and their gradients back.
+    backward = min(2 * stop * rates.key_value_bytes, (stop - start) * rates.query_gradient_bytes)
+    return float(rates.link_latency_s[link]), forward * s_per_byte, backward * s_per_byte
+
+
+def _exposed(
+    start: float, stop: float, group: float, attended: tuple[float, float], rates: Rates
+) -> tuple[float, float, float]:
+    """Latency of the exchange, and what attention doesn't hide of its seconds, forward and backward."""
+    latency, *moved = _exchange(start, stop, group, rates)
+    forward, backward = (max(0.0, m - rates.exchange_overlap * a) for m, a in zip(moved, attended))
+    return latency, forward, backward
+
+
+def slice_seconds(
+    start: float, stop: float, num_ranks: float, rows: float, rates: Rates
+) -> tuple[float, float, float]:
+    """Price one slice of a MicroPack of `rows` rows a GPU: forward, input and weight seconds of an average layer.
+
+    The head is spread evenly over the model's layers; launches and latencies are left out, so that slices add up.
+    """
+    group = num_ranks * rates.cp
+    own = (stop - start) / group
+    attention, attention_back = _attention(start, stop, group, rows, rates)
+    linear = own * _seconds_per_flop(rates.gemm_rows, rates.gemm_s.tolist(), rows)
+    linear_back = own * _seconds_per_flop(rates.gemm_rows, rates.gemm_backward_s.tolist(), rows)
+    _, exchange, exchange_back = _exposed(start, stop, group, (attention, attention_back), rates)
+    computed = attention + rates.linear_flops * linear + rates.collective_s * own
+    back = attention_back + rates.linear_flops * linear_back + (rates.collective_s + rates.reuse_s) * own
+    head = rates.head_flops / rates.num_layers
+    return (
+        max(computed + exchange, rates.host_s_per_token * start / group) + head * linear,
+        max(
+            back + rates.recompute * computed + exchange_back,
+            rates.host_back_s_per_token * start / group,
+        )
+        + head * linear_back,
+        (rates.linear_flops + head) * linear_back,
+    )
+
+
+def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, rates: Rates) -> Floats:
+    """Price MicroPacks: float64 `[num_micropacks, 7]`, seconds and rows of one GPU."""
+    priced = np.zeros((len(slice_offsets) - 1, NUM_COLUMNS))
+    ends = slice_offsets.tolist()
+    for pack, (first, last) in enumerate(zip(ends, ends[1:])):
+        slices = [
+            (float(starts[one]), float(stops[one]), float(num_ranks[one]) * rates.cp)
+            for one in range(first, last)
+        ]
+        if slices:
+            priced[pack] = _micropack(slices, rates)
+    return priced
+
+
+def _micropack(slices: list[tuple[float, float, float]], rates: Rates) -> list[float]:
+    """The columns of one MicroPack; a slice is its start, its stop and the GPUs that share it."""
+    rows = sum((stop - start) / group for start, stop, group in slices)
+    attended = [_attention(start, stop, group, rows, rates) for start, stop, group in slices]
+    exchanged = [_exposed(*slice_, hiding, rates) for slice_, hiding in zip(slices, attended)]
+    earlier = sum(start / group for start, stop, group in slices)
+    latency = max(waited for waited, _, _ in exchanged)
+    linear = rows * _seconds_per_flop(rates.gemm_rows, rates.gemm_s.tolist(), rows)
+    linear_back = rows * _seconds_per_flop(rates.gemm_rows, rates.gemm_backward_s.tolist(), rows)
+    computed = sum(forward for forward, _ in attended) + rates.linear_flops * linear
+    computed += rates.collective_s * rows + rates.launch_s
+    back = sum(backward for _, backward in attended) + rates.linear_flops * linear_back
+    back += (rates.collective_s + rates.reuse_s) * rows + rates.launch_s + rates.recompute * computed
+    forward = computed + sum(moved for _, moved, _ in exchanged) + latency
+    back += sum(moved for _, _, moved in exchanged) + 2 * latency
+    return [
+        # Fetching from host memory runs beside the layer before it: it counts where it takes longer.
+        max(forward, rates.host_s_per_token * earlier),
+        rates.head_flops * linear + rates.launch_s,
+        max(back, rates.host_back_s_per_token * earlier),
+        rates.head_flops * linear_back + rates.launch_s,
+        rates.linear_flops * linear_back + rates.launch_s,
+        rates.head_flops * linear_back + rates.launch_s,
+        rows,
+    ]
+
+
+def _seconds(stop: int, num_ranks: int, rows: float, rates: Rates, forward_part: float) -> float:
+    forward, inputs, weights = slice_seconds(0.0, float(stop), float(num_ranks), rows, rates)
+    return float(forward_part * forward + inputs + weights)
+
+
+def document_seconds(
+    lengths: Int32, num_ranks: Int32, rows: float, forward_part: float, rates: Rates
+) -> Floats:
+    """Return what each whole document costs in both passes, per layer and GPU, in MicroPacks of `rows` rows."""
+    pairs = zip(lengths.tolist(), num_ranks.tolist())
+    return np.array(
+        [_seconds(length, ranks, rows, rates, forward_part) if length else 0.0 for length, ranks in pairs]
+    )
+
+
+def cut_evenly(
+    lengths: Int32,
+    num_ranks: Int32,
+    work: Floats,
+    budgets: Floats,
+    least_rows: int,
+    multiple: int,
+    forward_part: float,
+    rates: Rates,
+) -> Any:
+    """Cut documents into slices of equal cost, about a budget each."""
+    slices: list[tuple[int, int, int]] = []
+    shares = (work / budgets).tolist()
+    for d, (length, ranks, share) in enumerate(zip(lengths.tolist(), num_ranks.tolist(), shares)):
+        step = multiple * ranks
+        least = -(-least_rows * ranks // step) * step
+        parts = max(1, min(math.ceil(share - 0.15), length // least))
+        rows = min(length / parts / ranks, 65536.0)
+        whole = _seconds(length, ranks, rows, rates, forward_part)
+        if parts > 1:
+            last = whole - _seconds(length - least, ranks, rows, rates, forward_part)
+            parts = max(1, min(parts, int(whole / last)))
+        start = 0
+        for part in range(1, parts + 1):
+            stop = length
+            if part < parts:
+                reached = _last_below(
+                    whole * part / parts, start, length, step, ranks, rows, rates, forward_part
+                )
+                stop = max(start + least, (reached + step // 2) // step * step)
+            stop = length if length - stop < least else stop
+            slices.append((d, start, stop))
+            start = stop
+            if stop == length:
+                break
+    table = np.array(slices, np.int32).reshape(-1, 3)
+    return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
+
+
+def _last_below(
+    goal: float, low: int, high: int, step: int, ranks: int, rows: float, rates: Rates, forward_part: float
+) -> int:
+    """Halve the range in which the cost of a document's beginning passes the goal until it is at most a step wide."""
+    while high - low > step:
+        middle = (low + high) // 2
+        low, high = (
+            (middle, high) if _seconds(middle, ranks, rows, rates, forward_part) <= goal else (low, middle)
+        )
+    return low

@@ -1,0 +1,114 @@
+"""Hardware as a JSON file, so that a machine is measured once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
+from varlen.errors import SettingError
+from varlen.types import FloatArray
+
+FORMAT: Final = "varlen hardware 1"
+_LINKS: Final = ("intra", "inter", "host")
+_PLAIN: Final = tuple(
+    field.name
+    for field in fields(Hardware)
+    if field.name not in (*_LINKS, "attention", "gemm", "gemm_backward")
+)
+
+
+def save_hardware(hardware: Hardware, path: str | Path) -> None:
+    """Write hardware to a JSON file, every number to its last digit.
+
+    Args:
+        hardware: such as `fit.calibrated` returns.
+        path: of the file; one that exists is replaced.
+    """
+    forward, backward = hardware.attention
+    record: dict[str, Any] = {"format": FORMAT}
+    record |= {name: getattr(hardware, name) for name in _PLAIN}
+    for name in _LINKS:
+        link: Link = getattr(hardware, name)
+        record[name] = {"latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s}
+    record["attention"] = {"forward": _arrays(forward), "backward": _arrays(backward)}
+    record["gemm"] = _arrays(hardware.gemm)
+    record["gemm_backward"] = None if hardware.gemm_backward is None else _arrays(hardware.gemm_backward)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def load_hardware(path: str | Path) -> Hardware:
+    """Read what `save_hardware` wrote.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        SettingError: no such file, another format, a setting missing or unknown, a table with holes.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(
+            f"{path} can't be read as hardware: {error}; measure it by varlen plan --calibrate"
+        ) from None
+    if not isinstance(record, Mapping) or record.get("format") != FORMAT:
+        seen = record.get("format") if isinstance(record, Mapping) else type(record).__name__
+        raise SettingError(
+            f"{path} is of format {seen!r}, not {FORMAT!r}; measure it by varlen plan --calibrate"
+        )
+    expected = {"format", *_PLAIN, *_LINKS, "attention", "gemm", "gemm_backward"}
+    if set(record) != expected:
+        raise SettingError(
+            f"{path} lacks {sorted(expected - set(record))} and has unknown {sorted(set(record) - expected)}; "
+            "measure it by varlen plan --calibrate"
+        )
+    try:
+        return _hardware(record)
+    except (KeyError, TypeError) as error:
+        raise SettingError(
+            f"{path} is no hardware: {error!r}; measure it by varlen plan --calibrate"
+        ) from None
+    except SettingError as error:
+        raise SettingError(f"{path}: {error}") from None
+
+
+def _hardware(record: Mapping[str, Any]) -> Hardware:
+    """The record as hardware."""
+    attention, back = record["attention"], record["gemm_backward"]
+    given: dict[str, Any] = {name: record[name] for name in _PLAIN}
+    given |= {name: Link(**record[name]) for name in _LINKS}
+    return Hardware(
+        **given,
+        attention=(_table(attention["forward"]), _table(attention["backward"])),
+        gemm=_curve(record["gemm"]),
+        gemm_backward=None if back is None else _curve(back),
+    )
+
+
+def _table(arrays: Mapping[str, Any]) -> RateTable:
+    """A table; null is a hole."""
+    return RateTable(**{name: _floats(values) for name, values in arrays.items()})
+
+
+def _curve(arrays: Mapping[str, Any]) -> RateCurve:
+    """A curve; null is a hole."""
+    return RateCurve(**{name: _floats(values) for name, values in arrays.items()})
+
+
+def _floats(values: Any) -> FloatArray:
+    """Numbers of a JSON list, null as NaN."""
+    try:
+        return np.array(values, np.float64)
+    except ValueError as error:  # rows of different lengths
+        raise SettingError(f"a rate table is ragged or holds words: {error}") from None
+
+
+def _arrays(rates: RateTable | RateCurve) -> dict[str, Any]:
+    """The arrays of a table or a curve as lists."""
+    return {field.name: getattr(rates, field.name).tolist() for field in fields(rates)}

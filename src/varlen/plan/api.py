@@ -1,0 +1,230 @@
+"""`plan_step`: the lengths of one step, a cost model and a mesh in; a plan of everything each GPU does out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.cost.check import check_positions
+from varlen.cost.model import CostModel
+from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
+from varlen.pack.lengths import as_lengths
+from varlen.plan.baselines.balanced import balanced_candidates
+from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
+from varlen.plan.baselines.packed import packed, packed_candidates
+from varlen.plan.bound import lower_bound
+from varlen.plan.compose import TYPICAL_ROWS, seconds_of
+from varlen.plan.micropack import micropack
+from varlen.plan.scored import as_run, best_plan, score
+from varlen.plan.search import Search
+from varlen.step_plan import Mesh, PlanMethod, Recompute, StepPlan
+from varlen.types import FloatArray, Int32Array
+
+_LEAST_CAPACITY_STEP = 128
+_WORTH_A_TRY = 1.08
+"""Times its lower bound that a plan takes, about: more recomputation is tried where so much would still be faster."""
+_WORTH_OFFLOADING = 1.13
+"""The same of keys and values in host memory, which seldom brings much."""
+
+
+def plan_step(
+    lengths: npt.ArrayLike,
+    *,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod = "micropack",
+    capacity: int | None = None,
+    tuned: bool = False,
+    search: Search | None = None,
+) -> StepPlan:
+    """Plan one optimizer step: which GPU computes which tokens, when, in both passes.
+
+    - "packed": best-fit-decreasing packs of `capacity`, dealt round robin, 1F1B: what users run. With `tuned`, the
+      fastest of smaller capacities, balanced ranks and orders.
+    - "balanced": whole documents balanced by work (WLB-LLM; Karmarkar-Karp), the best number of micro-batches.
+    - "sliced": slices of equal cost, the same in both passes (Seq1F1B, ChunkFlow), the best number of them.
+    - "dynamic_cp": whole documents, long ones on several data-parallel ranks (Megatron-LM, FlexSP).
+    - "micropack": slices and packs of equal or graded cost, documents shared by merged ranks, weight gradients apart
+      (after SlimPack; Liu et al. 2025, arXiv 2509.26246).
+
+    The step's data is not changed, nor its order across steps: losses and gradients are those of any other plan.
+
+    Args:
+        lengths: `[num_documents]` tokens of each document of the step. Those of 0 stand in no MicroPack.
+        cost: seconds and bytes; its `recompute` and `offload` are the least that the plan uses.
+        mesh: the GPUs.
+        method: see above.
+        capacity: tokens of a pack at most ("packed", "dynamic_cp"); the longest document if not said.
+        tuned: see "packed"; all other methods are always tuned.
+        search: what "micropack" may try, and whether memory may be repaired.
+
+    Returns:
+        A plan that fits into memory. Equal arguments give equal plans, anywhere.
+
+    Raises:
+        LengthsError: no tokens, lengths that are negative or fractional, or more than the model has positions for.
+        OverlongDocumentError: documents over `capacity`.
+        SettingError: an unknown method, or a mesh that doesn't divide the model.
+        PlanError: memory holds no plan; says what would.
+
+    Cost: "micropack" takes under 0.1 s for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16; several
+    times that where memory is short, since more recomputation is then planned too.
+
+    >>> import varlen as vl
+    >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
+    >>> plan = vl.plan_step([9000, 200, 40000, 1500], cost=cost, mesh=vl.Mesh(dp=2, pp=2, tp=4))
+    >>> plan.num_tokens
+    50700
+    """
+    held = _checked(lengths, cost)
+    used = search or Search()
+    if method not in get_args(PlanMethod):
+        near = get_close_matches(str(method), get_args(PlanMethod), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise SettingError(f"method={method!r}; {meant}there are {', '.join(get_args(PlanMethod))}")
+    limit = _capacity(held, capacity)
+    memory = cost.memory(mesh)
+    if (memory.state_bytes >= memory.limit_bytes).any():
+        raise PlanError(_refusal(held, cost, mesh, used))
+    best: StepPlan | None = None
+    least_s = math.inf
+    for tried in _repairs(cost, used):
+        slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
+        if best and lower_bound(held, tried, mesh).seconds * slack >= least_s:
+            break
+        found = _planned(held, tried, mesh, method, limit, tuned, used)
+        if found is None:
+            continue
+        plan, is_full = found
+        if best is None and not is_full:
+            return plan
+        taken_s = score(plan, tried)
+        if taken_s < least_s:
+            best, least_s = plan, taken_s
+    if best is None:
+        raise PlanError(_refusal(held, cost, mesh, used))
+    return best
+
+
+def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
+    """Lengths as int32.
+
+    Raises:
+        LengthsError: they can't be planned.
+    """
+    held = as_lengths(lengths)
+    if not held.any():
+        raise LengthsError(f"{held.size:,} documents have no token among them; a step needs at least one")
+    check_positions(cost.model, held)
+    return held
+
+
+def _capacity(lengths: Int32Array, capacity: int | None) -> int:
+    """Tokens of a pack.
+
+    Raises:
+        OverlongDocumentError: documents don't fit.
+        SettingError: it is below 1.
+    """
+    longest = int(lengths.max())
+    if capacity is None:
+        return -(-longest // _LEAST_CAPACITY_STEP) * _LEAST_CAPACITY_STEP
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise SettingError(f"capacity={capacity!r}; it must be a whole number of at least 1")
+    if longest > capacity:
+        raise OverlongDocumentError(
+            f"document {int(lengths.argmax())} has {longest:,} tokens and a pack holds {capacity:,} "
+            f"({int((lengths > capacity).sum()):,} documents are longer); truncate or split them, "
+            f"or set capacity={longest:,}"
+        )
+    return int(capacity)
+
+
+def _repairs(cost: CostModel, search: Search) -> Iterator[CostModel]:
+    """The cost model as given, then with more recomputation, then with keys and values in host memory."""
+    yield cost
+    if not search.repairs:
+        return
+    stronger: tuple[Recompute, ...] = get_args(Recompute)[get_args(Recompute).index(cost.recompute) + 1 :]
+    for recompute in stronger:
+        yield replace(cost, recompute=recompute)
+    if cost.offload == "none":
+        yield replace(cost, recompute=get_args(Recompute)[-1], offload="kv")
+
+
+def _planned(
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    capacity: int,
+    tuned: bool,
+    search: Search,
+) -> tuple[StepPlan, bool] | None:
+    """The plan of one method that fits into memory, or None; and whether more memory might make a faster one."""
+    if method == "micropack":
+        return micropack(lengths, cost, mesh, search)
+    if method == "sliced":
+        plain = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
+        return micropack(lengths, cost, mesh, plain, method="sliced")
+    if method == "packed" and not tuned:
+        plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
+        return (plan, False) if score(plan, cost) < math.inf else None
+    work = _work(lengths, cost, mesh)
+    if method == "packed":
+        candidates = packed_candidates(lengths, work[:, 0], mesh, capacity)
+    elif method == "balanced":
+        candidates = balanced_candidates(lengths, work[:, 0], mesh)
+    else:
+        candidates = dynamic_cp_candidates(lengths, work, mesh, capacity)
+    best = best_plan(candidates, lengths, cost, mesh, method)
+    return (best, True) if best else None
+
+
+def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
+    """Seconds of each document in both passes if 1, 2, 4, … ranks share it, float64 `[num_documents, levels]`."""
+    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(mesh.dp)) + 1)
+    ones = np.ones(lengths.size, np.int32)
+    return np.stack(
+        [seconds_of(lengths, size * ones, TYPICAL_ROWS, rates) for size in sizes.astype(np.int32)], axis=1
+    )
+
+
+def _refusal(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search) -> str:
+    """Why no plan fits, and what would."""
+    strongest = list(_repairs(cost, search))[-1]
+    memory = strongest.memory(mesh)
+    room = memory.limit_bytes - memory.state_bytes
+    limit, worst = memory.limit_bytes / 1e9, int(room.argmin())
+    if room[worst] <= 0:
+        can_shard = mesh.sharding != "parameters" and mesh.dp * mesh.cp > 1
+        return (
+            f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
+            f"{worst} of {mesh.pp}, and a GPU may use {limit:,.1f} GB; use more pp or tp"
+            + (f", or sharding='parameters' (now {mesh.sharding!r})" if can_shard else "")
+        )
+    per_row = (memory.held_bytes + memory.gradient_bytes).reshape(-1, mesh.pp).sum(axis=0)
+    group = mesh.cp * (min(search.most_merged_ranks, mesh.dp) if search.merges else 1)
+    tight = int((room / per_row).argmin())
+    fits = int(room[tight] / per_row[tight] * group)
+    longest = int(lengths.max())
+    settings = f"recompute={strongest.recompute!r}, offload={strongest.offload!r}"
+    if longest <= fits:
+        return (
+            f"no plan of this method fits into the {limit:,.1f} GB that a GPU may use ({settings}); use another "
+            "method, more pp or tp, or fewer documents a step"
+        )
+    needed = per_row[tight] * longest / group / 1e9
+    wider = mesh.cp * 2 ** math.ceil(math.log2(longest / fits))
+    return (
+        f"the longest document, {longest:,} tokens on {group:,} ranks, needs {needed:,.1f} GB of activations, keys "
+        f"and values on stage {tight} of {mesh.pp}, and {room[tight] / 1e9:,.1f} GB are left beside its states "
+        f"({settings}; {int((lengths > fits).sum()):,} documents need too much); documents of up to {fits:,} tokens "
+        f"would fit, or a mesh of cp={wider}"
+    )

@@ -1,0 +1,238 @@
+"""Whole documents shared by as many ranks as each needs: Megatron's dynamic context parallelism, and FlexSP."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from varlen import jit
+from varlen.plan.baselines.balanced import micro_batch_counts
+from varlen.plan.baselines.orders import Order, ordered
+from varlen.plan.baselines.packed import capacities
+from varlen.plan.baselines.placing import placed, work_of_packs
+from varlen.plan.candidate import Candidate
+from varlen.plan.partition import partition
+from varlen.step_plan import Mesh
+from varlen.types import FloatArray, Int32Array
+
+_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
+
+SHARED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle")
+SLACK = 1.05
+"""Times its even share of work that a micro-batch of Megatron's may take."""
+
+
+def dynamic_cp_candidates(
+    lengths: Int32Array,
+    work: FloatArray,
+    mesh: Mesh,
+    capacity: int,
+    *,
+    counts: tuple[int, ...] | None = None,
+    orders: tuple[Order, ...] = SHARED_ORDERS,
+) -> Iterator[Candidate]:
+    """Yield both ways to share documents among ranks, at each number of micro-batches, in every order.
+
+    - Megatron's: a document is shared by the fewest ranks, a power of two, that hold its rows; micro-batches are
+      filled one after the other until they have their share of work and 5 % more.
+    - FlexSP's (Wang et al. 2025, "FlexSP: Accelerating Large Language Model Training via Flexible Sequence
+      Parallelism", arXiv 2412.01523): documents are divided into micro-batches first, sorted by length as they have
+      it or each like the others; within one, groups of ranks are chosen so that the slowest is fast.
+
+    Every rank runs one MicroPack a micro-batch, an empty one where it has no part in it, and all ranks run
+    micro-batches in one order: under 1F1B no two of them then wait for each other.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        work: float64 `[num_documents, num_levels]`: seconds of both passes on each rank if 2^level ranks share it.
+        mesh: where it runs; the widest groups have 2^(num_levels - 1) of its data-parallel ranks.
+        capacity: tokens that one rank can hold.
+        counts: micro-batches that are tried; None for those of `micro_batch_counts`.
+        orders: of the micro-batches.
+    """
+    seen: set[bytes] = set()
+    for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts):
+        print_of = b"|".join(array.tobytes() for array in (group_of, levels, batches))
+        if print_of not in seen:
+            seen.add(print_of)
+            yield from _candidates(lengths, work, mesh, group_of, levels, batches, label, orders)
+
+
+def _shared(
+    lengths: Int32Array, work: FloatArray, mesh: Mesh, capacity: int, counts: tuple[int, ...] | None
+) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
+    """Yield a label, and what `by_need` and `by_speed` return."""
+    for count in micro_batch_counts(lengths, mesh) if counts is None else counts:
+        for tried in capacities(capacity):
+            label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
+            yield label, *by_need(lengths, work, mesh.dp, tried, count)
+        for name, batch_of in divisions(lengths, work[:, 0], count):
+            label = f"FlexSP, {count} micro-batches {name}"
+            yield label, *by_speed(lengths, work, mesh.dp, capacity, batch_of)
+
+
+def by_need(
+    lengths: Int32Array, work: FloatArray, dp: int, capacity: int, count: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Share each document among as few ranks as hold it, and fill micro-batches one after the other.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        work: float64 `[num_documents, num_levels]`.
+        dp: data-parallel ranks.
+        capacity: tokens of one rank in one micro-batch. What the widest group can't hold it takes all the same.
+        count: micro-batches; there may be some more or less.
+
+    Returns:
+        int32 `[num_documents]`, the group of each document, -1 where it is empty; and of each group, int32
+        `[num_groups]`, its level and its micro-batch.
+    """
+    size = np.maximum(lengths, 1) / capacity
+    least = np.clip(np.ceil(np.log2(size)), 0, work.shape[1] - 1).astype(np.int32)
+    own = work[np.arange(lengths.size), least]
+    order = np.lexsort((-own, -least))
+    order = order[lengths[order] > 0].astype(np.int32)
+    batch_of, group_of = np.full(lengths.size, -1, np.int32), np.full(lengths.size, -1, np.int32)
+    levels, offsets = np.zeros(order.size + dp, np.int32), np.zeros(order.size + 1, np.int32)
+    target_s = SLACK * float((own * 2.0**least).sum()) / (dp * count)
+    with jit.sized(2e-7 * order.size * dp * count):
+        num_batches = _kernel("fill")(
+            order, least, lengths, work, dp, capacity, target_s, batch_of, group_of, levels, offsets
+        )
+    groups_of = np.diff(offsets[: num_batches + 1])
+    batches = np.repeat(np.arange(num_batches, dtype=np.int32), groups_of)
+    return group_of, levels[: batches.size], batches
+
+
+def by_speed(
+    lengths: Int32Array, work: FloatArray, dp: int, capacity: int, batch_of: Int32Array
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Share the documents of each micro-batch among groups of ranks so that the slowest group is fast.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        work: float64 `[num_documents, num_levels]`.
+        dp: data-parallel ranks.
+        capacity: tokens of one rank in one micro-batch; doubled in those that hold more, however shared.
+        batch_of: int32 `[num_documents]`: -1 where a document is empty.
+
+    Returns:
+        As `by_need` does.
+    """
+    group_of, levels = np.full(lengths.size, -1, np.int32), np.zeros(dp, np.int32)
+    all_levels, batches = [np.zeros(0, np.int32)], []
+    by_work = np.lexsort((-work[:, 0], batch_of))[np.count_nonzero(batch_of < 0) :].astype(np.int32)
+    num_groups = 0
+    with jit.sized(1e-5 * lengths.size * dp):
+        sizes = np.bincount(batch_of[by_work], minlength=1)
+        for batch, mine in enumerate(np.split(by_work, np.cumsum(sizes)[:-1])):
+            found = _kernel("share")(mine, lengths, work, dp, capacity, group_of, levels)
+            group_of[mine] += num_groups
+            all_levels.append(levels[:found].copy())
+            batches += [batch] * found
+            num_groups += found
+    return group_of, np.concatenate(all_levels), np.array(batches, np.int32)
+
+
+def divisions(lengths: Int32Array, work: FloatArray, count: int) -> Iterator[tuple[str, Int32Array]]:
+    """Yield the ways to divide documents into micro-batches with their names.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        work: float64 `[num_documents]`.
+        count: micro-batches, at most as many as documents that aren't empty.
+
+    Yields:
+        int32 `[num_documents]` each, -1 where a document is empty: neighbours by length with about equal tokens, the
+        same with about equal work, and each with about the same work of long and short ones.
+    """
+    held = np.flatnonzero(lengths)
+    if not held.size:
+        return
+    held = held[np.argsort(-lengths[held].astype(np.int64), kind="stable")]
+    for name, weights in (("sorted by length", lengths.astype(np.float64)), ("sorted, of equal work", work)):
+        # Whoever holds the middle of a document holds it whole.
+        middles = np.cumsum(weights[held]) - 0.5 * weights[held]
+        batch_of = np.full(lengths.size, -1, np.int32)
+        parts = np.minimum((middles * (count / weights[held].sum())).astype(np.int32), count - 1)
+        batch_of[held] = np.unique(parts, return_inverse=True)[1]
+        yield name, batch_of
+    batch_of = np.full(lengths.size, -1, np.int32)
+    batch_of[held] = partition(work[held], count)
+    yield "each like the others", batch_of
+
+
+def _candidates(
+    lengths: Int32Array,
+    work: FloatArray,
+    mesh: Mesh,
+    group_of: Int32Array,
+    levels: Int32Array,
+    batches: Int32Array,
+    label: str,
+    orders: tuple[Order, ...],
+) -> Iterator[Candidate]:
+    """Yield one candidate an order of the micro-batches; arrays as `by_need` returns them."""
+    held = np.flatnonzero(group_of >= 0)
+    own = np.zeros(lengths.size)
+    own[held] = work[held, levels[group_of[held]]]
+    loads = work_of_packs(own, group_of, levels.size)
+    first_ranks = seated(loads, levels, batches, mesh.dp)
+    slowest = np.zeros(int(batches.max(initial=-1)) + 1)
+    np.maximum.at(slowest, batches, loads)
+    first_ranks, levels, batches = _completed(first_ranks, levels, batches, mesh.dp)
+    for order in orders:
+        turn = np.empty(slowest.size, np.int64)
+        turn[ordered(slowest, np.zeros(slowest.size, np.int32), order)] = np.arange(slowest.size)
+        yield placed(
+            lengths,
+            group_of,
+            first_ranks,
+            (1 << levels).astype(np.int32),
+            np.argsort(turn[batches], kind="stable"),
+            mesh=mesh,
+            label=f"{label}, {order.replace('_', ' ')}",
+        )
+
+
+def seated(loads: FloatArray, levels: Int32Array, batches: Int32Array, dp: int) -> Int32Array:
+    """Return the first rank of each group, int32 `[num_groups]`: aligned neighbours with the least work so far.
+
+    Args:
+        loads: float64 `[num_groups]`: seconds of each rank.
+        levels: int32 `[num_groups]`: the group has 2^level ranks.
+        batches: int32 `[num_groups]`, rising: the micro-batch of each.
+        dp: data-parallel ranks, as many as the groups of a micro-batch have at least.
+    """
+    first_ranks = np.zeros(levels.size, np.int32)
+    totals = np.zeros(dp)
+    begins = np.searchsorted(batches, np.arange(int(batches.max(initial=-1)) + 2))
+    for begin, end in zip(begins[:-1], begins[1:]):
+        taken = np.zeros(dp, np.bool_)
+        for group in begin + np.lexsort((-loads[begin:end], -levels[begin:end])):
+            width = 1 << int(levels[group])
+            whole = dp // width * width
+            so_far = np.where(taken[:whole], np.inf, totals[:whole]).reshape(-1, width).max(axis=1)
+            first = int(so_far.argmin()) * width
+            first_ranks[group] = first
+            taken[first : first + width] = True
+            totals[first : first + width] = so_far.min() + loads[group]
+    return first_ranks
+
+
+def _completed(
+    first_ranks: Int32Array, levels: Int32Array, batches: Int32Array, dp: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Add an empty group for each rank that a micro-batch leaves free."""
+    num_batches = int(batches.max(initial=-1)) + 1
+    is_free = np.ones((num_batches, dp), np.bool_)
+    for first, level, batch in zip(first_ranks, levels, batches):
+        is_free[batch, first : first + (1 << level)] = False
+    more, ranks = np.nonzero(is_free)
+    return (
+        np.concatenate([first_ranks, ranks]).astype(np.int32),
+        np.concatenate([levels, np.zeros(ranks.size)]).astype(np.int32),
+        np.concatenate([batches, more]).astype(np.int32),
+    )

@@ -1,0 +1,98 @@
+"""A block of ranks as one pipeline: those that share documents run one order of tasks, so that none waits long."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from varlen import jit
+from varlen.plan.compose import Composition
+from varlen.plan.groups import Groups
+from varlen.plan.stage_costs import StageCosts, pipeline_of, priced
+from varlen.simulate.dispatch import Pipeline
+from varlen.types import IntArray
+
+_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
+_JOINED = ("rows_forward", "rows_backward")
+_SAME = ("per_row", "limits", "splits")
+
+
+def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
+    """Return where blocks of ranks begin, int64 `[num_blocks + 1]`.
+
+    A block is the ranks of the largest group that shares a document, or a rank that shares none: groups are aligned
+    powers of two, so that smaller ones lie within larger ones.
+
+    Args:
+        groups: which ranks hold each document.
+        dp: ranks.
+        in_step: all ranks are one block, because parameters are sharded and gathered MicroPack by MicroPack.
+    """
+    if in_step:
+        return np.array([0, dp])
+    is_inside = np.zeros(dp + 1, np.bool_)
+    shared = np.flatnonzero((groups.num_ranks > 1) & (groups.first_ranks >= 0))
+    for first, size in zip(groups.first_ranks[shared].tolist(), groups.num_ranks[shared].tolist()):
+        is_inside[first + 1 : first + size] = True
+    return np.flatnonzero(~is_inside)
+
+
+def padded(compositions: Sequence[Composition]) -> list[Composition]:
+    """Give all ranks of a block equally many MicroPacks, empty ones at the end of those that have fewer.
+
+    Args:
+        compositions: one a rank.
+    """
+    count = max(composition.num_micropacks for composition in compositions)
+    return [composition.extended(count) for composition in compositions]
+
+
+def pipeline_of_block(
+    forward: Sequence[Composition], backward: Sequence[Composition], costs: StageCosts
+) -> Pipeline:
+    """Return what a block's pipeline has to do: of each MicroPack what it takes the slowest rank.
+
+    An order of tasks for this pipeline is one for all of its ranks, and none of them takes longer with it.
+
+    Args:
+        forward: one a rank, all of the same number of MicroPacks.
+        backward: the same for the backward pass; may be equal.
+        costs: of the mesh.
+
+    Cost: O(slices).
+    """
+    pipelines = [pipeline_of_rank(ahead, back, costs) for ahead, back in zip(forward, backward)]
+    if len(pipelines) == 1:
+        return pipelines[0]
+    joined = {}
+    for field in fields(Pipeline):
+        values = [getattr(pipeline, field.name) for pipeline in pipelines]
+        if field.name in _SAME:
+            joined[field.name] = values[0]
+        elif field.name in _JOINED:
+            joined[field.name] = np.concatenate(values)
+        else:
+            joined[field.name] = np.stack(values).max(axis=0)
+    return Pipeline(**joined)
+
+
+def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCosts) -> Pipeline:
+    """Price a rank's MicroPacks and say what each waits for.
+
+    Args:
+        forward: MicroPacks of the rank.
+        backward: those of the backward pass, with the same chains of the same documents.
+        costs: of the mesh.
+
+    Cost: O(slices).
+    """
+    order = backward.backward_order
+    ahead = priced(costs, forward.slice_offsets, forward.slices)
+    back = ahead if backward is forward else priced(costs, backward.slice_offsets, backward.slices)
+    after, opened, closed = _kernel("backward_terms")(
+        backward.slice_offsets, backward.slices, backward.chains, forward.chains, order, costs.mesh.cp
+    )
+    return pipeline_of(costs, ahead, back[order], after, opened, closed)

@@ -1,0 +1,383 @@
+"""`check_plan`: whether a step's plan keeps every rule that it must, in sentences; the planner is not asked."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.cost.model import CostModel
+from varlen.errors import PlanError
+from varlen.plan.check_tasks import check_tasks
+from varlen.simulate.api import simulate
+from varlen.step_plan import KINDS, MicroPacks, StepPlan
+from varlen.types import FloatArray, IntArray
+
+Pass = Literal["forward", "backward"]
+_PASSES: Final[tuple[Pass, ...]] = ("forward", "backward")
+_AGAIN: Final = "the plan was changed or made by other code; plan the step again"
+
+
+def check_plan(
+    plan: StepPlan,
+    cost: CostModel | None = None,
+    *,
+    capacity: int | None = None,
+    peaks_bytes: npt.ArrayLike | None = None,
+) -> None:
+    """Require that a plan is one that a step can run by.
+
+    In this order, and each from the arrays alone: they have the shapes and ranges that `StepPlan` names; documents
+    stand on neighbouring ranks in aligned powers of two; every token of every document stands in exactly one slice
+    a pass on each rank that shares it, forward slices first to last and backward ones last to first (so both
+    passes hold the same documents and tokens on the same ranks); ranks that share a document cut it alike and meet
+    in the same MicroPacks; ranks run equally many MicroPacks where parameters are sharded; targets add up
+    (`targets_per_document`); each stage runs each MicroPack once in each of its chunks; and no task waits for
+    itself.
+
+    Args:
+        plan: the plan.
+        cost: the cost model; with it, the plan is simulated and what each GPU holds must stay within the limit.
+        capacity: tokens that a MicroPack may hold, if that is to be required. A rank counts of a slice that it
+            shares its part, rounded up.
+        peaks_bytes: `[dp, pp]`: `Timeline.peaks_bytes` of this plan and cost, where it has been simulated before.
+
+    Raises:
+        PlanError: the first rule that is broken, the first place where, and how many there are.
+
+    Cost: O(slices · log slices), and about 0.1 ms for each task of the stage that has most.
+    """
+    check_form(plan)
+    _check_shares(plan)
+    for name in _PASSES:
+        _check_coverage(plan, name)
+        _check_merged(plan, name)
+        if plan.mesh.sharding == "parameters":
+            _check_sharded(plan, name)
+        if capacity is not None:
+            _check_capacity(plan, name, capacity)
+        _check_targets(plan, name)
+    check_tasks(plan)
+    if cost is not None:
+        peaks = (
+            simulate(plan, cost).peaks_bytes if peaks_bytes is None else np.asarray(peaks_bytes, np.float64)
+        )
+        _check_memory(plan, peaks, cost.memory(plan.mesh).limit_bytes)
+
+
+def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:
+    """Return how many tokens of each document are predicted in a pass: its length minus one, int64 `[num_documents]`.
+
+    Labels are shifted before documents are cut: the target of token p is token p + 1 wherever that stands, so a
+    slice has a target for each of its tokens, but for the last token of the document, which none follows. Slices of
+    a shared document count once. The step's loss is divided by the sum, which no cut may change.
+
+    Args:
+        plan: the plan.
+        of: the pass.
+    """
+    micropacks = plan.forward if of == "forward" else plan.backward
+    documents = micropacks.document_ids
+    is_first_rank = micropacks.ranks[micropacks.micropack_of_slice] == plan.first_ranks[documents]
+    targets = micropacks.stops.astype(np.int64) - micropacks.starts
+    targets -= micropacks.stops == plan.lengths[documents]
+    found = np.zeros(plan.num_documents, np.int64)
+    np.add.at(found, documents[is_first_rank], targets[is_first_rank])
+    return found
+
+
+def _first(wrong: npt.NDArray[np.bool_]) -> int:
+    return int(np.argmax(wrong))
+
+
+def check_form(plan: StepPlan) -> None:
+    """Require shapes, dtypes and ranges, so that what follows may index by them.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: one is wrong.
+    """
+    mesh, count = plan.mesh, plan.num_documents
+    _check_array("lengths", plan.lengths, np.int32, None, 0, None)
+    _check_array("first_ranks", plan.first_ranks, np.int32, count, -1, mesh.dp)
+    _check_array("num_ranks", plan.num_ranks, np.int32, count, 1, mesh.dp + 1)
+    for name in _PASSES:
+        micropacks: MicroPacks = getattr(plan, name)
+        _check_array(f"{name}.document_ids", micropacks.document_ids, np.int32, None, 0, count)
+        size = micropacks.document_ids.size
+        _check_array(f"{name}.starts", micropacks.starts, np.int32, size, 0, None)
+        _check_array(f"{name}.stops", micropacks.stops, np.int32, size, 0, None)
+        _check_offsets(f"{name}.slice_offsets", micropacks.slice_offsets, None, size)
+        _check_offsets(f"{name}.rank_offsets", micropacks.rank_offsets, mesh.dp, micropacks.num_micropacks)
+        ends = plan.lengths[micropacks.document_ids]
+        wrong = (micropacks.starts >= micropacks.stops) | (micropacks.stops > ends)
+        if wrong.any():
+            j = _first(wrong)
+            raise PlanError(
+                f"{name} slice {j:,} is the tokens {micropacks.starts[j]:,} to {micropacks.stops[j]:,} of document "
+                f"{micropacks.document_ids[j]:,}, which has {ends[j]:,} ({int(wrong.sum()):,} of {size:,} slices are "
+                f"empty or end outside); {_AGAIN}"
+            )
+    _check_array("tasks", plan.tasks, np.uint8, None, 0, KINDS * mesh.virtual_stages)
+    _check_offsets("task_offsets", plan.task_offsets, mesh.dp * mesh.pp, plan.tasks.size)
+
+
+def _check_array(
+    name: str, array: npt.NDArray[Any], dtype: type, size: int | None, least: int, end: int | None
+) -> None:
+    """Require one dimension, a dtype, a size if given, and values from `least` to below `end`.
+
+    Raises:
+        PlanError: it is otherwise.
+    """
+    if array.ndim != 1 or array.dtype != dtype or (size is not None and array.size != size):
+        wanted = "any size" if size is None else f"size {size:,}"
+        raise PlanError(
+            f"{name} is {array.dtype} of shape {array.shape}; a plan has {np.dtype(dtype)} in one dimension of "
+            f"{wanted}"
+        )
+    wrong = (array < least) | (array >= (np.iinfo(np.int64).max if end is None else end))
+    if wrong.any():
+        j = _first(wrong)
+        limit = "any above" if end is None else f"{end - 1:,}"
+        raise PlanError(
+            f"{name}[{j:,}] is {array[j]:,}; it may be {least:,} to {limit} ({int(wrong.sum()):,} of "
+            f"{array.size:,} are out of range); {_AGAIN}"
+        )
+
+
+def _check_offsets(name: str, offsets: npt.NDArray[Any], parts: int | None, whole: int) -> None:
+    """Require offsets that rise from 0 to how many there are.
+
+    Raises:
+        PlanError: they don't.
+    """
+    _check_array(name, offsets, np.int32, None if parts is None else parts + 1, 0, whole + 1)
+    if not offsets.size or offsets[0] != 0 or offsets[-1] != whole or (np.diff(offsets) < 0).any():
+        said = "has no entry" if not offsets.size else f"runs from {offsets[0]:,} to {offsets[-1]:,}"
+        raise PlanError(f"{name} {said}; it must rise from 0 to {whole:,} without a step back; {_AGAIN}")
+
+
+def _check_shares(plan: StepPlan) -> None:
+    """Require that each document stands on an aligned power of two of neighbouring ranks.
+
+    Raises:
+        PlanError: one doesn't.
+    """
+    first, num, dp = plan.first_ranks, plan.num_ranks, plan.mesh.dp
+    is_empty = plan.lengths == 0
+    wrong = (num & (num - 1)) != 0
+    wrong |= np.where(
+        is_empty, (first != -1) | (num != 1), (first < 0) | (first % num != 0) | (first + num > dp)
+    )
+    if wrong.any():
+        j = _first(wrong)
+        raise PlanError(
+            f"document {j:,} of {plan.lengths[j]:,} tokens stands on {num[j]:,} ranks from rank {first[j]:,}; it "
+            f"must be a power of two of them from a multiple of it, within {dp:,} ranks, or 1 from rank -1 for an "
+            f"empty document ({int(wrong.sum()):,} of {num.size:,} documents are otherwise); {_AGAIN}"
+        )
+
+
+def _check_coverage(plan: StepPlan, name: Pass) -> None:
+    """Require every token once on each sharing rank, and slices in the order of the pass.
+
+    Raises:
+        PlanError: one is missing, stands twice or in the wrong place.
+    """
+    micropacks: MicroPacks = getattr(plan, name)
+    documents, dp = micropacks.document_ids, plan.mesh.dp
+    ranks = micropacks.ranks[micropacks.micropack_of_slice]
+    away = ranks - plan.first_ranks[documents]
+    wrong = (away < 0) | (away >= plan.num_ranks[documents])
+    if wrong.any():
+        j = _first(wrong)
+        raise PlanError(
+            f"{name} slice {j:,} of document {documents[j]:,} stands on rank {ranks[j]:,}, and the document on "
+            f"{plan.num_ranks[documents[j]]:,} ranks from rank {plan.first_ranks[documents[j]]:,} "
+            f"({int(wrong.sum()):,} of {wrong.size:,} slices are elsewhere); {_AGAIN}"
+        )
+    keys = documents.astype(np.int64) * dp + ranks
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    is_first = np.append(True, keys[1:] != keys[:-1])[: keys.size]
+    if name == "forward":
+        begins, ends = micropacks.starts[order], micropacks.stops[order]
+        origin = np.zeros(keys.size, np.int32)
+        goal = plan.lengths[documents[order]]
+    else:  # the same from the document's end
+        begins, ends, origin = (
+            micropacks.stops[order],
+            micropacks.starts[order],
+            plan.lengths[documents[order]],
+        )
+        goal = np.zeros(keys.size, np.int32)
+    expected = np.where(is_first, origin, np.roll(ends, 1))
+    is_last = np.roll(is_first, -1)
+    wrong = (begins != expected) | (is_last & (ends != goal))
+    if wrong.any():
+        j = int(order[_first(wrong)])
+        direction = "first to last" if name == "forward" else "last to first"
+        raise PlanError(
+            f"{name} slice {j:,}, tokens {micropacks.starts[j]:,} to {micropacks.stops[j]:,} of document "
+            f"{documents[j]:,} on rank {ranks[j]:,}, leaves tokens out, repeats some or comes too early "
+            f"({int(wrong.sum()):,} of {wrong.size:,} slices do): a document's {name} slices run {direction}, one "
+            f"after the other; {_AGAIN}"
+        )
+    _check_present(plan, name, keys[is_first])
+
+
+def _check_present(plan: StepPlan, name: Pass, found: IntArray) -> None:
+    """Require slices of each document on each of its ranks.
+
+    Args:
+        plan: the plan.
+        name: the pass.
+        found: int64, rising: `document * dp + rank` of the slices there are, all of them rightly there.
+
+    Raises:
+        PlanError: some are missing.
+    """
+    num = np.where(plan.lengths > 0, plan.num_ranks, 0)
+    missing = num - np.bincount(found // plan.mesh.dp, minlength=plan.num_documents)
+    if missing.any():
+        j = _first(missing > 0)
+        raise PlanError(
+            f"document {j:,} of {plan.lengths[j]:,} tokens has no {name} slice on {missing[j]:,} of its {num[j]:,} "
+            f"ranks ({int((missing > 0).sum()):,} of {plan.num_documents:,} documents are not whole); {_AGAIN}"
+        )
+
+
+def _check_merged(plan: StepPlan, name: Pass) -> None:
+    """Require that ranks that share documents cut them alike, in the same order, in MicroPacks that correspond.
+
+    Shares are aligned, so that all ranks of a block of 2^k share the same documents among those of at least 2^k
+    ranks. In each block, those slices and where a new MicroPack begins among them must be the same on every rank.
+
+    Raises:
+        PlanError: two ranks of a block differ.
+    """
+    micropacks: MicroPacks = getattr(plan, name)
+    of_slice = micropacks.micropack_of_slice
+    ranks, shares = micropacks.ranks[of_slice], plan.num_ranks[micropacks.document_ids]
+    block = 2
+    while block <= int(shares.max(initial=1)):
+        chosen = np.flatnonzero(shares >= block)
+        begins_new = np.append(True, np.diff(of_slice[chosen]) != 0)
+        counts = np.bincount(ranks[chosen], minlength=plan.mesh.dp)
+        offsets = np.cumsum(counts) - counts
+        # Each slice beside the one in the same place on the first rank of its block.
+        here = np.arange(chosen.size)
+        lead = ranks[chosen] // block * block
+        place = here - offsets[ranks[chosen]]
+        there = offsets[lead] + place
+        wrong = np.zeros(chosen.size, np.bool_)
+        for values in (micropacks.document_ids, micropacks.starts, micropacks.stops):
+            wrong |= values[chosen[here]] != values[chosen[there]]
+        wrong |= begins_new[here] != begins_new[there]
+        if wrong.any():
+            j = int(chosen[_first(wrong)])
+            raise PlanError(
+                f"{name} slice {j:,} of document {micropacks.document_ids[j]:,} on rank {ranks[j]:,} is not what "
+                f"rank {ranks[j] // block * block:,} shares with it at this place ({int(wrong.sum()):,} shared "
+                f"slices of {wrong.size:,} differ): ranks that share documents run the same slices of them in the "
+                f"same order, together in a MicroPack or apart; {_AGAIN}"
+            )
+        block *= 2
+
+
+def _check_sharded(plan: StepPlan, name: Pass) -> None:
+    """Require that ranks run MicroPacks together where they gather parameters for each.
+
+    Raises:
+        PlanError: they run different numbers of them, or a shared document in different turns.
+    """
+    micropacks: MicroPacks = getattr(plan, name)
+    counts = micropacks.counts
+    if (counts != counts[0]).any():
+        j = _first(counts != counts[0])
+        raise PlanError(
+            f"parameters are sharded, and rank 0 runs {counts[0]:,} {name} MicroPacks, rank {j:,} runs {counts[j]:,} "
+            f"({int((counts != counts[0]).sum()):,} of {counts.size:,} ranks differ); add empty ones where there are "
+            "fewer"
+        )
+    of_slice = micropacks.micropack_of_slice
+    ranks, documents = micropacks.ranks[of_slice], micropacks.document_ids
+    turns = of_slice - micropacks.rank_offsets[ranks]
+    order = np.lexsort((ranks, micropacks.starts, documents))
+    same = (documents[order][1:] == documents[order][:-1]) & (
+        micropacks.starts[order][1:] == micropacks.starts[order][:-1]
+    )
+    wrong = same & (turns[order][1:] != turns[order][:-1])
+    if wrong.any():
+        j = int(order[1:][_first(wrong)])
+        raise PlanError(
+            f"parameters are sharded, so ranks run their n-th MicroPacks together, but {name} slice {j:,} of the "
+            f"shared document {documents[j]:,} is in the MicroPack {turns[j]:,} of rank {ranks[j]:,} and in another "
+            f"one of rank {ranks[j] - 1:,} ({int(wrong.sum()):,} slices are so); move them together with empty "
+            "MicroPacks"
+        )
+
+
+def _check_capacity(plan: StepPlan, name: Pass, capacity: int) -> None:
+    """Require that no MicroPack holds more tokens of a rank than allowed.
+
+    Raises:
+        PlanError: one does.
+    """
+    micropacks: MicroPacks = getattr(plan, name)
+    parts = -(
+        -(micropacks.stops.astype(np.int64) - micropacks.starts) // plan.num_ranks[micropacks.document_ids]
+    )
+    held = np.zeros(micropacks.num_micropacks, np.int64)
+    np.add.at(held, micropacks.micropack_of_slice, parts)
+    wrong = held > capacity
+    if wrong.any():
+        j = _first(wrong)
+        raise PlanError(
+            f"{name} MicroPack {j:,} on rank {micropacks.ranks[j]:,} holds {held[j]:,} tokens, over the capacity of "
+            f"{capacity:,} ({int(wrong.sum()):,} of {held.size:,} do, at most {int(held.max()):,}); cut its "
+            "documents into more slices, or raise the capacity"
+        )
+
+
+def _check_targets(plan: StepPlan, name: Pass) -> None:
+    """Require a target for each token but the last of each document.
+
+    It follows from coverage, and is counted apart since a loss that is divided wrongly shows nowhere else.
+
+    Raises:
+        PlanError: the targets of slices add up to another number.
+    """
+    found, wanted = targets_per_document(plan, name), np.maximum(plan.lengths - 1, 0)
+    wrong = found != wanted
+    if wrong.any():
+        j = _first(wrong)
+        raise PlanError(
+            f"the {name} slices of document {j:,} have {found[j]:,} targets, and the document {wanted[j]:,} "
+            f"({int(wrong.sum()):,} of {wrong.size:,} documents differ): the loss would be divided wrongly; {_AGAIN}"
+        )
+
+
+def _check_memory(plan: StepPlan, peaks_bytes: FloatArray, limit_bytes: float) -> None:
+    """Require that no stage ever holds more than a card does.
+
+    Raises:
+        PlanError: one does.
+    """
+    mesh = plan.mesh
+    if peaks_bytes.shape != (mesh.dp, mesh.pp):
+        raise PlanError(
+            f"peaks_bytes has shape {peaks_bytes.shape}; pass one for each stage of each rank, ({mesh.dp}, {mesh.pp})"
+        )
+    wrong = ~(peaks_bytes <= limit_bytes)
+    if wrong.any():
+        rank, stage = (int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+        raise PlanError(
+            f"stage {stage} of rank {rank} holds {peaks_bytes[rank, stage] / 1e9:,.2f} GB at its peak, over the "
+            f"limit of {limit_bytes / 1e9:,.2f} GB ({int(wrong.sum()):,} of {wrong.size:,} stages do); cut "
+            "smaller slices, merge the longest documents, recompute or offload more, or take more pipeline stages"
+        )

@@ -1,0 +1,126 @@
+"""Filling and ordering MicroPacks, and what their pipeline waits for, as numba kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+
+@compiled
+def fill_lightest(work: Float, loads: Float) -> Int64:
+    """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
+    chosen = np.empty(work.size, np.int64)
+    for item in range(work.size):
+        least = 0
+        for pack in range(1, loads.size):
+            if loads[pack] < loads[least]:
+                least = pack
+        chosen[item] = least
+        loads[least] += work[item]
+    return chosen
+
+
+@compiled
+def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool, documents: Int32) -> Any:
+    """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which.
+
+    Args:
+        cuts: int32 `[3, cut slices]`: document, start, stop; slice i is the first of MicroPack i.
+        beside: int64 `[whole documents]`: the MicroPack of each.
+        filled: float64 `[MicroPacks]`: seconds of whole documents in each.
+        steps: small MicroPacks at each end; they stand behind the cut slices, two of each size.
+        in_step: keep empty MicroPacks.
+        documents: int32 `[3, documents]`: lengths, ranks, ids; whole ones are the last.
+
+    Returns:
+        slice_offsets int32 `[MicroPacks + 1]`, slices int32 `[5, slices]`, chains int32 `[MicroPacks]`.
+    """
+    num_cut, num_packs = cuts.shape[1], filled.size
+    sizes = np.zeros(num_packs, np.int64)
+    sizes[:num_cut] = 1
+    for pack in beside:
+        sizes[pack] += 1
+    plain = num_cut + 2 * steps
+    order = np.empty(num_packs, np.int64)
+    for step in range(steps):
+        order[step] = num_cut + 2 * step
+        order[num_packs - 1 - step] = num_cut + 2 * step + 1
+    order[steps : steps + num_cut] = np.arange(num_cut)
+    order[steps + num_cut : num_packs - steps] = plain + np.argsort(-filled[plain:], kind="mergesort")
+    used, total = 0, num_cut + beside.size
+    offsets, chains = np.zeros(num_packs + 1, np.int32), np.empty(num_packs, np.int32)
+    places = np.empty(num_packs, np.int64)
+    whole = documents.shape[1] - beside.size
+    for pack in order:
+        if sizes[pack] > 0 or in_step:
+            places[pack] = offsets[used]
+            offsets[used + 1] = offsets[used] + sizes[pack]
+            chains[used] = cuts[0, pack] if pack < num_cut else whole + pack
+            used += 1
+    slices = np.empty((5, total), np.int32)
+    for item in range(total):
+        is_cut = item < num_cut
+        pack = item if is_cut else beside[item - num_cut]
+        document = cuts[0, item] if is_cut else whole + item - num_cut
+        at = places[pack]
+        places[pack] += 1
+        slices[0, at] = cuts[1, item] if is_cut else 0
+        slices[1, at] = cuts[2, item] if is_cut else documents[0, document]
+        slices[2, at], slices[3, at] = documents[1, document], documents[2, document]
+        slices[4, at] = slices[1, at] == documents[0, document]
+    return offsets[: used + 1], slices, chains[:used]
+
+
+@compiled
+def reversed_chains(chains: Int32) -> Int64:
+    """Return the order in which the backward pass runs MicroPacks: chains as they stand, each from its last one."""
+    count = chains.size
+    order = np.empty(count, np.int64)
+    first = 0
+    for pack in range(count):
+        if pack == count - 1 or chains[pack + 1] != chains[pack]:
+            for place in range(first, pack + 1):
+                order[place] = first + pack - place
+            first = pack + 1
+    return order
+
+
+@compiled
+def backward_terms(
+    slice_offsets: Int32, slices: Int32, chains: Int32, forward_chains: Int32, order: Int64, cp: int
+) -> Any:
+    """Return what each backward MicroPack, in the order in which they run, waits for and accumulates.
+
+    Returns:
+        after int32 `[MicroPacks]`: the last forward MicroPack of its chain; opened and closed float64
+        `[MicroPacks]`: rows as in `Pipeline.rows_backward`.
+    """
+    count = order.size
+    after, opened, closed = np.zeros(count, np.int32), np.zeros(count), np.zeros(count)
+    ends = np.zeros(count, np.int32)
+    last = -1
+    for pack in range(count):
+        if pack == 0 or chains[pack] != chains[pack - 1]:
+            # The chain's last forward MicroPack; empty MicroPacks at the end may have no like in the forward pass.
+            last = min(last + 1, forward_chains.size - 1)
+            while last + 1 < forward_chains.size and forward_chains[last + 1] == forward_chains[last]:
+                last += 1
+        ends[pack] = last
+    for place in range(count):
+        pack = order[place]
+        after[place] = ends[pack]
+        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
+            share = float(slices[2, one] * cp)
+            if slices[4, one]:
+                opened[place] += slices[0, one] / share
+            else:
+                closed[place] += (slices[1, one] - slices[0, one]) / share
+    return after, opened, closed

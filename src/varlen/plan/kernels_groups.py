@@ -1,0 +1,227 @@
+"""Kernels that fill micro-batches with whole documents, as peers do; compiled by numba.
+
+`reference_groups.py` says in plain Python what each must return. A *group* is 2^k neighbouring ranks that share the
+rows of the documents they are given; a document's *level* is the k of its group.
+"""
+
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+_HALVINGS = 24
+"""Times that the span of a micro-batch's time is halved, between what is possible and what is sure."""
+
+
+@compiled
+def least_work(
+    order: Int32, lengths: Int32, work: Floats, num_packs: int, token_limit: int, pack_of: Int32
+) -> None:
+    """Give each document to the pack with the least work, if not full; else to that with the fewest tokens."""
+    loads, tokens = np.zeros(num_packs), np.zeros(num_packs, np.int64)
+    for late in range(2):
+        for turn in range(order.size):
+            item = order[turn]
+            if pack_of[item] >= 0:
+                continue
+            pack = np.argmin(loads)
+            if late == 0 and tokens[pack] + lengths[item] > token_limit:
+                pack = np.argmin(tokens)
+                if tokens[pack] + lengths[item] > token_limit:
+                    continue
+            pack_of[item] = pack
+            loads[pack] += work[item]
+            tokens[pack] += lengths[item]
+
+
+@compiled
+def _roomiest(
+    item: int,
+    level: int,
+    num_groups: int,
+    limit_s: float,
+    token_limit: int,
+    lengths: Int32,
+    work: Floats,
+    levels: Int32,
+    loads: Floats,
+    tokens: Floats,
+) -> int:
+    """The group of a level with the least work that a document keeps within both limits, or -1."""
+    best = -1
+    for group in range(num_groups):
+        if levels[group] != level or (best >= 0 and loads[group] >= loads[best]):
+            continue
+        if tokens[group] + lengths[item] / 2.0**level > token_limit:
+            continue
+        if loads[group] + work[item, level] <= limit_s:
+            best = group
+    return best
+
+
+@compiled
+def _fits(
+    limit_s: float,
+    token_limit: int,
+    dp: int,
+    by_work: Int32,
+    lengths: Int32,
+    work: Floats,
+    group_of: Int32,
+    levels: Int32,
+    loads: Floats,
+    tokens: Floats,
+) -> int:
+    """Share documents so that no group takes over `limit_s`; return how many groups there are, -1 if none do."""
+    num_levels = work.shape[1]
+    num_groups, used = 0, 0
+    for level in range(num_levels - 1, -1, -1):
+        for turn in range(by_work.size):
+            item = by_work[turn]
+            least = 0
+            while least < num_levels and (
+                work[item, least] > limit_s or lengths[item] / 2.0**least > token_limit
+            ):
+                least += 1
+            if least == num_levels:
+                return -1
+            if least != level:
+                continue
+            group = -1
+            for wider in range(level, num_levels):
+                group = _roomiest(
+                    item, wider, num_groups, limit_s, token_limit, lengths, work, levels, loads, tokens
+                )
+                if group >= 0:
+                    break
+            if group < 0:
+                if used + 2**level > dp:
+                    return -1
+                group = num_groups
+                levels[group], loads[group], tokens[group] = level, 0.0, 0.0
+                num_groups += 1
+                used += 2**level
+            group_of[item] = group
+            loads[group] += work[item, levels[group]]
+            tokens[group] += lengths[item] / 2.0 ** levels[group]
+    return num_groups
+
+
+@compiled
+def _widen(
+    dp: int, num_groups: int, items: Int32, group_of: Int32, work: Floats, levels: Int32, loads: Floats
+) -> None:
+    """Double groups, the slowest first, as long as ranks are free and that makes one faster."""
+    used = 0
+    for group in range(num_groups):
+        used += 2 ** levels[group]
+    while True:
+        best, best_load = -1, 0.0
+        for group in range(num_groups):
+            level = levels[group]
+            if used + 2**level > dp or level + 1 >= work.shape[1]:
+                continue
+            if best >= 0 and loads[group] <= loads[best]:
+                continue
+            wider = 0.0
+            for turn in range(items.size):
+                if group_of[items[turn]] == group:
+                    wider += work[items[turn], level + 1]
+            if wider < loads[group]:
+                best, best_load = group, wider
+        if best < 0:
+            return
+        used += 2 ** levels[best]
+        levels[best] += 1
+        loads[best] = best_load
+
+
+@compiled
+def share(
+    by_work: Int32, lengths: Int32, work: Floats, dp: int, token_limit: int, group_of: Int32, levels: Int32
+) -> int:
+    """Share one micro-batch's documents among groups of ranks so that the slowest is fast."""
+    loads, tokens = np.zeros(dp), np.zeros(dp)
+    low, high = 0.0, 0.0
+    for turn in range(by_work.size):
+        low = max(low, work[by_work[turn]].min())
+        high += work[by_work[turn]].max()
+    while _fits(high, token_limit, dp, by_work, lengths, work, group_of, levels, loads, tokens) < 0:
+        token_limit *= 2
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        if _fits(middle, token_limit, dp, by_work, lengths, work, group_of, levels, loads, tokens) < 0:
+            low = middle
+        else:
+            high = middle
+    num_groups = _fits(high, token_limit, dp, by_work, lengths, work, group_of, levels, loads, tokens)
+    _widen(dp, num_groups, by_work, group_of, work, levels, loads)
+    return num_groups
+
+
+@compiled
+def fill(
+    order: Int32,
+    least_levels: Int32,
+    lengths: Int32,
+    work: Floats,
+    dp: int,
+    token_limit: int,
+    target_s: float,
+    batch_of: Int32,
+    group_of: Int32,
+    levels: Int32,
+    group_offsets: Int32,
+) -> int:
+    """Fill micro-batches one after the other, each up to a time, with documents at fixed levels."""
+    left, num_batches, num_groups = order.size, 0, 0
+    waiting, placed = order.copy(), order.copy()
+    loads, tokens = np.zeros(order.size + dp), np.zeros(order.size + dp)
+    while left > 0:
+        begin, used, limit_s = num_groups, 0, target_s
+        now, later = 0, 0
+        for turn in range(left):
+            item = waiting[turn]
+            level = least_levels[item]
+            limit_s = max(limit_s, work[item, level])
+            if used + 2**level <= dp:
+                group = num_groups
+                levels[group] = level
+                num_groups += 1
+                used += 2**level
+            else:
+                found = _roomiest(
+                    item,
+                    level,
+                    num_groups - begin,
+                    limit_s,
+                    token_limit,
+                    lengths,
+                    work,
+                    levels[begin:],
+                    loads[begin:],
+                    tokens[begin:],
+                )
+                if found < 0:
+                    waiting[later] = item
+                    later += 1
+                    continue
+                group = begin + found
+            batch_of[item], group_of[item] = num_batches, group
+            loads[group] += work[item, level]
+            tokens[group] += lengths[item] / 2.0**level
+            placed[now] = item
+            now += 1
+        _widen(dp, num_groups - begin, placed[:now], group_of - begin, work, levels[begin:], loads[begin:])
+        left = later
+        num_batches += 1
+        group_offsets[num_batches] = num_groups
+    return num_batches

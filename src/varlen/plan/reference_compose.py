@@ -1,0 +1,73 @@
+"""Filling, ordering and waiting in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float = NDArray[np.float64]
+
+
+def fill_lightest(work: Float, loads: Float) -> Int64:
+    """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
+    chosen = []
+    for cost in work.tolist():
+        least = int(loads.argmin())
+        loads[least] += cost
+        chosen.append(least)
+    return np.array(chosen, np.int64)
+
+
+def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool, documents: Int32) -> Any:
+    """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which."""
+    num_cut, whole = cuts.shape[1], documents.shape[1] - beside.size
+    held: list[list[tuple[int, int, int]]] = [[] for _ in range(filled.size)]
+    for pack, (document, start, stop) in enumerate(cuts.T.tolist()):
+        held[pack].append((start, stop, document))
+    for document, pack in enumerate(beside.tolist(), start=whole):
+        held[pack].append((0, int(documents[0, document]), document))
+    small = list(range(num_cut, num_cut + 2 * steps))
+    plain = sorted(range(num_cut + 2 * steps, filled.size), key=lambda pack: -filled[pack])
+    order = [*small[::2], *range(num_cut), *plain, *reversed(small[1::2])]
+    order = [pack for pack in order if held[pack] or in_step]
+    table = [
+        (start, stop, documents[1, document], documents[2, document], stop == documents[0, document])
+        for pack in order
+        for start, stop, document in held[pack]
+    ]
+    chains = [cuts[0, pack] if pack < num_cut else whole + pack for pack in order]
+    offsets = np.cumsum([0, *(len(held[pack]) for pack in order)]).astype(np.int32)
+    return offsets, np.array(table, np.int32).reshape(-1, 5).T.copy(), np.array(chains, np.int32)
+
+
+def _chains(chains: Int32) -> list[list[int]]:
+    """MicroPacks of each chain, in order."""
+    return [list(packs) for _, packs in groupby(range(chains.size), key=lambda pack: chains[pack])]
+
+
+def reversed_chains(chains: Int32) -> Int64:
+    """Return the order in which the backward pass runs MicroPacks: chains as they stand, each from its last one."""
+    return np.array([pack for chain in _chains(chains) for pack in reversed(chain)], np.int64)
+
+
+def backward_terms(
+    slice_offsets: Int32, slices: Int32, chains: Int32, forward_chains: Int32, order: Int64, cp: int
+) -> Any:
+    """Return what each backward MicroPack, in the order in which they run, waits for and accumulates."""
+    last_forward = [chain[-1] for chain in _chains(forward_chains)]
+    chain_of = {pack: number for number, chain in enumerate(_chains(chains)) for pack in chain}
+    after, opened, closed = [], [], []
+    for pack in order.tolist():
+        # Empty MicroPacks at the end may have no like in the forward pass.
+        after.append(last_forward[min(chain_of[pack], len(last_forward) - 1)])
+        mine = slices[:, slice_offsets[pack] : slice_offsets[pack + 1]].T.tolist()
+        opened.append(sum(start / (ranks * cp) for start, _, ranks, _, is_end in mine if is_end))
+        closed.append(
+            sum((stop - start) / (ranks * cp) for start, stop, ranks, _, is_end in mine if not is_end)
+        )
+    return np.array(after, np.int32), np.array(opened, np.float64), np.array(closed, np.float64)

@@ -1,0 +1,62 @@
+"""`Search`: what the planner may try; each switch is one idea, so that an ablation can take it away."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from varlen.errors import SettingError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """What the planner of `method="micropack"` may try, and how far it goes.
+
+    All switches but `exact` are on. What each brings, and where a step would be faster without it, is measured in
+    docs/planning-results.md.
+    """
+
+    slices: bool = True
+    """Cut long documents into slices; off: whole documents, as Karmarkar-Karp and LPT balance them."""
+    grades: bool = True
+    """Make the first and last MicroPacks of a rank smaller, so that pipelines fill and drain faster."""
+    orders: bool = True
+    """Run long documents before short ones; off: documents as they stand in the step."""
+    splits_backward: bool = True
+    """Run weight gradients as tasks of their own, which fill bubbles (zero-bubble schedules)."""
+    merges: bool = True
+    """Let neighbouring ranks share the longest documents (DP-Merge)."""
+    asymmetric: bool = True
+    """Compose backward MicroPacks apart from forward ones where the simulator gains 1 % or more."""
+    exact: bool = False
+    """Improve the assignment of documents to ranks with HiGHS; deterministic, and rarely worth its time."""
+    repairs: bool = True
+    """Where memory is short, recompute more and offload keys and values, before a step is refused."""
+    least_rows: int = 2048
+    """Query rows that a slice has at least; fewer leave attention kernels slow."""
+    most_merged_ranks: int = 8
+    """Ranks that share one document at most for its work; where memory is short, as many as hold it share it."""
+    micropacks_per_stage: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+    """MicroPacks of a rank, as multiples of the stages, rising; the search starts in their middle and climbs."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise SettingError(f"search {field.name}={value!r}; it is True or False")
+        if not isinstance(self.least_rows, int | np.integer) or self.least_rows < 1:
+            raise SettingError(
+                f"search least_rows={self.least_rows!r}; it must be a whole number of at least 1"
+            )
+        ranks = self.most_merged_ranks
+        if not isinstance(ranks, int | np.integer) or ranks < 1 or ranks & (ranks - 1):
+            raise SettingError(f"search most_merged_ranks={ranks!r}; it must be a power of two")
+        sizes = self.micropacks_per_stage
+        rises = all(one < next_one for one, next_one in itertools.pairwise(sizes))
+        if not sizes or not rises or not 0 < sizes[0] <= sizes[-1] < math.inf:
+            raise SettingError(
+                f"search micropacks_per_stage={sizes!r}; it must hold numbers above 0, each above the one before"
+            )

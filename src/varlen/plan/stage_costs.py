@@ -1,0 +1,134 @@
+"""What planning asks of a cost model on one mesh, computed once: rates, layers of each chunk, bytes, limits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from varlen import jit
+from varlen.cost.model import CostModel
+from varlen.cost.rates import (
+    FORWARD_HEAD,
+    FORWARD_LAYER,
+    INPUT_HEAD,
+    INPUT_LAYER,
+    ROWS,
+    WEIGHT_HEAD,
+    WEIGHT_LAYER,
+    Rates,
+)
+from varlen.simulate.dispatch import Pipeline
+from varlen.step_plan import Mesh
+from varlen.types import FloatArray, Int32Array
+
+_price = functools.partial(jit.kernel, "varlen.cost", "kernels", "price")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageCosts:
+    """A cost model on one mesh, as arrays over its chunks of layers."""
+
+    mesh: Mesh
+    rates: Rates
+    layers: FloatArray
+    """float64 `[chunks]`: layers of each."""
+    heads: FloatArray
+    """float64 `[chunks]`: 1 for the chunk that has the vocabulary head."""
+    gather_s: FloatArray
+    """float64 `[chunks]`: seconds to gather a chunk's parameters, where they are sharded."""
+    send_latency_s: float
+    send_s_per_row: float
+    sync_s: FloatArray
+    """float64 `[stages]`: seconds that data-parallel ranks add up gradients."""
+    per_row: FloatArray
+    """float64 `[4, chunks]`: as `Pipeline.per_row`."""
+    limits: FloatArray
+    """float64 `[stages]`: bytes that are left beside states."""
+    splits: bool = False
+    """Whether weight gradients are tasks of their own."""
+
+
+def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCosts:
+    """Ask a cost model for all that planning needs on a mesh.
+
+    Args:
+        cost: the model on its hardware.
+        mesh: the GPUs.
+        splits: whether weight gradients are tasks of their own.
+
+    Raises:
+        SettingError: the mesh doesn't divide the model.
+    """
+    stages, memory = cost.stages(mesh), cost.memory(mesh)
+    latency, per_row = cost.send_s(mesh)
+    return StageCosts(
+        mesh=mesh,
+        rates=cost.rates(mesh),
+        layers=stages.layers,
+        heads=stages.has_head.astype(np.float64),
+        gather_s=cost.gather_s(mesh),
+        send_latency_s=latency,
+        send_s_per_row=per_row,
+        sync_s=cost.gradient_sync_s(mesh),
+        per_row=np.stack(
+            [memory.held_bytes, memory.gradient_bytes, memory.passing_bytes, memory.kept_for_weight_bytes]
+        ),
+        limits=memory.limit_bytes - memory.state_bytes,
+        splits=splits,
+    )
+
+
+def priced(costs: StageCosts, slice_offsets: Int32Array, slices: Int32Array) -> FloatArray:
+    """Price MicroPacks; float64 `[num_micropacks, 7]`.
+
+    Args:
+        costs: of the mesh.
+        slice_offsets: int32 `[num_micropacks + 1]`.
+        slices: int32 `[3 or more, num_slices]`: starts, stops, ranks that share the slice.
+    """
+    result: FloatArray = _price()(slice_offsets, slices[0], slices[1], slices[2], costs.rates)
+    return result
+
+
+def pipeline_of(
+    costs: StageCosts,
+    forward: FloatArray,
+    backward: FloatArray,
+    after: Int32Array,
+    opened: FloatArray,
+    closed: FloatArray,
+) -> Pipeline:
+    """Put together what one rank's pipeline has to do.
+
+    Args:
+        costs: of the mesh.
+        forward: float64 `[forward MicroPacks, 7]`, priced.
+        backward: float64 `[backward MicroPacks, 7]`, priced.
+        after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
+        opened: float64 `[backward MicroPacks]`: rows whose dK/dV is opened.
+        closed: float64 `[backward MicroPacks]`: rows whose dK/dV is closed.
+    """
+    layers, heads, gather = costs.layers[:, None], costs.heads[:, None], costs.gather_s[:, None]
+    inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
+    weights = layers * backward[:, WEIGHT_LAYER] + heads * backward[:, WEIGHT_HEAD]
+    if costs.splits:
+        # Parameters are gathered with the input gradients, and gradients reduced with those of weights.
+        inputs, weights = np.maximum(inputs, gather), np.maximum(weights, gather)
+    else:
+        inputs, weights = np.maximum(inputs + weights, 2 * gather), np.zeros_like(weights)
+    forwards = layers * forward[:, FORWARD_LAYER] + heads * forward[:, FORWARD_HEAD]
+    return Pipeline(
+        forward=np.maximum(forwards, gather),
+        backward=inputs,
+        weight=weights,
+        send_forward=costs.send_latency_s + costs.send_s_per_row * forward[:, ROWS],
+        send_backward=costs.send_latency_s + costs.send_s_per_row * backward[:, ROWS],
+        after=after,
+        rows_forward=forward[:, ROWS].copy()[None],
+        rows_backward=np.stack([backward[:, ROWS], opened, closed])[None],
+        per_row=costs.per_row,
+        limits=costs.limits,
+        splits=costs.splits,
+    )

@@ -1,0 +1,66 @@
+"""The process that plans ahead: lengths come through a pipe, plans leave through another, until nobody asks.
+
+::
+
+    in     b"head" + JSON of the planning function's name and settings
+           b"step" + step, 8 bytes + lengths, int32
+    out    b"plan" + step, 8 bytes + plan_to_bytes
+           b"fail" + step, 8 bytes + JSON of the error's class and message
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+
+from varlen.offline.tasks import receive, send
+from varlen.plan.save import plan_to_bytes
+from varlen.plan.wire import from_json, named
+
+_LOOK_S = 2.0
+_NICE = 5
+
+
+def main() -> None:
+    """Plan one step after the other; what is printed goes to the standard error."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with suppress(OSError):
+        os.nice(_NICE)  # the trainer's own work goes first
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    name, settings = "", {}
+    while True:
+        try:
+            message = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        kind, content = message[:4], message[4:]
+        if kind == b"head":
+            name, settings = from_json(content.decode())
+            continue
+        try:
+            plan = named(name)(np.frombuffer(content[8:], np.int32).copy(), **settings)
+            answer = b"plan" + content[:8] + plan_to_bytes(plan)
+        except Exception as error:  # it belongs to who asks for the step
+            answer = b"fail" + content[:8] + json.dumps([type(error).__name__, str(error)]).encode()
+        try:
+            send(out, answer)
+        except (BrokenPipeError, OSError):
+            return
+
+
+def _watch(parent: int) -> None:
+    """End with the trainer, also in the middle of a plan, and where a process that it forked keeps its pipes open."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+// Draws the timelines of step plans on canvases that share one time axis: zoom, pan, and point at a task.
+const WEIGHT = 2, SYNC = 5;
+const NAMES = ["forward", "backward", "weight gradients", "send forward", "send backward", "gradient sync", "parameter gather", "gradient scatter"];
+const COLOURS = ["forward", "backward", "weight", "send", "send", "sync", "gather", "gather"];
+const GUTTER = 74, RIGHT = 66, AXIS = 22, GROUP_GAP = 5, MEMORY = 92, MEMORY_GAP = 20, SHADES = 7, ZOOM = 1.35;
+const host = document.getElementById("timelines");
+const data = JSON.parse(document.getElementById("timeline-data").textContent);
+const tip = document.getElementById("timeline-tip");
+
+const bytesOf = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+const array = (text, Kind) => new Kind(bytesOf(text).buffer);
+const thousands = (value) => Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, ",");
+
+function seconds(value, digits = 3) {
+  if (Math.abs(value) < 1e-9) return "0";
+  if (Math.abs(value) < 1e-3) return `${+(value * 1e6).toPrecision(digits)} µs`;
+  return Math.abs(value) < 1 ? `${+(value * 1e3).toPrecision(digits)} ms` : `${+value.toPrecision(digits)} s`;
+}
+
+const plans = data.plans.map((plan) => {
+  const read = { ...plan, isShown: plan.shown, canvas: null };
+  read.rows = plan.ranks.length * plan.pp;
+  for (const [name, Kind] of [["rowOffsets", Int32Array], ["kinds", Uint8Array], ["micropacks", Int32Array], ["chunks", Uint8Array],
+    ["starts", Float32Array], ["stops", Float32Array], ["works", Float32Array], ["ofBackward", Uint8Array], ["memoryOffsets", Int32Array], ["memoryTimes", Float32Array],
+    ["memoryBytes", Float32Array], ["lengths", Int32Array], ["sharers", Int32Array]]) read[name] = array(plan[name], Kind);
+  read.passes = plan.passes.map((pass) => ({
+    rankOffsets: array(pass.rankOffsets, Int32Array), offsets: array(pass.offsets, Int32Array),
+    documents: array(pass.documents, Int32Array), starts: array(pass.starts, Int32Array), stops: array(pass.stops, Int32Array),
+  }));
+  for (const pass of read.passes) pass.shares = shares(pass);
+  return read;
+});
+const longest = Math.max(...plans.map((plan) => plan.makespan));
+const view = { from: 0, to: longest };
+let pointed = null, byDocument = false, colours = {}, isAsked = false;
+
+// Where each slice begins within its MicroPack, as a share of the tokens: a task is divided so.
+function shares(pass) {
+  const found = new Float32Array(pass.documents.length + 1);
+  for (let pack = 0; pack + 1 < pass.offsets.length; pack++) {
+    let total = 0, before = 0;
+    for (let j = pass.offsets[pack]; j < pass.offsets[pack + 1]; j++) total += pass.stops[j] - pass.starts[j];
+    for (let j = pass.offsets[pack]; j < pass.offsets[pack + 1]; j++) {
+      found[j] = before / total;
+      before += pass.stops[j] - pass.starts[j];
+    }
+  }
+  return found;
+}
+
+const passOf = (plan, task) => plan.passes[plan.ofBackward[task]];
+// What runs on links beside the computing: it has a strip of its own at the foot of the row.
+const isBeside = (kind) => kind > WEIGHT && kind !== SYNC;
+
+// --- colours: the page's own, in as many shades as documents are told apart by ---
+function mixed(one, other, share) {
+  const part = (text, at) => parseInt(text.slice(at, at + 2), 16);
+  const mix = (at) => Math.round(part(one, at) * (1 - share) + part(other, at) * share);
+  return `rgb(${mix(1)},${mix(3)},${mix(5)})`;
+}
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  const named = (name) => style.getPropertyValue(`--${name}`).trim();
+  colours = { ink: named("ink"), quiet: named("quiet"), rule: named("rule"), grid: named("grid"), paper: named("paper"),
+    idle: named("idle"), bad: named("bad"), accent: named("accent") };
+  colours.kinds = COLOURS.map((name) => named(name));
+  colours.shades = colours.kinds.map((base) => Array.from({ length: SHADES },
+    (_, step) => mixed(base, colours.paper, 0.5 * step / (SHADES - 1))));
+  colours.documents = Array.from({ length: 10 }, (_, index) => named(`d${index}`));
+}
+
+const shadeOf = (id) => Math.floor(((id * 0.6180339887) % 1) * SHADES);
+
+function colourOf(kind, id) {
+  if (byDocument && kind <= WEIGHT) return colours.documents[id % 10];
+  return colours.shades[kind][shadeOf(id)];
+}
+
+// --- where things lie ---
+function heightOf(plan) {
+  const most = plans.filter((one) => one.isShown).reduce((sum, one) => sum + one.rows, 0);
+  return Math.max(8, Math.min(24, Math.floor(880 / Math.max(most, 1))));
+}
+
+function layout(plan) {
+  const height = heightOf(plan), width = plan.canvas.clientWidth;
+  const lanes = AXIS + plan.rows * height + (plan.ranks.length - 1) * GROUP_GAP;
+  return { height, width, lanes, memory: lanes + MEMORY_GAP, bottom: lanes + MEMORY_GAP + MEMORY + 6,
+    top: (row) => AXIS + row * height + Math.floor(row / plan.pp) * GROUP_GAP,
+    x: (time) => GUTTER + (time - view.from) / (view.to - view.from) * (width - GUTTER - RIGHT) };
+}
+
+const timeAt = (x, width) => view.from + (x - GUTTER) / (width - GUTTER - RIGHT) * (view.to - view.from);
+
+// First task of a row that ends after a time; tasks of one row and strip come one after the other.
+function firstAfter(values, low, high, time) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= time) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function ticks(from, to, most) {
+  const rough = (to - from) / most, unit = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * unit).find((size) => size >= rough);
+  const found = [];
+  for (let k = Math.ceil(from / step); k * step <= to; k++) found.push(k * step);
+  return found;
+}
+
+// --- drawing ---
+function draw(plan) {
+  const place = layout(plan), scale = window.devicePixelRatio || 1, canvas = plan.canvas;
+  canvas.style.height = `${place.bottom}px`;
+  const wide = Math.round(place.width * scale), high = Math.round(place.bottom * scale);
+  if (canvas.width !== wide || canvas.height !== high) { canvas.width = wide; canvas.height = high; }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(scale, 0, 0, scale, 0, 0);
+  pen.clearRect(0, 0, place.width, place.bottom);
+  pen.font = "11px system-ui, sans-serif";
+  pen.textBaseline = "middle";
+  drawAxis(pen, plan, place);
+  pen.save();
+  pen.beginPath();
+  pen.rect(GUTTER, AXIS, place.width - GUTTER - RIGHT, place.lanes - AXIS);
+  pen.clip();
+  for (let row = 0; row < plan.rows; row++) drawRow(pen, plan, place, row);
+  if (pointed && pointed.plan === plan) drawPointed(pen, plan, place);
+  pen.restore();
+  drawMemory(pen, plan, place);
+  drawNames(pen, plan, place);
+}
+
+function drawAxis(pen, plan, place) {
+  pen.textAlign = "center";
+  const most = Math.max(2, Math.floor((place.width - GUTTER - RIGHT) / 100));
+  for (const time of ticks(view.from, view.to, most)) {
+    const x = Math.round(place.x(time)) + 0.5;
+    pen.fillStyle = colours.grid;
+    pen.fillRect(x, AXIS - 4, 1, place.bottom - AXIS - 2);
+    pen.fillStyle = colours.quiet;
+    pen.fillText(seconds(time, 6), x, 9);
+  }
+}
+
+function drawNames(pen, plan, place) {
+  for (let row = 0; row < plan.rows; row++) {
+    const y = place.top(row) + place.height / 2, stage = row % plan.pp;
+    const is = pointed && pointed.plan === plan && pointed.row === row;
+    if (stage === 0) {
+      pen.textAlign = "left";
+      pen.fillStyle = colours.ink;
+      pen.fillText(`rank ${plan.ranks[row / plan.pp]}`, 0, y);
+    }
+    if (place.height < 11 && !is) continue;
+    pen.textAlign = "right";
+    pen.fillStyle = is ? colours.accent : colours.quiet;
+    if (plan.pp > 1) pen.fillText(`s${stage}`, GUTTER - 8, y);
+    pen.fillText(`${(100 * plan.busy[row]).toFixed(0)} %`, place.width - 4, y);
+  }
+  pen.textAlign = "right";
+  pen.fillStyle = colours.quiet;
+  pen.fillText("busy", place.width - 4, 9);
+}
+
+function drawRow(pen, plan, place, row) {
+  const y = place.top(row), low = place.x(0), end = place.x(plan.makespan);
+  const strip = place.height >= 12 ? 3 : 2, tall = place.height - 1 - strip;
+  pen.fillStyle = colours.idle;
+  pen.fillRect(low, y, end - low, place.height - 1);
+  const last = plan.rowOffsets[row + 1];
+  let covered = -1e9, coveredSend = -1e9;
+  for (let i = firstShown(plan, row); i < last && plan.starts[i] < view.to; i++) {
+    const kind = plan.kinds[i], from = place.x(plan.starts[i]), to = place.x(plan.stops[i]);
+    const sends = isBeside(kind);
+    // What is narrower than a pixel is drawn once for each pixel that it reaches.
+    if (to <= (sends ? coveredSend : covered)) continue;
+    const width = Math.max(to - from, 0.8);
+    if (sends) coveredSend = from + width - 0.2; else covered = from + width - 0.2;
+    if (sends) {
+      pen.fillStyle = colours.kinds[kind];
+      pen.fillRect(from, y + tall, width, strip);
+    } else if (kind <= WEIGHT) {
+      const share = plan.works[i] / (plan.stops[i] - plan.starts[i]);
+      drawTask(pen, plan, i, from, share < 0.995 ? Math.max(width * share, 0.8) : width, y, tall);
+      if (share < 0.995) {
+        pen.fillStyle = colours.shades[kind][SHADES - 1];
+        pen.fillRect(from, y + tall / 2 - 0.5, width, 1);
+      }
+    }
+    else {
+      pen.fillStyle = colours.kinds[kind];
+      pen.fillRect(from, y, width, place.height - 1);
+    }
+  }
+}
+
+// Sends and computing overlap in a row, so ends don't rise: begin a longest task before the view.
+function firstShown(plan, row) {
+  const low = plan.rowOffsets[row], high = plan.rowOffsets[row + 1];
+  return firstAfter(plan.starts, low, high, view.from - plan.longestTask);
+}
+
+function drawTask(pen, plan, task, from, width, y, tall) {
+  const kind = plan.kinds[task], pass = passOf(plan, task), pack = plan.micropacks[task];
+  const first = pass.offsets[pack], last = pass.offsets[pack + 1];
+  if (first === last) {
+    pen.strokeStyle = colours.kinds[kind];
+    pen.strokeRect(from + 0.5, y + 0.5, Math.max(width - 1, 0.5), tall - 1);
+    return;
+  }
+  if (width < 3) {
+    pen.fillStyle = colourOf(kind, pass.documents[first]);
+    pen.fillRect(from, y, width, tall);
+    return;
+  }
+  const gap = width > 4 ? 0.75 : 0;
+  let covered = -1e9;
+  for (let j = first; j < last; j++) {
+    const left = from + pass.shares[j] * width, right = j + 1 < last ? from + pass.shares[j + 1] * width : from + width - gap;
+    if (right - covered < 0.7 && j > first) continue;
+    pen.fillStyle = colourOf(kind, pass.documents[j]);
+    pen.fillRect(left, y, Math.max(right - left, 0.7), tall);
+    covered = right;
+    if (j > first && right - left > 4) {
+      pen.fillStyle = colours.paper;
+      pen.fillRect(left, y, 0.6, tall);
+    }
+  }
+}
+
+// Everything of the document that is pointed at, in all rows and both passes.
+function drawPointed(pen, plan, place) {
+  pen.strokeStyle = colours.ink;
+  pen.lineWidth = 1.6;
+  const strip = place.height >= 12 ? 3 : 2, tall = place.height - 1 - strip;
+  if (pointed.document < 0) {
+    const y = place.top(pointed.row), from = place.x(plan.starts[pointed.task]);
+    pen.strokeRect(from, y, Math.max(place.x(plan.stops[pointed.task]) - from, 1.5), place.height - 1);
+    return;
+  }
+  const found = plan.passes.map((pass) => slicesOf(pass, pointed.document));
+  for (let row = 0; row < plan.rows; row++) {
+    const last = plan.rowOffsets[row + 1];
+    for (let i = firstShown(plan, row); i < last && plan.starts[i] < view.to; i++) {
+      const kind = plan.kinds[i];
+      if (kind > WEIGHT) continue;
+      const slices = found[plan.ofBackward[i]].get(plan.micropacks[i]);
+      if (!slices) continue;
+      const pass = passOf(plan, i), from = place.x(plan.starts[i]), width = place.x(plan.starts[i] + plan.works[i]) - from;
+      for (const j of slices) {
+        const left = from + pass.shares[j] * width, right = from + endShare(pass, plan.micropacks[i], j) * width;
+        pen.strokeRect(left, place.top(row) + 0.5, Math.max(right - left - 0.8, 1.2), tall - 1);
+      }
+    }
+  }
+}
+
+const endShare = (pass, pack, j) => (j + 1 < pass.offsets[pack + 1] ? pass.shares[j + 1] : 1);
+
+function slicesOf(pass, id) {
+  const found = new Map();
+  for (let pack = 0; pack + 1 < pass.offsets.length; pack++) {
+    for (let j = pass.offsets[pack]; j < pass.offsets[pack + 1]; j++) {
+      if (pass.documents[j] === id) found.set(pack, [...(found.get(pack) || []), j]);
+    }
+  }
+  return found;
+}
+
+function drawMemory(pen, plan, place) {
+  const top = place.memory, bottom = top + MEMORY, most = Math.max(plan.limit, ...plan.peaks) * 1.06;
+  const up = (value) => bottom - value / most * MEMORY;
+  pen.textAlign = "right";
+  pen.fillStyle = colours.quiet;
+  for (const value of ticks(0, most / 1e9, 4)) {
+    pen.fillText(`${value} GB`, GUTTER - 8, up(value * 1e9));
+    pen.fillStyle = colours.grid;
+    pen.fillRect(GUTTER, Math.round(up(value * 1e9)), place.width - GUTTER - RIGHT, 1);
+    pen.fillStyle = colours.quiet;
+  }
+  pen.save();
+  pen.beginPath();
+  pen.rect(GUTTER, top - 2, place.width - GUTTER - RIGHT, MEMORY + 4);
+  pen.clip();
+  const highest = plan.peaks.indexOf(Math.max(...plan.peaks));
+  const bold = pointed && pointed.plan === plan ? pointed.row : highest;
+  pen.lineWidth = 1;
+  pen.globalAlpha = Math.max(0.12, Math.min(0.6, 5 / plan.rows));
+  pen.strokeStyle = colours.quiet;
+  for (let row = 0; row < plan.rows; row++) if (row !== bold) drawCurve(pen, plan, place, row, up);
+  pen.globalAlpha = 1;
+  pen.strokeStyle = colours.accent;
+  pen.lineWidth = 1.7;
+  drawCurve(pen, plan, place, bold, up);
+  pen.strokeStyle = colours.bad;
+  pen.lineWidth = 1.2;
+  pen.setLineDash([5, 4]);
+  pen.beginPath();
+  pen.moveTo(GUTTER, up(plan.limit));
+  pen.lineTo(place.width - RIGHT, up(plan.limit));
+  pen.stroke();
+  pen.setLineDash([]);
+  pen.restore();
+  pen.textAlign = "left";
+  pen.fillStyle = colours.bad;
+  pen.fillText("limit", place.width - RIGHT + 6, up(plan.limit));
+  pen.fillStyle = colours.accent;
+  const away = Math.abs(up(plan.limit) - up(plan.peaks[bold])) < 13 ? up(plan.limit) + 13 : up(plan.peaks[bold]);
+  pen.fillText(`${(plan.peaks[bold] / 1e9).toFixed(1)} GB`, place.width - RIGHT + 6, away);
+}
+
+// A curve of steps; of the points within one pixel only the lowest and the highest are drawn.
+function drawCurve(pen, plan, place, row, up) {
+  const low = plan.memoryOffsets[row], high = plan.memoryOffsets[row + 1];
+  if (low === high) return;
+  let i = Math.max(low, firstAfter(plan.memoryTimes, low, high, view.from) - 1);
+  let y = up(plan.memoryBytes[i]);
+  pen.beginPath();
+  pen.moveTo(place.x(Math.max(plan.memoryTimes[i], view.from)), y);
+  for (i += 1; i < high && plan.memoryTimes[i] <= view.to;) {
+    const x = place.x(plan.memoryTimes[i]);
+    let least = plan.memoryBytes[i], most = least, now = least;
+    for (i += 1; i < high && place.x(plan.memoryTimes[i]) < x + 0.7; i++) {
+      now = plan.memoryBytes[i];
+      least = Math.min(least, now);
+      most = Math.max(most, now);
+    }
+    pen.lineTo(x, y);
+    if (up(least) - up(most) > 1) { pen.lineTo(x, up(most)); pen.lineTo(x, up(least)); }
+    y = up(now);
+    pen.lineTo(x, y);
+  }
+  pen.lineTo(place.x(Math.min(plan.makespan, view.to)), y);
+  pen.stroke();
+}
+
+function redraw() {
+  if (isAsked) return;
+  isAsked = true;
+  requestAnimationFrame(() => {
+    isAsked = false;
+    for (const plan of plans) if (plan.isShown) draw(plan);
+  });
+}

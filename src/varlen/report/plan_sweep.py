@@ -1,0 +1,198 @@
+"""Which mesh is fastest: every division of some GPUs into dp x pp x cp x tp that could be, planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from varlen.cost.check import divides
+from varlen.cost.model import CostModel
+from varlen.errors import SettingError
+from varlen.plan.bound import lower_bound
+from varlen.report.plan_compare import planned
+from varlen.report.plan_figures import MethodFigures
+from varlen.report.plan_steps import StepDocuments
+from varlen.step_plan import Mesh, Sharding
+
+OnProgress = Callable[[int, int, str], None]
+WIDEST_CP = 16
+"""Wider context parallelism brings next to nothing over DP-Merge, and exchanges more."""
+STATES, NO_PLAN, BOUND, DIVIDED = (
+    "parameters and optimizer states alone are over the memory of a GPU",
+    "no plan keeps within the memory of a GPU",
+    "even the lower bound is slower than the ten fastest",
+    "the model can't be divided so",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SweptMesh:
+    """A mesh at a capacity, and its plan."""
+
+    mesh: Mesh
+    documents: StepDocuments
+    figures: MethodFigures
+    bound_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole mesh a second."""
+        return self.documents.num_tokens / self.figures.step_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanSweep:
+    """What a sweep found."""
+
+    name: str
+    model: str
+    hardware: str
+    num_gpus: int
+    method: str
+    num_meshes: int
+    """Divisions at a capacity, all told."""
+    best: tuple[SweptMesh, ...]
+    """Those of the most tokens a second first, ten at most."""
+    left_out: tuple[tuple[str, int], ...]
+    """Why others have no plan, and how many."""
+    are_bytes: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return {
+            "name": self.name,
+            "model": self.model,
+            "hardware": self.hardware,
+            "gpus": self.num_gpus,
+            "method": self.method,
+            "meshes": self.num_meshes,
+            "best": [_row(swept) for swept in self.best],
+            "left_out": dict(self.left_out),
+        }
+
+
+def sweep(
+    steps: Sequence[StepDocuments],
+    *,
+    cost: CostModel,
+    num_gpus: int,
+    method: str = "micropack",
+    sharding: Sharding = "optimizer",
+    repairs: bool = True,
+    most: int = 10,
+    name: str = "",
+    are_bytes: bool = False,
+    on_progress: OnProgress = lambda *_: None,
+) -> PlanSweep:
+    """Plan one step on every division of some GPUs, and keep the fastest.
+
+    Meshes are planned by rising lower bound, and the rest is left out once no bound is under the slowest of the
+    best: those can't be among them.
+
+    Args:
+        steps: one step at each capacity to try.
+        cost: of the model on its hardware; its `recompute` and `offload` are the least that plans use.
+        num_gpus: GPUs in all.
+        method: of planning.
+        sharding: of every mesh.
+        repairs: whether memory may be repaired by recomputing more and offloading.
+        most: how many are kept.
+        name: of the data, for headings.
+        are_bytes: whether lengths are of bytes.
+        on_progress: called with meshes done, all meshes, and words.
+
+    Raises:
+        SettingError: fewer than one GPU.
+    """
+    if num_gpus < 1:
+        raise SettingError(f"--gpus must be at least 1; got {num_gpus}")
+    left_out: Counter[str] = Counter()
+    waiting: list[tuple[float, int, Mesh, StepDocuments, float]] = []
+    divisions = list(meshes(cost, num_gpus, sharding))
+    for mesh in divisions:
+        try:
+            states = float(cost.memory(mesh).state_bytes.max())
+        except SettingError:
+            left_out[DIVIDED] += len(steps)
+            continue
+        if states > cost.limit_bytes:
+            left_out[STATES] += len(steps)
+            continue
+        for documents in steps:
+            bound = lower_bound(documents.lengths, cost, mesh).seconds
+            waiting.append((bound / documents.num_tokens, len(waiting), mesh, documents, bound))
+    waiting.sort(key=lambda one: one[:2])
+    best: list[SweptMesh] = []
+    for done, (bound_per_token, _, mesh, documents, bound) in enumerate(waiting):
+        on_progress(done, len(waiting), f"planning dp {mesh.dp} × pp {mesh.pp} × cp {mesh.cp} × tp {mesh.tp}")
+        if len(best) == most and bound_per_token * best[-1].tokens_per_s >= 1:
+            left_out[BOUND] += len(waiting) - done
+            break
+        row = planned(documents, method, cost=cost, mesh=mesh, repairs=repairs)
+        if row.plan is None:
+            left_out[NO_PLAN] += 1
+            continue
+        best.append(SweptMesh(mesh=mesh, documents=documents, figures=row, bound_s=bound))
+        best.sort(key=lambda swept: -swept.tokens_per_s)
+        left_out["slower than the ten fastest"] += len(best) > most
+        del best[most:]
+    on_progress(len(waiting), len(waiting), "planned")
+    return PlanSweep(
+        name=name,
+        model=cost.model.name or "a model",
+        hardware=cost.hardware.name,
+        num_gpus=num_gpus,
+        method=method,
+        num_meshes=len(divisions) * len(steps),
+        best=tuple(best),
+        left_out=tuple((why, count) for why, count in left_out.most_common() if count),
+        are_bytes=are_bytes,
+    )
+
+
+def meshes(cost: CostModel, num_gpus: int, sharding: Sharding) -> Iterator[Mesh]:
+    """Yield every mesh of some GPUs that the model can be divided by.
+
+    Tensor parallelism stays within a node, pipelines have no more stages than layers, context parallelism is a
+    power of two up to 16.
+
+    Args:
+        cost: of the model on its hardware.
+        num_gpus: GPUs in all.
+        sharding: of every mesh.
+    """
+    for tp in _divisors(num_gpus):
+        if tp > cost.hardware.gpus_per_node or not divides(cost.model, tp):
+            continue
+        for pp in _divisors(num_gpus // tp):
+            if pp > cost.model.layers:
+                continue
+            for cp in _divisors(num_gpus // tp // pp):
+                if cp <= WIDEST_CP and cp & (cp - 1) == 0:
+                    yield Mesh(dp=num_gpus // (tp * pp * cp), pp=pp, cp=cp, tp=tp, sharding=sharding)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _row(swept: SweptMesh) -> dict[str, Any]:
+    row, mesh = swept.figures, swept.mesh
+    assert row.plan is not None
+    assert row.timeline is not None
+    return {
+        **{axis: getattr(mesh, axis) for axis in ("dp", "pp", "cp", "tp")},
+        "capacity": swept.documents.capacity,
+        "tokens": swept.documents.num_tokens,
+        "step_s": row.step_s,
+        "tokens_per_s": swept.tokens_per_s,
+        "lower_bound_s": swept.bound_s,
+        "bubble_ratio": float(row.timeline.bubble_ratio),
+        "imbalance": float(row.timeline.imbalance),
+        "peak_bytes": float(row.timeline.peak_bytes),
+        "recompute": row.recompute,
+        "offload": row.plan.offload,
+        "planning_s": row.planning_s,
+    }

@@ -1,0 +1,67 @@
+"""A comparison of plans for the terminal: what came out first, then a row a method, then how to read it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from varlen.report.plan_figures import MethodFigures, PlanComparison
+from varlen.report.plan_words import BYTES, duration, headline, ratio, reading, setting, size, truncation
+from varlen.report.words import share
+
+
+def plan_table(found: PlanComparison) -> RenderableType:
+    """Return everything that `varlen plan` prints about one step."""
+    notes = [found.estimated, truncation(found), BYTES if found.are_bytes else ""]
+    return Group(
+        "",
+        Text(headline(found), style="bold"),
+        Text(setting(found)),
+        "",
+        Padding(_methods(found), (0, 0, 0, 2)),
+        *_refusals(found),
+        *(Text(note, style="yellow") for note in notes if note),
+        "",
+        Text(reading(found), style="dim"),
+    )
+
+
+def _methods(found: PlanComparison) -> Table:
+    """One row a method that has a plan."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", overflow="fold")
+    for title in ("step", "over bound", "bubble", "imbalance", "peak", "recompute", "planned in"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found.methods:
+        if row.timeline is not None:
+            style = "bold green" if row is found.best else ""
+            table.add_row(row.title, *cells(found, row), style=style)
+    return table
+
+
+def cells(found: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
+    """Return the figures of a method that has a plan, as the columns of a table."""
+    assert row.timeline is not None
+    kept = f"{row.recompute} + offload" if row.offload else row.recompute
+    return (
+        duration(row.step_s),
+        ratio(found.bound_ratio(row)),
+        share(float(row.timeline.bubble_ratio)),
+        ratio(float(row.timeline.imbalance)),
+        size(float(row.timeline.peak_bytes)),
+        kept,
+        duration(row.planning_s),
+    )
+
+
+def _refusals(found: PlanComparison) -> list[RenderableType]:
+    """Why methods have no plan, one sentence each."""
+    refused = [row for row in found.methods if row.timeline is None]
+    if not refused:
+        return []
+    lines: list[RenderableType] = [""]
+    for row in refused:
+        lines.append(Padding(Text.assemble((row.title, "bold"), f": {row.refusal}"), (0, 0, 0, 2)))
+    return lines

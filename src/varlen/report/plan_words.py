@@ -1,0 +1,121 @@
+"""What a comparison of plans says in words: durations, meshes, refusals, and the sentence on top."""
+
+from __future__ import annotations
+
+import math
+
+from varlen.counts import many
+from varlen.report.plan_figures import MethodFigures, PlanComparison
+from varlen.report.words import share, times
+from varlen.step_plan import Mesh
+
+BYTES = (
+    "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
+    "Pass --tokenizer before you believe these times."
+)
+"""What is said where bytes were counted."""
+
+
+def duration(value_s: float) -> str:
+    """Write seconds with three digits.
+
+    >>> duration(12.3456), duration(0.04567), duration(0.0000123), duration(123.4)
+    ('12.3 s', '45.7 ms', '12.3 µs', '123 s')
+    """
+    if not math.isfinite(value_s):
+        return "–"
+    scale, unit = next(
+        (found for found in ((1.0, "s"), (1e-3, "ms")) if value_s >= 0.9995 * found[0]), (1e-6, "µs")
+    )
+    value = value_s / scale
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def ratio(value: float) -> str:
+    """Write a ratio with two digits after the point, or a dash for none.
+
+    >>> ratio(1.0849), ratio(float("inf"))
+    ('1.08', '–')
+    """
+    return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def size(value_bytes: float) -> str:
+    """Write bytes in GB of 10⁹.
+
+    >>> size(61_234_000_000)
+    '61.2 GB'
+    """
+    return f"{value_bytes / 1e9:.1f} GB"
+
+
+def mesh_words(mesh: Mesh) -> str:
+    """Name the axes of a mesh that are wider than 1.
+
+    >>> mesh_words(Mesh(dp=32, pp=4))
+    'dp 32 × pp 4'
+    >>> mesh_words(Mesh())
+    'one GPU'
+    """
+    named = [f"{axis} {getattr(mesh, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(mesh, axis) > 1]
+    if not named:
+        return "one GPU"
+    words = " × ".join(named)
+    return f"{words}, {mesh.virtual_stages} chunks a stage" if mesh.virtual_stages > 1 else words
+
+
+def baseline(found: PlanComparison) -> MethodFigures | None:
+    """Return what the fastest method is compared with: packs as users run them, else tuned, else the slowest."""
+    planned = [row for row in found.methods if row.timeline is not None]
+    for name in ("packed", "packed_tuned"):
+        row = found.method(name)
+        if row is not None and row.timeline is not None and row is not found.best:
+            return row
+    return planned[-1] if len(planned) > 1 else None
+
+
+def headline(found: PlanComparison) -> str:
+    """Say in one sentence what came out."""
+    best = found.best
+    if best is None:
+        return "No method holds this step on this mesh."
+    other = baseline(found)
+    step = f"{duration(best.step_s)} a step with {best.title}"
+    if other is None:
+        return f"{step}, {ratio(found.bound_ratio(best))} times the lower bound."
+    faster = other.step_s / best.step_s
+    if faster < 1.02:
+        return f"{step}, and no more with {other.title}."
+    return f"{step}: {times(faster)} as fast as {other.title}."
+
+
+def setting(found: PlanComparison) -> str:
+    """Say which job was planned."""
+    gpus = many(found.mesh.num_gpus, "GPU")
+    return (
+        f"{found.model} on {gpus} of {found.hardware} ({mesh_words(found.mesh)}): step {found.step:,}, "
+        f"{many(found.num_documents, 'document')}, {many(found.num_tokens, 'token')}, the longest {found.longest:,}"
+    )
+
+
+def truncation(found: PlanComparison) -> str:
+    """Say what truncation lost, or ""."""
+    if not found.truncated_documents:
+        return ""
+    verb = "was" if found.truncated_documents == 1 else "were"
+    return (
+        f"{many(found.truncated_documents, 'document')} longer than {found.capacity:,} {verb} truncated: "
+        f"{share(found.truncated_share)} of the tokens are lost."
+    )
+
+
+def reading(found: PlanComparison) -> str:
+    """Say what the columns mean."""
+    return (
+        f"Step: simulated seconds of one optimizer step. Bound: {duration(found.lower_bound_s)}, which no plan of "
+        "this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
+        "Bubble: the share of GPU time in which nothing is computed. Imbalance: work of the busiest data-parallel "
+        f"rank over the mean. Peak: of the fullest GPU, of {size(found.limit_bytes)} that a plan may use. "
+        "Planned in: seconds on this machine."
+    )

@@ -1,0 +1,362 @@
+"""`calibrate`: what this machine's own kernels take for a model's slices, as the `Hardware` that planners look up.
+
+Attention is measured over query rows and key lengths, layers without their attention over rows, both passes apart,
+on the functions that run steps. Some shapes are held out: they tell how well the tables predict what wasn't measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from varlen import jit
+from varlen.cost.fit import Samples, fit_curve, fit_table, mape
+from varlen.cost.flops import BACKWARD_RATIO
+from varlen.cost.hardware import Hardware, Link
+from varlen.cost.machines import MACHINES
+from varlen.cost.model import CostModel
+from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
+from varlen.cost.shape import ModelShape
+from varlen.errors import SettingError
+from varlen.runtime.probes import Probe, attention_probe, layer_probe, parts_of, quiet, run_once, run_round
+from varlen.step_plan import Mesh
+from varlen.types import FloatArray
+
+QUERY_ROWS: Final = (32, 64, 91, 128, 181, 256, 362, 512, 725, 1024, 2048, 4096, 8192)
+"""Half octaves: multiples of the kernels' blocks, and others, as documents end anywhere."""
+KEY_LENGTHS: Final = (128, 181, 256, 362, 512, 725, 1024, 1449, 2048, 2897, 4096, 8192, 16384, 32768, 65536)
+LAYER_ROWS: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+HELD_ROWS: Final = (50, 100, 150, 300, 430, 600, 850, 1700)
+HELD_KEYS: Final = (150, 300, 600, 850, 1250, 1700, 3400, 6800, 13600)
+DOCUMENTS: Final = (2, 4, 8)
+"""How many whole documents stand for more rows than keys."""
+LEAST_KEYS: Final = 512
+LEAST_ROWS: Final = 128
+"""The smallest table and curve are measured whatever the budget."""
+LEAST_ROUNDS: Final = 5
+MOST_HELD: Final = 10
+MOST_ROUNDS: Final = 101
+ATTENTION_SHARE: Final = 0.6
+"""Of the budget; the rest is for layers."""
+FLOPS_BACKWARD: Final = 2.0
+"""Of matrix products, times those of the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """One held-out shape in one pass: what the fitted tables say, beside what it took."""
+
+    kind: str
+    """"attention" or "layer", the latter without its attention."""
+    backward: bool
+    rows: int
+    keys: int
+    """0 for a layer."""
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_s / self.measured_s - 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Calibration:
+    """A machine's measured rates, and how well they predict shapes that weren't among them."""
+
+    hardware: Hardware
+    held_out: tuple[Predicted, ...]
+    rounds: int
+    """How often each shape was run."""
+    repeat_mape: float
+    """What one half of the rounds would say of the other, as a share: the machine's own unrest."""
+
+    @property
+    def mape_attention(self) -> float:
+        """Mean absolute error of held-out attention, both passes, as a share of the measured time."""
+        return self._mape("attention")
+
+    @property
+    def mape_gemm(self) -> float:
+        """Likewise of layers without their attention."""
+        return self._mape("layer")
+
+    def _mape(self, kind: str) -> float:
+        rows = [row for row in self.held_out if row.kind == kind]
+        return mape(np.array([row.predicted_s for row in rows]), np.array([row.measured_s for row in rows]))
+
+    def table(self) -> list[dict[str, str | int | float]]:
+        """Return a row for each held-out shape and pass: what, rows, keys, predicted, measured, error."""
+        return [
+            {
+                "what": f"{row.kind} {'backward' if row.backward else 'forward'}",
+                "rows": row.rows,
+                "keys": row.keys,
+                "predicted_s": row.predicted_s,
+                "measured_s": row.measured_s,
+                "error": row.error,
+            }
+            for row in self.held_out
+        ]
+
+
+def calibrate(
+    model: ModelShape,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    budget_s: float = 20.0,
+    progress: Callable[[float], object] | None = None,
+) -> Calibration:
+    """Measure this machine's kernels at a model's widths.
+
+    Args:
+        model: gives heads, hidden and inner widths; one layer is made, with random weights.
+        device: "cuda" where there is one, else "cpu".
+        dtype: of weights and activations; bfloat16 on CUDA, float32 on CPU.
+        budget_s: seconds to measure for. A smaller one measures shorter documents and fewer rows, whose rates then
+            hold for longer ones; the smallest table is measured whatever it takes.
+        progress: called with the share of the work that is done, from 0 to 1.
+
+    Raises:
+        SettingError: a budget that isn't above 0, or a layer that doesn't fit into memory.
+    """
+    if not 0 < budget_s < float("inf"):
+        raise SettingError(f"budget_s={budget_s!r}; it must be above 0 seconds")
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    bench = Bench.of(model, device=where, dtype=kind, budget_s=budget_s)
+    for done in range(bench.num_rounds):
+        bench.run_round()
+        if progress is not None:
+            progress((done + 1) / bench.num_rounds)
+    return bench.calibration()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """A calibration under way, for those who measure something else between its rounds."""
+
+    model: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    probes: tuple[Probe, ...]
+    num_held: int
+    """How many of the probes, the last ones, are held out."""
+    num_rounds: int
+    """How many rounds the budget holds."""
+    rounds: list[FloatArray] = field(default_factory=list)
+    """Of each round float64 `[probes, 2]`: seconds, forward and backward."""
+
+    @classmethod
+    def of(cls, model: ModelShape, *, device: torch.device, dtype: torch.dtype, budget_s: float) -> Bench:
+        """Choose shapes that the budget holds, and warm them up; see `calibrate`."""
+        _check_memory(model, device, dtype)
+        probes, num_held = _probes(model, device, dtype, budget_s)
+        once = sum(float(_warm(probe, device).sum()) for probe in probes)
+        return cls(
+            model=model,
+            device=device,
+            dtype=dtype,
+            probes=tuple(probes),
+            num_held=num_held,
+            num_rounds=int(np.clip(round(budget_s / once), LEAST_ROUNDS, MOST_ROUNDS)),
+        )
+
+    def run_round(self) -> None:
+        """Time every probe once, in turns first to last and last to first."""
+        self.rounds.append(run_round(self.probes, self.device, is_back=len(self.rounds) % 2 == 1))
+
+    def calibration(self) -> Calibration:
+        """Fit the rates of the rounds so far."""
+        rounds = np.stack(self.rounds)
+        seconds, known = quiet(rounds), len(self.probes) - self.num_held
+        hardware = _hardware(self, seconds[:known])
+        apart = quiet(rounds[::2]), quiet(rounds[1::2] if len(rounds) > 1 else rounds)
+        held = _predictions(self.model, hardware, self.probes[known:], seconds[known:])
+        return Calibration(
+            hardware=hardware, held_out=tuple(held), rounds=len(rounds), repeat_mape=mape(*apart)
+        )
+
+
+def _check_memory(model: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a layer whose weights and gradients take over half of the memory."""
+    size = torch.finfo(dtype).bits // 8
+    needed, there = 2 * size * _layer_parameters(model), _memory_bytes(device)
+    if needed > there / 2:
+        raise SettingError(
+            f"one layer of {model.name or 'the model'} takes {needed / 1e9:.1f} GB with its gradients, over "
+            f"half of the {there / 1e9:.1f} GB here; give the shape of one tensor-parallel GPU's share"
+        )
+
+
+def _layer_parameters(model: ModelShape) -> float:
+    heads = 2 * model.heads + 2 * model.kv_heads
+    return model.hidden * (heads * model.head_dim + 3 * max(8, round(model.active_ffn)))
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _probes(
+    model: ModelShape, device: torch.device, dtype: torch.dtype, budget_s: float
+) -> tuple[list[Probe], int]:
+    """Return what is measured, as much as the budget holds, what is held out last; and how many those are."""
+    parts = parts_of(model, device, dtype)
+
+    def attention(cells: Sequence[tuple[int, int]]) -> list[Probe]:
+        return [attention_probe(model, rows, keys, device, dtype) for rows, keys in cells]
+
+    sample, layer = attention_probe(model, 256, 512, device, dtype), layer_probe(parts, 128)
+    rates = [probe.flops / max(sum(_warm(probe, device)), 1e-9) for probe in (sample, layer)]
+    keys, rows = list(KEY_LENGTHS), list(LAYER_ROWS)
+    while keys[-1] > LEAST_KEYS and _least_s(model, _cells(keys), rates[0]) > budget_s * ATTENTION_SHARE:
+        keys.pop()
+    per_row = layer.flops / layer.rows / rates[1]
+    while rows[-1] > LEAST_ROWS and LEAST_ROUNDS * per_row * 1.5 * sum(rows) > budget_s * (
+        1 - ATTENTION_SHARE
+    ):
+        rows.pop()
+    known = attention(_cells(keys)) + [layer_probe(parts, count) for count in rows]
+    within = [(r, k) for r, k in product(HELD_ROWS, HELD_KEYS) if r <= k < keys[-1] and r < keys[-1] / 2]
+    held = attention(within[:: max(1, len(within) // MOST_HELD)])
+    held += [layer_probe(parts, count) for count in HELD_ROWS if count < rows[-1]]
+    return known + held, len(held)
+
+
+def _cells(keys: Sequence[int]) -> list[tuple[int, int]]:
+    """Return rows and keys of what is measured: the last rows of a document, whole ones, several whole ones."""
+    most = keys[-1] / 2
+    last = [(r, k) for r, k in product(QUERY_ROWS, keys) if r <= min(k, most)]
+    return last + [(count * k, k) for count, k in product(DOCUMENTS, keys[::2]) if count * k <= most]
+
+
+def _least_s(model: ModelShape, cells: Sequence[tuple[int, int]], rate: float) -> float:
+    """Return what the least rounds of these cells take, at a rate of forward FLOPs in both passes."""
+    pairs = sum(r * (k - r / 2) if r <= k else r * k / 2 for r, k in cells)
+    return LEAST_ROUNDS * 1.3 * 4.0 * model.heads * model.head_dim * pairs / rate
+
+
+def _warm(probe: Probe, device: torch.device) -> FloatArray:
+    """Run a probe twice, and return the seconds of the second."""
+    run_once(probe, device)
+    return run_once(probe, device)
+
+
+def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
+    """Fit all rates; what one device can't measure is the maker's, or assumed."""
+    probes, device = bench.probes[: len(seconds)], bench.device
+    tables = [fit_table(_samples("attention", probes, seconds, back)) for back in (0, 1)]
+    curves = [fit_curve(_samples("layer", probes, seconds, back)) for back in (0, 1)]
+    known = next((m for name, m in MACHINES.items() if name.upper() in _device_name(device).upper()), None)
+    copied = _copied_bytes_per_s(device)
+    assumed = Link(latency_s=2e-5, bytes_per_s=copied / 4)
+    links = (
+        (assumed,) * 3
+        if known is None
+        else tuple(
+            Link(latency_s=latency, bytes_per_s=rate)
+            for latency, rate in (known.intra, known.inter, known.host)
+        )
+    )
+    peak = max(float(cells.max()) for cells in [x.tflops for x in tables] + [x.tflops for x in curves])
+    return Hardware(
+        name=_device_name(device),
+        source=(
+            f"measured on {datetime.now(UTC).date()}: {_device_name(device)}, torch {torch.__version__}, "
+            f"{str(bench.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
+            f"{len(bench.rounds)} rounds; links are "
+            + ("a quarter of a memory copy's rate, assumed" if known is None else "the maker's")
+        ),
+        memory_bytes=_memory_bytes(device),
+        memory_bytes_per_s=copied,
+        gpus_per_node=max(1, torch.cuda.device_count()) if device.type == "cuda" else 1,
+        peak_tflops=peak if known is None else known.peak_tflops,
+        attention=(tables[0], tables[1]),
+        gemm=curves[0],
+        gemm_backward=curves[1],
+        launch_s=0.0,  # stands in the curves, whose seconds have a part that no row changes
+        intra=links[0],
+        inter=links[1],
+        host=links[2],
+        measured_heads=bench.model.heads,
+    )
+
+
+def _samples(kind: str, probes: Sequence[Probe], seconds: FloatArray, back: int) -> Samples:
+    """Return the timings of one kind of probe in one pass."""
+    chosen = [i for i, probe in enumerate(probes) if probe.kind == kind]
+    ratio = (1.0, BACKWARD_RATIO if kind == "attention" else FLOPS_BACKWARD)[back]
+    return Samples(
+        rows=np.array([probes[i].rows for i in chosen], np.float64),
+        keys=np.array([probes[i].keys or 1 for i in chosen], np.float64),
+        flops=np.array([probes[i].flops * ratio for i in chosen]),
+        seconds=seconds[chosen, back],
+    )
+
+
+def _predictions(
+    model: ModelShape, hardware: Hardware, probes: Sequence[Probe], seconds: FloatArray
+) -> list[Predicted]:
+    """Return what the tables say of held-out probes, priced by the kernel that planners call."""
+    cost = CostModel(model=model, hardware=hardware)
+    rates = cost.rates(Mesh())._replace(attention_flops=0.0, windowed_flops=0.0, linear_flops=0.0)
+    found = []
+    for probe, measured in zip(probes, seconds):
+        if probe.kind == "attention":
+            alone = rates._replace(attention_flops=4.0 * model.heads * model.head_dim)
+        else:
+            alone = rates._replace(linear_flops=probe.flops / probe.rows)
+        stop = probe.keys or probe.rows
+        ends = (np.array([x], np.int32) for x in (stop - probe.rows, stop, 1))
+        priced = _price(np.array([0, 1], np.int32), *ends, alone)[0]
+        passes = (priced[FORWARD_LAYER], priced[INPUT_LAYER] + priced[WEIGHT_LAYER])
+        for back, predicted in enumerate(passes):
+            found.append(
+                Predicted(
+                    kind=probe.kind,
+                    backward=bool(back),
+                    rows=probe.rows,
+                    keys=probe.keys,
+                    predicted_s=float(predicted),
+                    measured_s=float(measured[back]),
+                )
+            )
+    return found
+
+
+def _price(*given: Any) -> FloatArray:
+    """Price MicroPacks."""
+    priced: FloatArray = jit.kernel("varlen.cost", "kernels", "price")(*given)
+    return priced
+
+
+def _copied_bytes_per_s(device: torch.device) -> float:
+    """Measure how fast memory is read and written, by copies of 64 MiB."""
+    source = torch.zeros(2**24, device=device)
+    into = torch.empty_like(source)
+    copy = Probe(
+        kind="layer",
+        rows=1,
+        flops=1.0,
+        prepare=lambda: None,
+        forward=lambda _: into.copy_(source),
+        backward=lambda _: None,
+    )
+    best = min(float(run_once(copy, device)[0]) for _ in range(LEAST_ROUNDS))
+    return 2 * source.nbytes / best
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"

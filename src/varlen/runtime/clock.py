@@ -1,0 +1,129 @@
+"""When tasks begin and end, and how many bytes of tensors are alive meanwhile, on CPU and on CUDA."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from varlen.types import FloatArray
+
+
+class Clock:
+    """Marks in time. On CUDA they are events in the stream, so that marking never waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Remember this moment."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> FloatArray:
+        """Return the time between neighbouring marks, float64 `[marks - 1]`; on CUDA, waits for the last."""
+        pairs = zip(self._marks, self._marks[1:])
+        if not self._is_cuda:
+            return np.array([stop - start for start, stop in pairs], np.float64)
+        torch.cuda.synchronize()
+        return np.array([start.elapsed_time(stop) / 1e3 for start, stop in pairs], np.float64)
+
+
+class CudaBytes:
+    """Bytes of tensors on the current CUDA device, as its allocator counts them."""
+
+    def __enter__(self) -> CudaBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin_peak(self) -> None:
+        """Forget the highest count so far."""
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once since `begin_peak`."""
+        return torch.cuda.max_memory_allocated()
+
+
+class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that were made since it was entered and are still alive, however many share a storage.
+
+    It looks at what every operation returns, backward passes among them, so it sees tensors and not what a kernel
+    uses within one call; operations take several times as long, so nothing is timed while it is on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        """Bytes alive now."""
+        self.peak = 0
+        """The most bytes alive at once since `begin_peak`."""
+        self._known: set[int] = set()
+
+    def begin_peak(self) -> None:
+        """Forget the highest count so far."""
+        self.peak = self.live
+
+    def __enter__(self) -> TrackedBytes:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count the storages that it made."""
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._count(storage)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage until it dies."""
+        number, size = storage._cdata, storage.nbytes()
+        self._known.add(number)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+        def died() -> None:
+            self._known.discard(number)
+            self.live -= size
+
+        weakref.finalize(storage, died).atexit = False
+
+
+Meter = CudaBytes | TrackedBytes
+
+
+def bytes_meter(device: torch.device) -> Meter:
+    """Return what counts the bytes of tensors on a device, to be entered around the work."""
+    return CudaBytes() if device.type == "cuda" else TrackedBytes()

@@ -1,0 +1,106 @@
+"""List scheduling: in which order each stage of a pipeline runs its tasks, and how long the whole then takes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen import jit
+from varlen.types import FloatArray, Int32Array
+
+_kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels_dispatch")
+
+HELD, GRADIENT, PASSING, KEPT = range(4)
+"""Rows of `Pipeline.per_row`."""
+_TRIES = 4
+OWN, OPENED, CLOSED = range(3)
+"""Rows of `Pipeline.rows_backward`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pipeline:
+    """What the pipeline of a rank has to do, MicroPack after MicroPack; chunk q runs on stage q % stages.
+
+    Or of several ranks that run one order of tasks: seconds are those of the slowest, rows those of each.
+    """
+
+    forward: FloatArray
+    """float64 `[chunks, forward MicroPacks]`: seconds."""
+    backward: FloatArray
+    """float64 `[chunks, backward MicroPacks]`: seconds, of input gradients alone where the backward is split."""
+    weight: FloatArray
+    """float64 `[chunks, backward MicroPacks]`: seconds of weight gradients; 0 unless split."""
+    send_forward: FloatArray
+    """float64 `[forward MicroPacks]`: seconds from a chunk to the next."""
+    send_backward: FloatArray
+    """float64 `[backward MicroPacks]`."""
+    after: Int32Array
+    """int32 `[backward MicroPacks]`: the last forward MicroPack that holds a slice of its documents; -1 for one
+    that holds none and waits for nothing."""
+    rows_forward: FloatArray
+    """float64 `[ranks, forward MicroPacks]`: rows of one GPU."""
+    rows_backward: FloatArray
+    """float64 `[ranks, 3, backward MicroPacks]`: its rows; earlier rows of documents that end
+    in it (dK/dV is opened for them); its rows that aren't at an end (dK/dV is closed for them)."""
+    per_row: FloatArray
+    """float64 `[4, chunks]`: bytes of a row that are held from forward to backward, of its dK/dV, of what passes
+    while it runs, and of what is kept for its weight gradients."""
+    limits: FloatArray
+    """float64 `[stages]`: bytes that may be in use besides states."""
+    splits: bool = False
+
+    @property
+    def tasks_per_stage(self) -> int:
+        """Tasks that each stage runs."""
+        per_chunk = self.forward.shape[1] + self.backward.shape[1] * (2 if self.splits else 1)
+        return int(per_chunk * (self.forward.shape[0] // self.limits.size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Dispatched:
+    """An order of tasks, what it takes and what it holds."""
+
+    makespan_s: float
+    """Seconds; inf where memory lets the pipeline go no further."""
+    codes: npt.NDArray[np.uint8]
+    """uint8 `[stages, tasks]`: as `StepPlan.tasks`."""
+    peaks_bytes: FloatArray
+    """float64 `[stages]`: the most in use besides states."""
+
+
+def dispatch(pipeline: Pipeline) -> Dispatched:
+    """Choose the order in which stages run their tasks.
+
+    List scheduling (Graham 1966, "Bounds for Certain Multiprocessing Anomalies") with fixed orders of MicroPacks:
+    each stage runs whatever of the next forward and the next backward can start first, the backward where both can.
+    A forward waits until its memory is free, and until there is room for what backwards hold besides. Weight
+    gradients, where they are tasks of their own, fill gaps of at least a quarter of their time (Qi et al. 2023,
+    arXiv 2401.10241). With equal costs this is 1F1B.
+
+    Args:
+        pipeline: one rank's.
+
+    Returns:
+        The order, and the makespan of this rank alone: it doesn't wait for other ranks.
+
+    Cost: O(tasks * stages), about 0.1 µs each.
+    """
+    codes = np.zeros((pipeline.limits.size, pipeline.tasks_per_stage), np.uint8)
+    peaks = np.zeros(pipeline.limits.size)
+    allowed = pipeline.limits.copy()
+    names = (
+        "forward backward weight send_forward send_backward after rows_forward rows_backward per_row limits"
+    )
+    arguments = [getattr(pipeline, name) for name in names.split()]
+    for _ in range(_TRIES):
+        makespan = float(_kernel("dispatch")(*arguments, allowed, pipeline.splits, codes, peaks))
+        over = peaks - pipeline.limits
+        if makespan == np.inf or (over <= 0).all():
+            break
+        # What a backward holds besides is known only then: leave room for it and run again.
+        allowed -= np.maximum(over, 0)
+    is_over = bool((peaks > pipeline.limits).any())
+    return Dispatched(makespan_s=np.inf if is_over else makespan, codes=codes, peaks_bytes=peaks)

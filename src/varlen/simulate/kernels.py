@@ -1,0 +1,183 @@
+"""The event engine over flat arrays, compiled by numba; `reference.py` says in plain Python what it must return.
+
+Every stream runs its tasks in an order known beforehand, links too (a stage's messages leave in the order in which
+it computes them), so that a start is the longest path to it: no time is ever looked up in a queue, a task costs
+some memory look-ups, and no task starts earlier because another takes longer.
+"""
+
+# Kernels mix Python and numpy integers, which numba types by itself.
+# mypy: disable-error-code="assignment,return-value,no-any-return"
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varlen.jit import compiled
+
+Int32 = NDArray[np.int32]
+Float64 = NDArray[np.float64]
+
+
+@compiled
+def _wake(task: int, stack: Int32, height: int, waiting: Int32, behind: Int32) -> int:
+    """Put the streams that wait for a task on the stack of those to look at; return its height."""
+    stream = waiting[task]
+    while stream >= 0:
+        stack[height] = stream
+        height += 1
+        following = behind[stream]
+        behind[stream] = -1
+        stream = following
+    waiting[task] = -1
+    return height
+
+
+@compiled
+def _blocker(task: int, afters: Int32, stops: Float64) -> int:
+    """The first task that this one waits for and that hasn't ended, or -1."""
+    for column in range(afters.shape[1]):
+        other = afters[task, column]
+        if other >= 0 and np.isnan(stops[other]):
+            return other
+    return -1
+
+
+@compiled
+def _ready(task: int, first: int, afters: Int32, lags: Float64, stops: Float64) -> tuple[float, int]:
+    """When a task may start, and the task that lets it: the last to end, of several the lowest; -1 for none."""
+    ready, decider = 0.0, -1
+    if task > first:
+        ready, decider = stops[task - 1], task - 1
+    for column in range(afters.shape[1]):
+        other = afters[task, column]
+        if other >= 0:
+            time = stops[other] + lags[other]
+            if time > ready or (time == ready and (decider < 0 or other < decider)):
+                ready, decider = time, np.int64(other)
+    return ready, decider
+
+
+@compiled
+def run_tasks(
+    stream_offsets: Int32,
+    afters: Int32,
+    lags: Float64,
+    lengths: Float64,
+    groups: Int32,
+    num_groups: int,
+    starts: Float64,
+    stops: Float64,
+    deciders: Int32,
+) -> int:
+    """Run every task as early as its stream, the tasks it waits for and its group allow.
+
+    Args:
+        stream_offsets: int32 `[num_streams + 1]`: stream k runs the tasks from `stream_offsets[k]` to the next.
+        afters: int32 `[num_tasks, any]`: tasks that must have ended before; -1 for none.
+        lags: float64 `[num_tasks]`: seconds from a task's end until those that name it in `afters` may start.
+        lengths: float64 `[num_tasks]`: seconds, at least 0.
+        groups: int32 `[num_tasks]`: tasks of one group start together and end when the longest is done; -1: alone.
+        num_groups: how many groups there are.
+        starts: float64 `[num_tasks]`, written; NaN where a task never starts.
+        stops: float64 `[num_tasks]`, written; NaN where a task never ends.
+        deciders: int32 `[num_tasks]`, written: the task whose end let this one start, or the whole group; the lowest
+            of several; -1 where nothing had to end.
+
+    Returns:
+        How many tasks ran: fewer than there are in a deadlock.
+
+    Cost: O(tasks + entries of `afters`).
+    """
+    num_streams, num_tasks = len(stream_offsets) - 1, len(lengths)
+    starts[:] = np.nan
+    stops[:] = np.nan
+    deciders[:] = -1
+    turn = stream_offsets[:-1].copy()
+    stack = np.arange(num_streams).astype(np.int32)
+    waiting = np.full(num_tasks, -1, np.int32)
+    behind = np.full(num_streams, -1, np.int32)
+    missing = np.zeros(num_groups, np.int32)
+    for task in range(num_tasks):
+        if groups[task] >= 0:
+            missing[groups[task]] += 1
+    arrived = np.full(num_groups, -1, np.int32)
+    group_ready = np.zeros(num_groups)
+    group_length = np.zeros(num_groups)
+    group_decider = np.full(num_groups, -1, np.int32)
+    height, ran = num_streams, 0
+    while height > 0:
+        height -= 1
+        stream = stack[height]
+        while turn[stream] < stream_offsets[stream + 1]:
+            task = turn[stream]
+            blocker = _blocker(task, afters, stops)
+            if blocker >= 0:
+                behind[stream], waiting[blocker] = waiting[blocker], stream
+                break
+            ready, decider = _ready(task, stream_offsets[stream], afters, lags, stops)
+            group = groups[task]
+            if group < 0:
+                starts[task], stops[task], deciders[task] = ready, ready + lengths[task], decider
+                turn[stream] += 1
+                ran += 1
+                height = _wake(task, stack, height, waiting, behind)
+                continue
+            now, before = group_ready[group], group_decider[group]
+            if ready > now or (ready == now and decider >= 0 and (before < 0 or decider < before)):
+                group_ready[group], group_decider[group] = ready, decider
+            group_length[group] = max(group_length[group], lengths[task])
+            missing[group] -= 1
+            behind[stream], arrived[group] = arrived[group], stream
+            if missing[group] > 0:
+                break
+            member = arrived[group]
+            while member >= 0:
+                task, following = turn[member], behind[member]
+                behind[member] = -1
+                starts[task], deciders[task] = group_ready[group], group_decider[group]
+                stops[task] = group_ready[group] + group_length[group]
+                turn[member] += 1
+                ran += 1
+                height = _wake(task, stack, height, waiting, behind)
+                if member != stream:
+                    stack[height] = member
+                    height += 1
+                member = following
+    return ran
+
+
+@compiled
+def memory_curves(
+    stream_offsets: Int32,
+    at_start: Float64,
+    at_stop: Float64,
+    starts: Float64,
+    stops: Float64,
+    begins: Float64,
+    times: Float64,
+    sizes: Float64,
+) -> None:
+    """Add up, stage by stage, what tasks take and give back.
+
+    Args:
+        stream_offsets: int32 `[num_stages + 1]`: the tasks of each stage, in their order.
+        at_start: float64 `[num_tasks]`: bytes that a task takes as it starts.
+        at_stop: float64 `[num_tasks]`: bytes that it takes as it stops; below 0 where it gives back.
+        starts: float64 `[num_tasks]`.
+        stops: float64 `[num_tasks]`.
+        begins: float64 `[num_stages]`: bytes of each stage before its first task.
+        times: float64 `[2 * num_tasks + num_stages]`, written: a stage's points begin with one at 0.
+        sizes: float64 of the same shape, written: bytes from that time on.
+    """
+    point = 0
+    for stage in range(len(begins)):
+        size = begins[stage]
+        times[point], sizes[point] = 0.0, size
+        point += 1
+        for task in range(stream_offsets[stage], stream_offsets[stage + 1]):
+            size += at_start[task]
+            times[point], sizes[point] = starts[task], size
+            size += at_stop[task]
+            times[point + 1], sizes[point + 1] = stops[task], size
+            point += 2

@@ -1,0 +1,119 @@
+"""The dispatcher in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float64]
+Int32 = NDArray[np.int32]
+
+_HELD, _PASSING = 0, 2
+_OWN, _OPENED, _CLOSED = 0, 1, 2
+
+
+def dispatch(
+    forward: Float,
+    backward: Float,
+    weight: Float,
+    send_forward: Float,
+    send_backward: Float,
+    after: Int32,
+    rows_forward: Float,
+    rows_backward: Float,
+    per_row: Float,
+    limits: Float,
+    allowed: Float,
+    splits: bool,
+    codes: NDArray[np.uint8],
+    peaks: Float,
+) -> float:
+    """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
+
+    Every round each stage names the task that it could start first, and the earliest of all is run. What a task
+    waits for is always an earlier one, so that nothing that is run later could have changed an earlier choice.
+    """
+    chunks, stages = forward.shape[0], limits.size
+    ends: dict[tuple[str, int, int], float] = {}
+    done = {kind: [0] * chunks for kind in "FBW"}
+    clock, used, run = [0.0] * stages, np.zeros((len(rows_forward), stages)), [0] * stages
+    peaks[:] = 0.0
+
+    def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
+        """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
+        mine = range(chunks - stages + stage, -1, -stages)
+        for place, chunk in enumerate(mine):
+            task = done["B"][chunk]
+            waits_for = int(after[task]) if task < backward.shape[1] else -1
+            if task < backward.shape[1] and (waits_for < 0 or ("F", chunk, waits_for) in ends):
+                waits = [clock[stage], ends.get(("F", chunk, waits_for), 0.0)]
+                if chunk < chunks - 1:
+                    waits.append(ends.get(("B", chunk + 1, task), math.inf) + float(send_backward[task]))
+                yield max(waits), place, "B", chunk
+        for place, chunk in enumerate(mine):
+            task = done["F"][chunk]
+            if task < forward.shape[1]:
+                need = (per_row[_HELD, chunk] + per_row[_PASSING, chunk]) * rows_forward[:, task]
+                waits = [clock[stage]]
+                if chunk > 0:
+                    waits.append(ends.get(("F", chunk - 1, task), math.inf) + float(send_forward[task]))
+                if (used[:, stage] + need <= allowed[stage]).all():
+                    yield max(waits), chunks + place, "F", chunk
+
+    def first(stage: int) -> tuple[float, int, str, int]:
+        """Return what a stage runs next: a backward before a forward, weights where there is time for them."""
+        found = min(candidates(stage), default=(math.inf, 0, "", 0))
+        waiting = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
+        if splits and waiting:
+            chunk = min(waiting, key=lambda chunk: done["W"][chunk])
+            is_full = found[2] == "B" and _is_over(
+                rows_backward[:, :, done["B"][found[3]]], per_row[:, found[3]], used[:, stage], limits[stage]
+            )
+            if is_full or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
+                return clock[stage], 0, "W", chunk
+        return found
+
+    for _ in range(codes.size):
+        chosen = [first(stage) for stage in range(stages)]
+        stage = min(range(stages), key=lambda stage: chosen[stage][0])
+        start, _, kind, chunk = chosen[stage]
+        if start == math.inf:
+            return math.inf
+        task = done[kind][chunk]
+        clock[stage] = start + float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
+        ends[kind, chunk, task] = clock[stage]
+        done[kind][chunk] += 1
+        codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
+        run[stage] += 1
+        rows = rows_forward[:, None, task] if kind == "F" else rows_backward[:, :, task]
+        most = _account(kind, rows, per_row[:, chunk], splits, used[:, stage])
+        peaks[stage] = max(peaks[stage], most)
+    return max(clock)
+
+
+def _is_over(rows: Float, per_row: Float, used: Float, limit: float) -> bool:
+    """Return whether some rank holds too much in a backward with split weights, then or afterwards."""
+    held, gradient, passing, kept = per_row.tolist()
+    return bool(
+        (used + (gradient * rows[:, _OPENED] + max(passing, kept - held) * rows[:, _OWN]) > limit).any()
+    )
+
+
+def _account(kind: str, rows: Float, per_row: Float, splits: bool, used: Float) -> float:
+    """Book the memory of a task on its stage, on all ranks at once; return the most that one of them held."""
+    held, gradient, passing, kept = per_row.tolist()
+    own, kept = rows[:, _OWN], kept if splits else 0.0
+    if kind == "F":
+        used += held * own
+        return float((used + passing * own).max())
+    if kind == "W":
+        used -= kept * own
+        return 0.0
+    used += gradient * rows[:, _OPENED]
+    most = float((used + passing * own).max())
+    used -= gradient * rows[:, _CLOSED]
+    used -= (held - kept) * own
+    return max(most, float(used.max()))

@@ -1,0 +1,136 @@
+"""`Timeline`: when every task of a planned step begins and ends, and what each GPU's memory holds meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.simulate.trace import write_trace
+from varlen.step_plan import KINDS, StepPlan
+from varlen.types import FloatArray, Int32Array, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """A simulated step as flat arrays; read-only.
+
+    Tasks stand stream by stream, each stream in its order of time: first the compute streams (of rank 0 stage 0,
+    rank 0 stage 1 and so on), then links and collectives. All seconds count from the step's beginning.
+    """
+
+    plan: StepPlan
+    """What was simulated."""
+    kinds: npt.NDArray[np.uint8]
+    """uint8 `[num_tasks]`: FORWARD, BACKWARD, WEIGHT, SEND_FORWARD, SEND_BACKWARD, GRADIENT_SYNC, GATHER."""
+    ranks: Int32Array
+    """int32 `[num_tasks]`: the data-parallel rank; of a message, that of both ends."""
+    stages: Int32Array
+    """int32 `[num_tasks]`: the pipeline stage; of a message, the stage that sends it."""
+    chunks: Int32Array
+    """int32 `[num_tasks]`: the chunk of layers; -1 for the gradient sync of a stage."""
+    micropacks: Int32Array
+    """int32 `[num_tasks]`: its number in `plan.forward` or `plan.backward`, see `backward_of`; -1 for the sync."""
+    backward_of: npt.NDArray[np.bool_]
+    """bool `[num_tasks]`: whether the task belongs to a MicroPack of `plan.backward`."""
+    starts_s: FloatArray
+    """float64 `[num_tasks]`."""
+    stops_s: FloatArray
+    """float64 `[num_tasks]`. Ranks that share a document leave a task together, when the last of them is done."""
+    work_s: FloatArray
+    """float64 `[num_tasks]`: seconds of work; less than `stops_s - starts_s` where the task waits for others."""
+    lags_s: FloatArray
+    """float64 `[num_tasks]`: seconds from its end until what waits for it may start: the latency of a message."""
+    deciders: Int32Array
+    """int32 `[num_tasks]`: the task whose end let this one start, the last of those it waited for; -1 for none."""
+    memory_offsets: IntArray
+    """int64 `[dp * pp + 1]`: stage s of rank r has the points from `memory_offsets[r * pp + s]` to the next."""
+    memory_times_s: FloatArray
+    """float64 `[num_points]`: rising within a stage."""
+    memory_bytes: FloatArray
+    """float64 `[num_points]`: what one GPU of the stage holds from that time on, until the next point."""
+    memory_limit_bytes: float
+    """What a GPU may hold."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    def __reduce__(self) -> tuple[partial[Timeline], tuple[()]]:
+        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        return partial(Timeline, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of all streams."""
+        return len(self.kinds)
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the step's beginning to the end of its last task."""
+        return float(self.stops_s.max(initial=0.0))
+
+    @property
+    def busy_s(self) -> FloatArray:
+        """float64 `[dp, pp]`: seconds in which each stage computes."""
+        dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
+        computes = self.kinds < KINDS
+        places = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
+        busy = np.bincount(places, self.work_s[computes], dp * pp).astype(np.float64)
+        return busy.reshape(dp, pp)
+
+    @property
+    def bubble_ratios(self) -> FloatArray:
+        """float64 `[dp, pp]`: the share of the step in which each stage does not compute."""
+        makespan = self.makespan_s
+        busy = self.busy_s
+        return 1 - busy / makespan if makespan > 0 else np.zeros_like(busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of all stages' time in which they do not compute."""
+        return float(self.bubble_ratios.mean())
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest data-parallel rank over that of the mean; 1.0 is even."""
+        work = self.busy_s.sum(1)
+        return float(work.max() / work.mean()) if work.sum() > 0 else 1.0
+
+    @property
+    def peaks_bytes(self) -> FloatArray:
+        """float64 `[dp, pp]`: the most that one GPU of each stage holds."""
+        dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
+        return np.maximum.reduceat(self.memory_bytes, self.memory_offsets[:-1]).reshape(dp, pp)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that any GPU holds."""
+        return float(self.memory_bytes.max())
+
+    @property
+    def critical_path(self) -> Int32Array:
+        """int32 `[num_critical]`: tasks, first to last, of which each waited for the one before.
+
+        Their lengths `stops_s - starts_s` add up to the makespan, together with the `lags_s` of those messages whose
+        arrival the next task waited for.
+        """
+        path = []
+        task = int(self.stops_s.argmax()) if self.num_tasks else -1
+        while task >= 0:
+            path.append(task)
+            task = int(self.deciders[task])
+        return np.array(path[::-1], np.int32)
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write the timeline for https://ui.perfetto.dev or chrome://tracing.
+
+        Args:
+            path: of the JSON file to write; with the ending `.gz` it is compressed.
+        """
+        write_trace(self, path)

@@ -1,0 +1,176 @@
+"""The nouns of a planned step: the mesh it runs on, the MicroPacks of both passes, and the order of their tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Final, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import SettingError
+from varlen.types import Int32Array
+
+Sharding = Literal["none", "optimizer", "parameters"]
+PlanMethod = Literal["packed", "balanced", "sliced", "micropack", "dynamic_cp"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "kv"]
+TaskArray = npt.NDArray[np.uint8]
+
+FORWARD: Final = 0
+BACKWARD: Final = 1
+"""All of the backward pass, or its input gradients alone where `StepPlan.splits_backward`."""
+WEIGHT: Final = 2
+"""The weight gradients of a backward MicroPack, where `StepPlan.splits_backward`."""
+KINDS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """How a job's GPUs are arranged: `dp * pp * cp * tp` of them.
+
+    GPUs are numbered as Megatron numbers them: tp varies fastest, then cp, then dp, then pp.
+    """
+
+    dp: int = 1
+    """Data-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages that a model is cut into, one GPU of each pipeline a stage."""
+    cp: int = 1
+    """GPUs that share every document's rows (context parallelism), whatever its length."""
+    tp: int = 1
+    """GPUs that share every layer's heads and columns (tensor parallelism)."""
+    virtual_stages: int = 1
+    """Chunks of layers on each GPU; over 1 the pipeline is interleaved: stage s holds chunks s, s + pp, s + 2 pp…"""
+    sharding: Sharding = "optimizer"
+    """What data-parallel ranks divide among them: nothing, optimizer states, or parameters and gradients too."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "cp", "tp", "virtual_stages"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise SettingError(f"mesh {name}={value!r}; it must be a whole number of at least 1")
+        if self.sharding not in get_args(Sharding):
+            raise SettingError(f"mesh sharding={self.sharding!r}; there are {', '.join(get_args(Sharding))}")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise SettingError(f"virtual_stages={self.virtual_stages} needs pp of at least 2; pp is 1")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all."""
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of layers that the model is cut into, `pp * virtual_stages`; chunk q runs on stage `q % pp`."""
+        return self.pp * self.virtual_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MicroPacks:
+    """What data-parallel ranks run in one pass, MicroPack after MicroPack, as flat arrays; read-only.
+
+    Rank `r` runs the MicroPacks `rank_offsets[r]:rank_offsets[r + 1]` in this order; MicroPack `m` holds the
+    slices `slice_offsets[m]:slice_offsets[m + 1]`; slice `j` is the tokens `starts[j]:stops[j]` of document
+    `document_ids[j]`. A document that a merged group shares stands in a MicroPack of each of its ranks.
+    """
+
+    rank_offsets: Int32Array
+    """int32 `[dp + 1]`."""
+    slice_offsets: Int32Array
+    """int32 `[num_micropacks + 1]`. A MicroPack may be empty: it keeps counts equal where parameters are sharded."""
+    document_ids: Int32Array
+    """int32 `[num_slices]`: index among the lengths given."""
+    starts: Int32Array
+    """int32 `[num_slices]`."""
+    stops: Int32Array
+    """int32 `[num_slices]`: above `starts`."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            getattr(self, field.name).flags.writeable = False
+
+    def __reduce__(self) -> tuple[partial[MicroPacks], tuple[()]]:
+        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        return partial(MicroPacks, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    @property
+    def num_micropacks(self) -> int:
+        """MicroPacks of all ranks."""
+        return len(self.slice_offsets) - 1
+
+    @property
+    def counts(self) -> Int32Array:
+        """int32 `[dp]`: MicroPacks of each rank."""
+        return np.diff(self.rank_offsets)
+
+    @property
+    def micropack_of_slice(self) -> Int32Array:
+        """int32 `[num_slices]`."""
+        return np.repeat(np.arange(self.num_micropacks, dtype=np.int32), np.diff(self.slice_offsets))
+
+    @property
+    def ranks(self) -> Int32Array:
+        """int32 `[num_micropacks]`: the data-parallel rank of each."""
+        return np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """What every GPU of a mesh does in one optimizer step, as flat arrays; read-only.
+
+    `plan_step` makes it, `simulate` scores it, a runtime executes it, a report draws it.
+
+    Invariants, which `varlen.plan.check.check_plan` proves: every token of every document stands in exactly one
+    forward and in one backward slice of each rank that shares it; a document's forward slices run first to last and
+    its backward slices last to first, on ranks `first_ranks[d]` to `first_ranks[d] + num_ranks[d]`; every
+    MicroPack of a rank is run once by each chunk of layers, and the order of tasks waits in no circle.
+    """
+
+    lengths: Int32Array
+    """int32 `[num_documents]`: tokens of each document of the step."""
+    first_ranks: Int32Array
+    """int32 `[num_documents]`: the first data-parallel rank that holds the document; -1 for one of length 0."""
+    num_ranks: Int32Array
+    """int32 `[num_documents]`: 1, or the power of two of neighbouring ranks that share its rows (DP-Merge)."""
+    forward: MicroPacks
+    backward: MicroPacks
+    tasks: TaskArray
+    """uint8 `[num_tasks]`: `kind + 3 * chunk on this stage`, with kind FORWARD, BACKWARD or WEIGHT. The n-th task of
+    a kind and chunk is that of the rank's n-th MicroPack of the pass."""
+    task_offsets: Int32Array
+    """int32 `[dp * pp + 1]`: stage s of rank r runs those from `task_offsets[r * pp + s]` up to the next offset."""
+    mesh: Mesh
+    splits_backward: bool = False
+    """Whether weight gradients are tasks of their own (zero-bubble schedules; Qi et al. 2023, arXiv 2401.10241)."""
+    method: PlanMethod = "micropack"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    answered_by: str = ""
+    """Which candidate won, for people: `"micropack: 24 MicroPacks a rank, graded, merged 2 of 512"`."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    def __reduce__(self) -> tuple[partial[StepPlan], tuple[()]]:
+        """Pickle through the constructor, so that arrays are read-only in another process too."""
+        return partial(StepPlan, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+
+    @property
+    def num_documents(self) -> int:
+        """Documents of the step."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_merged(self) -> int:
+        """Documents that more than one data-parallel rank shares."""
+        return int((self.num_ranks > 1).sum())

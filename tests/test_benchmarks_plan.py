@@ -1,0 +1,164 @@
+"""The planning benchmark draws its cells evenly, and its verdicts follow from every cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from benchmarks import plan_figures as figures_of
+from benchmarks import plan_table as page_of
+from benchmarks.plan_ablation import ABLATION_CELLS, SETTINGS
+from benchmarks.plan_grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
+
+
+def record(speedup: float = 3.0, *, ratio: float = 1.05, refused: str = "", **cell: Any) -> dict[str, Any]:
+    """A cell in which micropack takes a second and all others `speedup` of them."""
+    plain = {"lengths": "code_src", "capacity": 262_144, "dp": 16, "pp": 4, "tp": 4} | cell
+    methods: dict[str, Any] = {
+        name: {
+            "step_s": 1.0 if name == "micropack" else speedup,
+            "ratio": ratio if name == "micropack" else ratio * speedup,
+            "bubble": 0.1,
+            "imbalance": 1.0,
+            "peak_gib": 60.0,
+            "planning_s": 0.05,
+            "fits": True,
+            "recompute": "none",
+        }
+        for name in figures_of.TITLES
+    }
+    if refused:
+        methods[refused] = {"refused": "too little memory", "planning_s": 0.1}
+    return {
+        "key": "/".join(map(str, plain.values())),
+        "cell": plain,
+        "is_large": True,
+        "tokens": 10**6,
+        "truncated_share": 0.1,
+        "methods": methods,
+    }
+
+
+def result(cells: list[dict[str, Any]], **parts: Any) -> dict[str, Any]:
+    every = {"grid": {"records": cells, "seconds": 60.0, "load": [1, 2]}}
+    every |= {name: {"records": records, "seconds": 1.0, "load": []} for name, records in parts.items()}
+    return {
+        "date": "2026-01-01",
+        "machine": {"cpu": "a processor", "cores": 2, "python": "3.12"},
+        "versions": {"varlen": "0", "commit": "abc"},
+        "total_cells": 100,
+        "parts": every,
+    }
+
+
+def verdict(what: str, cells: list[dict[str, Any]], **parts: Any) -> figures_of.Verdict:
+    return next(found for found in figures_of.verdicts(result(cells, **parts)) if what in found.what)
+
+
+def test_each_set_capacity_and_mesh_has_as_many_cells() -> None:
+    cells = grid(2)
+    groups = Counter((cell.lengths, cell.capacity, cell.dp * cell.pp * cell.tp, cell.pp) for cell in cells)
+
+    assert len({cell.key for cell in cells}) == len(cells) == 2 * len(SETS) * len(CAPACITIES) * len(MESHES)
+    assert min(groups.values()) >= 2
+    for field in ("documents", "model", "seed"):
+        counts = Counter(getattr(cell, field) for cell in cells)
+        assert max(counts.values()) - min(counts.values()) <= 4, field
+
+
+def test_cells_are_drawn_the_same_every_time_and_all_of_them_are_every_combination() -> None:
+    assert [cell.key for cell in grid(1)] == [cell.key for cell in grid(1)]
+    every = grid(16)
+    assert len({cell.key for cell in every}) == len(every)
+    # 30B on 4x4x8 becomes 8x4x4, which is there already.
+    assert len(every) == 16 * len(SETS) * len(CAPACITIES) * len(MESHES) - 4 * len(SETS) * len(CAPACITIES)
+
+
+def test_heads_are_divided_by_tensor_parallel_ranks_in_every_cell() -> None:
+    for cell in {cell.model + cell.mesh_text: cell for cell in grid(16)}.values():
+        assert cell.cost().model.heads % cell.tp == 0, cell.key
+        assert cell.mesh.num_gpus in (32, 64, 128, 256, 512, 1024), cell.key
+
+
+def test_keys_tell_cells_apart() -> None:
+    cells = [*grid(16), *equal_rates(), *ABLATION_CELLS]
+
+    assert len({cell.key for cell in cells}) == len(set(cells))
+    assert {name for cell in ABLATION_CELLS for name in SETTINGS if name in ("FLOPs", "calibrated")}
+
+
+def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst() -> None:
+    good = [record() for _ in range(50)]
+
+    assert verdict("over that of sliced", good).met is True
+    assert verdict("over that of sliced", [*good, record(0.9)]).met is False
+    assert verdict("the same, worst", [*good, record(ratio=1.31)]).met is False
+    assert verdict("large enough cells, median", [*good, record(ratio=1.31)]).met is True
+
+
+def test_a_plan_over_the_limit_of_memory_misses() -> None:
+    over = record()
+    over["methods"]["micropack"]["fits"] = False
+
+    assert verdict("over the card's limit", [record()]).met is True
+    assert verdict("over the card's limit", [record(), over]).value == 1
+
+
+def test_medians_at_256k_are_taken_of_each_set_and_of_large_meshes() -> None:
+    cells = [record(5.0), record(1.0, lengths="other"), record(1.0, capacity=65_536), record(1.0, dp=4)]
+
+    assert verdict("256K, code_src", cells).value == 3.0  # of 5 and 1; 64K counts nowhere
+    assert verdict("256K, other", cells).met is False
+    assert verdict("packed, tuned, 256K", cells).cells == 2
+
+
+def test_a_method_that_does_not_fit_is_left_out_and_counted() -> None:
+    cells = [record(), record(refused="as_run")]
+
+    assert verdict("over that of packed, as users run it", cells).cells == 1
+    assert "| packed, as users run it | 3.15 (3.15 to 3.15) |" in page_of.page(result(cells))
+
+
+def test_planning_times_have_limits() -> None:
+    times = [{"key": "512 on 4x4", "seconds": [0.05, 0.2, 0.06]}]
+
+    assert verdict("planning 512", [], times=times).value == pytest.approx(0.06)
+    assert verdict("planning 512", [], times=times).met is True
+
+
+def test_nothing_measured_is_no_target_met() -> None:
+    assert [found.met for found in figures_of.verdicts(result([]))].count(True) == 0
+
+
+def test_the_page_shows_every_cell_and_what_was_missed() -> None:
+    cells = [record(), record(0.5, dp=8), record(2.0, pp=8)]
+    plans = {"everything": {"step_s": 1.0}, "slicing": {"step_s": 1.5}}
+    page = page_of.page(result(cells, ablation=[{"setting": "calibrated", "plans": plans}]))
+
+    every = page[page.index("## Every cell") :]
+    assert all(cell["key"].replace("/", ", ") in every for cell in cells)
+    assert "| **no** |" in page
+    assert "| slicing | 1.5 (1.5 to 1.5) |" in page
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name: str) -> None:
+    cell = Cell(
+        lengths=name,
+        capacity=65_536,
+        documents=512,
+        model="llama-2-7b",
+        dp=4,
+        pp=4,
+        tp=4,
+        seed=1,
+    )
+    try:
+        lengths, told = cell.drawn()
+    except FileNotFoundError:
+        pytest.skip("the real sets, shared/data/lengths beside the checkout, are not here")
+
+    assert lengths.size == 512
+    assert 0 < lengths.min() <= lengths.max() <= 65_536
+    assert (told["truncated_documents"] == 0) == (told["truncated_share"] == 0)

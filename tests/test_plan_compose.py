@@ -1,0 +1,265 @@
+"""A rank's MicroPacks: kernels agree with their references, slices cost equally, order and grades are as said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import varlen as vl
+from varlen.plan import kernels_compose, reference_compose
+from varlen.plan.block import blocks_of, padded, pipeline_of_block, pipeline_of_rank
+from varlen.plan.compose import Composition, Grading, RankDocuments, compose, seconds_of
+from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
+from varlen.plan.recut import recut
+from varlen.plan.stage_costs import priced, stage_costs
+
+MESH = vl.Mesh(dp=4, pp=4, tp=4)
+COSTS = stage_costs(
+    vl.CostModel(
+        model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"
+    ),
+    MESH,
+)
+EVEN = Grading()
+lengths_of_a_rank = st.lists(st.integers(1, 100_000), min_size=1, max_size=30)
+
+
+def rank_of(lengths: list[int], num_ranks: list[int] | None = None) -> RankDocuments:
+    held = np.array(lengths, np.int32)
+    ranks = np.array(num_ranks or [1] * len(lengths), np.int32)
+    work = seconds_of(held, ranks, 8192.0, COSTS.rates)
+    order = np.lexsort((-work, -ranks))
+    return RankDocuments(
+        document_ids=order.astype(np.int32), lengths=held[order], num_ranks=ranks[order], work=work[order]
+    )
+
+
+def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **more: object) -> Composition:
+    given = {"least_rows": 2048, "budget": float(documents.work.sum()) / count, "rates": COSTS.rates}
+    return compose(documents, count, grading, **(given | more))  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.floats(0, 9, width=16), max_size=20),
+    st.lists(st.floats(0, 9, width=16), min_size=1, max_size=8),
+)
+@settings(deadline=None)
+def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]) -> None:
+    answers = []
+    for home in (kernels_compose, reference_compose):
+        filled = np.array(loads, float)
+        answers.append((home.fill_lightest(np.array(work, float), filled).tolist(), filled.tolist()))
+    assert answers[0] == answers[1]
+
+
+@given(st.data(), st.integers(0, 6), st.integers(0, 8), st.integers(0, 3), st.integers(0, 9), st.booleans())
+@settings(deadline=None)
+def test_arranging_agrees_with_its_reference(
+    data: st.DataObject, num_cut: int, num_plain: int, steps: int, num_whole: int, in_step: bool
+) -> None:
+    num_packs = num_cut + num_plain + 2 * steps
+    if num_packs == 0:
+        num_whole = 0
+    documents = 2 + num_whole
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    table = np.stack(
+        [rng.integers(5, 9, documents), rng.integers(1, 3, documents), rng.permutation(documents)]
+    )
+    cuts = np.sort(rng.integers(0, 2, num_cut)).astype(np.int32)
+    cuts = np.stack([cuts, rng.integers(0, 3, num_cut), rng.integers(4, 9, num_cut)]).astype(np.int32)
+    beside = rng.integers(0, max(num_packs, 1), num_whole)
+    filled = rng.integers(0, 3, num_packs).astype(float)
+    arguments = (cuts, beside, filled, steps, in_step, table.astype(np.int32))
+
+    kernel, reference = (home.arrange(*arguments) for home in (kernels_compose, reference_compose))
+
+    assert [part.tolist() for part in kernel] == [part.tolist() for part in reference]
+
+
+@given(lengths_of_a_rank, st.integers(1, 20), st.floats(0.3, 3.0), st.integers(1, 2))
+@settings(deadline=None, max_examples=60)
+def test_what_a_backward_waits_for_agrees_with_its_reference(
+    lengths: list[int], count: int, factor: float, cp: int
+) -> None:
+    ahead = composed(rank_of(lengths), count)
+    back = recut(ahead, factor, least_rows=1024, rates=COSTS.rates)
+    back = back.extended(back.num_micropacks + 2)
+    orders = [home.reversed_chains(back.chains) for home in (kernels_compose, reference_compose)]
+    assert orders[0].tolist() == orders[1].tolist()
+    answers = [
+        home.backward_terms(back.slice_offsets, back.slices, back.chains, ahead.chains, orders[0], cp)
+        for home in (kernels_compose, reference_compose)
+    ]
+    for one, other in zip(*answers):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@given(lengths_of_a_rank, st.integers(1, 40), st.integers(0, 6), st.floats(0.1, 1.0), st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_composed_apart(
+    lengths: list[int], count: int, steps: int, smallest: float, in_step: bool
+) -> None:
+    ahead = composed(rank_of(lengths), count, Grading(steps=steps, smallest=smallest), in_step=in_step)
+    for composition in (ahead, recut(ahead, 1.7, least_rows=2048, rates=COSTS.rates)):
+        starts, stops, _, ids, is_end = composition.slices.tolist()
+        order = sorted(zip(ids, starts, stops, is_end))
+        for document, length in enumerate(lengths):
+            mine = [(a, b, e) for i, a, b, e in order if i == document]
+            assert mine[0][0] == 0
+            assert all(before[1] == after[0] for before, after in zip(mine, mine[1:]))
+            assert [e for _, _, e in mine] == [0] * (len(mine) - 1) + [1]
+            assert mine[-1][1] == length
+
+
+@given(lengths_of_a_rank, st.integers(1, 40))
+@settings(deadline=None, max_examples=80)
+def test_slices_of_a_long_document_follow_each_other_and_hold_enough_rows(
+    lengths: list[int], count: int
+) -> None:
+    made = composed(rank_of(lengths), count)
+    packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+    starts, stops, _, ids, _ = made.slices
+    for document in range(len(lengths)):
+        mine = np.flatnonzero(ids == document)
+        assert np.diff(packs[mine]).tolist() == [1] * (mine.size - 1)
+        assert np.all(np.diff(starts[mine]) > 0)
+        if mine.size > 1:
+            assert (stops - starts)[mine].min() >= 2048
+
+
+def test_slices_of_a_long_document_cost_equally() -> None:
+    made = composed(rank_of([100_000]), 8)
+    prices = priced(COSTS, made.slice_offsets, made.slices)
+    seconds = prices[:, [0, 2, 4]].sum(axis=1)
+
+    assert made.num_micropacks >= 7
+    assert seconds.max() / seconds.min() < 1.2
+
+
+def test_micropacks_of_short_documents_cost_equally() -> None:
+    rng = np.random.default_rng(0)
+    made = composed(rank_of(rng.integers(20, 3000, 400).tolist()), 24)
+    seconds = priced(COSTS, made.slice_offsets, made.slices)[:, [0, 2, 4]].sum(axis=1)
+
+    assert made.num_micropacks == 24
+    assert seconds.max() / seconds.min() < 1.02
+
+
+def test_without_an_order_chains_stand_as_their_documents_do() -> None:
+    lengths = [500, 30_000, 700, 60_000, 900, 40_000, 80]
+    for by_work, expected in ((True, [3, 5, 1]), (False, [1, 3, 5])):
+        made = composed(rank_of(lengths), 12, by_work=by_work)
+        long = made.slices[3][np.isin(made.slices[3], [1, 3, 5])].tolist()
+
+        assert list(dict.fromkeys(long)) == expected
+        assert sorted(set(made.slices[3].tolist())) == list(range(7))
+
+
+def test_grades_rise_at_the_start_and_fall_at_the_end() -> None:
+    rng = np.random.default_rng(0)
+    made = composed(
+        rank_of(rng.integers(20, 3000, 800).tolist()), 24, Grading(steps=4, smallest=0.2), least_rows=256
+    )
+    rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
+
+    assert np.all(np.diff(rows[:5]) > 0)
+    assert np.all(np.diff(rows[-5:]) < 0)
+    assert rows[0] < 0.5 * rows[12]
+
+
+def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
+    composition = Composition(
+        slice_offsets=np.arange(6, dtype=np.int32),
+        slices=np.zeros((5, 5), np.int32),
+        chains=np.array([4, 0, 0, 0, 7], np.int32),
+    )
+
+    assert composition.backward_order.tolist() == [0, 3, 2, 1, 4]
+
+
+def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place() -> None:
+    lengths = np.array([90_000, 70_000, 3000, 2000, 1500, 9000, 800, 100], np.int32)
+    groups = grouped(lengths, np.array([4, 2, 1, 1, 1, 1, 1, 1], np.int32), 4, COSTS.rates)
+    made = padded(
+        [
+            composed(
+                documents_of_rank(groups, lengths, rank),
+                12,
+                Grading(steps=2, smallest=0.3),
+                in_step=True,
+                budget=0.002,
+            )
+            for rank in range(4)
+        ]
+    )
+
+    assert len({composition.num_micropacks for composition in made}) == 1
+    for document, ranks in ((0, range(4)), (1, range(groups.first_ranks[1], groups.first_ranks[1] + 2))):
+        places = []
+        for rank in ranks:
+            table, packs = (
+                made[rank].slices,
+                np.repeat(np.arange(made[rank].num_micropacks), np.diff(made[rank].slice_offsets)),
+            )
+            mine = table[3] == document
+            places.append((packs[mine].tolist(), table[:2, mine].tolist()))
+        assert len(places[0][0]) > 1
+        assert all(place == places[0] for place in places)
+
+
+def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
+    ranks = padded([composed(rank_of([50_000, 800, 900]), 8), composed(rank_of([20_000, 9000, 4000]), 8)])
+    alone = [pipeline_of_rank(rank, rank, COSTS) for rank in ranks]
+    block = pipeline_of_block(ranks, ranks, COSTS)
+
+    np.testing.assert_array_equal(block.forward, np.maximum(alone[0].forward, alone[1].forward))
+    np.testing.assert_array_equal(block.after, np.maximum(alone[0].after, alone[1].after))
+    assert block.rows_forward.shape[0] == 2
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))
+@settings(deadline=None, max_examples=60)
+def test_groups_are_aligned_powers_of_two_and_blocks_hold_them_whole(
+    lengths: list[int], levels: int, threshold: float
+) -> None:
+    held, dp = np.array(lengths, np.int32), 2**levels
+    sizes = merged_sizes(held, dp, COSTS.rates, threshold=threshold, most_ranks=8, most_rows=30_000)
+    groups = grouped(held, sizes, dp, COSTS.rates)
+    bounds = blocks_of(groups, dp, in_step=False)
+
+    assert ((groups.first_ranks >= 0) == (held > 0)).all()
+    assert set(sizes.tolist()) <= {1, 2, 4, 8, 16}
+    used = groups.first_ranks >= 0
+    assert (groups.first_ranks[used] % sizes[used] == 0).all()
+    assert (groups.first_ranks[used] + sizes[used] <= dp).all()
+    assert bounds[0] == 0
+    assert bounds[-1] == dp
+    first = np.searchsorted(bounds, groups.first_ranks[used], side="right")
+    last = np.searchsorted(bounds, groups.first_ranks[used] + sizes[used] - 1, side="right")
+    assert (first == last).all()
+    assert groups.loads(dp).sum() == pytest.approx((groups.work * sizes)[used].sum())
+
+
+def test_a_document_that_costs_more_than_a_rank_is_shared_by_as_few_ranks_as_are_enough() -> None:
+    lengths = np.append(np.full(60, 2000), [120_000]).astype(np.int32)
+    alone = seconds_of(lengths, np.ones(61, np.int32), 8192.0, COSTS.rates)
+
+    sizes = merged_sizes(lengths, 8, COSTS.rates, threshold=0.9, most_ranks=8, most_rows=1e9)
+
+    share = alone.sum() / 8
+    assert sizes[:60].tolist() == [1] * 60
+    work = seconds_of(lengths, sizes, 8192.0, COSTS.rates)
+    assert work[60] <= 0.9 * share or sizes[60] == 8
+    assert seconds_of(lengths, sizes // 2 + (sizes == 1), 8192.0, COSTS.rates)[60] > 0.9 * share
+
+
+def test_loads_count_every_rank_that_shares_a_document() -> None:
+    groups = Groups(
+        first_ranks=np.array([0, 2, -1, 3], np.int32),
+        num_ranks=np.array([2, 2, 1, 1], np.int32),
+        work=np.array([5.0, 1.0, 9.0, 0.5]),
+    )
+
+    assert groups.loads(4).tolist() == [5.0, 5.0, 1.0, 1.5]

@@ -1,0 +1,59 @@
+"""Long runs of planning: micropacks against every other method on many steps, and a planner that is killed often."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan_ahead import until
+from test_plan_step import METHODS, cost_of, long_tailed
+
+import varlen as vl
+from varlen.plan.check import check_plan
+
+pytestmark = pytest.mark.soak
+STEPS = 5_000
+KILLS = 50
+
+
+@pytest.mark.parametrize("dp_pp", [(4, 4), (8, 2), (2, 8), (8, 8)])
+@pytest.mark.parametrize("mode", ["calibrated", "flops"])
+def test_micropacks_are_slower_than_no_other_method_on_any_of_many_steps(
+    dp_pp: tuple[int, int], mode: Any
+) -> None:
+    mesh, cost = vl.Mesh(dp=dp_pp[0], pp=dp_pp[1], tp=4), cost_of(mode=mode)
+    for seed in range(10):
+        lengths = long_tailed(64 * mesh.dp, 100_000, seed)
+        took = {}
+        for method in METHODS:
+            plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method=method)
+            check_plan(plan, cost)
+            took[method] = vl.simulate(plan, cost).makespan_s
+        assert took["micropack"] <= min(took.values()) * 1.02, (seed, took)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_planner_killed_at_random_moments_answers_every_step_and_leaves_nothing() -> None:
+    dice, threads = random.Random(0), threading.active_count()
+    kills = set(dice.sample(range(STEPS), KILLS))
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    with vl.Planner(lambda step: [1 + step % 99, 5], function="plan_jobs:one_by_one", ahead=4) as planner:
+        for step in range(STEPS):
+            assert planner.take(step).lengths.tolist() == [1 + step % 99, 5]
+            time.sleep(dice.random() * 0.002)
+            if step in kills and planner._line.process is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(planner._line.process.pid, signal.SIGKILL)
+                until(lambda known=step + 1: known in planner._line.answers)
+        assert planner.restarts >= KILLS
+        assert len(planner._known) <= 4
+    until(lambda: threading.active_count() == threads)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_before + 1
