@@ -54,12 +54,22 @@ def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]
     assert answers[0] == answers[1]
 
 
-@given(st.data(), st.integers(0, 6), st.integers(0, 8), st.integers(0, 3), st.integers(0, 9), st.booleans())
+@given(
+    st.data(),
+    *(st.integers(0, most) for most in (6, 8, 3, 3, 9)),
+    st.booleans(),
+)
 @settings(deadline=None)
 def test_arranging_agrees_with_its_reference(
-    data: st.DataObject, num_cut: int, num_plain: int, steps: int, num_whole: int, in_step: bool
+    data: st.DataObject,
+    num_cut: int,
+    num_plain: int,
+    heads: int,
+    tails: int,
+    num_whole: int,
+    in_step: bool,
 ) -> None:
-    num_packs = num_cut + num_plain + 2 * steps
+    num_packs = num_cut + num_plain + heads + tails
     if num_packs == 0:
         num_whole = 0
     documents = 2 + num_whole
@@ -71,7 +81,7 @@ def test_arranging_agrees_with_its_reference(
     cuts = np.stack([cuts, rng.integers(0, 3, num_cut), rng.integers(4, 9, num_cut)]).astype(np.int32)
     beside = rng.integers(0, max(num_packs, 1), num_whole)
     filled = rng.integers(0, 3, num_packs).astype(float)
-    arguments = (cuts, beside, filled, steps, in_step, table.astype(np.int32))
+    arguments = (cuts, beside, filled, heads, tails, in_step, table.astype(np.int32))
 
     kernel, reference = (home.arrange(*arguments) for home in (kernels_compose, reference_compose))
 
@@ -96,12 +106,21 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
         np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
-@given(lengths_of_a_rank, st.integers(1, 40), st.integers(0, 6), st.floats(0.1, 1.0), st.booleans())
+@given(
+    lengths_of_a_rank,
+    st.integers(1, 40),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.floats(0.1, 1.0),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=80)
 def test_every_token_stands_in_one_slice_of_the_forward_and_of_a_backward_composed_apart(
-    lengths: list[int], count: int, steps: int, smallest: float, in_step: bool
+    lengths: list[int], count: int, steps: int, tails: int, smallest: float, in_step: bool
 ) -> None:
-    ahead = composed(rank_of(lengths), count, Grading(steps=steps, smallest=smallest), in_step=in_step)
+    ahead = composed(
+        rank_of(lengths), count, Grading(heads=steps, tails=tails, smallest=smallest), in_step=in_step
+    )
     for composition in (ahead, recut(ahead, 1.7, least_rows=2048, rates=COSTS.rates)):
         starts, stops, _, ids, is_end = composition.slices.tolist()
         order = sorted(zip(ids, starts, stops, is_end))
@@ -160,13 +179,39 @@ def test_without_an_order_chains_stand_as_their_documents_do() -> None:
 def test_grades_rise_at_the_start_and_fall_at_the_end() -> None:
     rng = np.random.default_rng(0)
     made = composed(
-        rank_of(rng.integers(20, 3000, 800).tolist()), 24, Grading(steps=4, smallest=0.2), least_rows=256
+        rank_of(rng.integers(20, 3000, 800).tolist()),
+        24,
+        Grading(heads=4, tails=4, smallest=0.2),
+        least_rows=256,
     )
     rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
 
     assert np.all(np.diff(rows[:5]) > 0)
     assert np.all(np.diff(rows[-5:]) < 0)
     assert rows[0] < 0.5 * rows[12]
+
+
+def test_small_micropacks_stand_at_the_end_that_they_are_wanted_at() -> None:
+    documents = rank_of(np.random.default_rng(0).integers(20, 3000, 800).tolist())
+    for heads, tails in ((5, 0), (0, 5), (3, 6)):
+        made = composed(documents, 24, Grading(heads=heads, tails=tails, smallest=0.2), least_rows=256)
+        rows = priced(COSTS, made.slice_offsets, made.slices)[:, 6]
+        whole = np.median(rows)
+
+        assert (rows < 0.9 * whole).tolist() == [place < heads or place >= 24 - tails for place in range(24)]
+
+
+def test_documents_of_a_rank_alone_fill_what_shared_slices_leave() -> None:
+    documents = rank_of([60_000, *[1500] * 20], [4, *[1] * 20])
+    budget = 0.5 * float(documents.work.sum()) / 8
+    for mixes in (True, False):
+        made = composed(documents, 8, budget=budget, in_step=True, mixes=mixes)
+        packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+        shared = packs[made.slices[2] == 4]
+        beside = np.isin(packs[made.slices[2] == 1], shared)
+
+        assert len(shared) > 4
+        assert beside.any() == mixes
 
 
 def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
@@ -187,7 +232,7 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
             composed(
                 documents_of_rank(groups, lengths, rank),
                 12,
-                Grading(steps=2, smallest=0.3),
+                Grading(heads=2, smallest=0.3),
                 in_step=True,
                 budget=0.002,
             )

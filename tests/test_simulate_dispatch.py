@@ -36,10 +36,10 @@ def pipeline(
     return Pipeline(forward=wide[0], backward=wide[1], **(given | more))
 
 
-@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.booleans())
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_kernel_and_reference_choose_the_same_tasks(
-    data: st.DataObject, stages: int, virtual: int, count: int, splits: bool
+    data: st.DataObject, stages: int, virtual: int, count: int, splits: bool, forward_first: bool
 ) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     chunks = stages * virtual
@@ -67,7 +67,8 @@ def test_kernel_and_reference_choose_the_same_tasks(
     answers = []
     for home in (kernels_dispatch, reference_dispatch):
         codes, peaks = np.zeros((stages, made.tasks_per_stage), np.uint8), np.zeros(stages)
-        took = home.dispatch(*[getattr(made, name) for name in names], splits, codes, peaks)
+        given = [getattr(made, name) for name in names]
+        took = home.dispatch(*given, splits, forward_first, codes, peaks)
         answers.append((took, codes.tolist(), peaks.tolist()))
     assert answers[0] == answers[1]
 
@@ -121,3 +122,10 @@ def test_two_chunks_on_a_stage_shorten_the_filling() -> None:
 
     assert plain.makespan_s == 66
     assert (8 * 2 + 3) * 3 <= woven.makespan_s < plain.makespan_s
+
+
+def test_forward_first_runs_all_forwards_that_memory_holds_before_a_backward() -> None:
+    for limit, expected in ((1e9, "FFFFBBBB"), (3.0, "FFFBFBBB")):
+        made = dispatch(pipeline(1, np.ones(4), np.ones(4), limits=np.array([limit])), forward_first=True)
+
+        assert "".join("FBW"[code] for code in made.codes[0]) == expected

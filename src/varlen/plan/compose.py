@@ -86,12 +86,23 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:
-    """How MicroPacks at both ends of a rank's order are made smaller, so that pipelines fill and drain faster."""
+    """How MicroPacks at the ends of a rank's order are made smaller, so that pipelines fill and drain faster."""
 
-    steps: int = 0
-    """Sizes between the smallest and a whole MicroPack, one at each end for each; 0 for equal sizes."""
+    heads: int = 0
+    """Sizes between the smallest and a whole MicroPack at the beginning, one MicroPack of each; 0 for equal sizes."""
+    tails: int = 0
+    """The same at the end."""
     smallest: float = 1.0
     """The smallest over a whole MicroPack."""
+
+    def sizes(self, steps: int) -> FloatArray:
+        """Return sizes over a whole MicroPack, rising evenly, float64 `[steps]`.
+
+        Args:
+            steps: at one end.
+        """
+        rising: FloatArray = self.smallest + (1 - self.smallest) * np.arange(steps) / max(1, steps)
+        return rising
 
 
 def seconds_of(
@@ -120,6 +131,7 @@ def compose(
     rates: Rates,
     in_step: bool = False,
     by_work: bool = True,
+    mixes: bool = True,
 ) -> Composition:
     """Make the MicroPacks of one rank (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
 
@@ -137,6 +149,7 @@ def compose(
         rates: of the mesh.
         in_step: keep empty MicroPacks, so that shared ones stand at the same place on all ranks.
         by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
+        mixes: shared slices with room get documents of this rank alone, too.
 
     Cost: O(n * num_micropacks) at most.
     """
@@ -159,16 +172,20 @@ def compose(
     sizes = documents.work[of] / np.bincount(of, minlength=chained)[of]
     shorts = documents.work[chained:]
     free = max(num_micropacks - of.size, int(first_own == of.size and shorts.size > 0))
-    if in_step:
-        free = max(free, 2 * grading.steps)
-    steps = min(grading.steps, free // 2)
-    small = _small_sizes(steps, grading, least_rows / max(1, documents.num_rows / num_micropacks))
-    held_back = np.concatenate(
-        [sizes[first_own:], np.repeat(own * (1 - small), 2), np.zeros(free - 2 * steps)]
-    )
+    heads, tails = grading.heads, grading.tails
+    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
+        free = max(free, heads + tails)
+    else:
+        tails = min(tails, free // 2)
+        heads = min(heads, free - tails)
+    # None holds too few rows.
+    least = min(1.0, least_rows / max(1, documents.num_rows / num_micropacks))
+    small = np.concatenate([grading.sizes(heads), grading.sizes(tails)]).clip(least, 1.0)
+    first = 0 if mixes and by_work else first_own
+    held_back = np.concatenate([sizes[first:], own * (1 - small), np.zeros(free - heads - tails)])
     loads = held_back.copy()
-    pack_of = first_own + _kernel("fill_lightest")(shorts, loads)
-    filled = np.concatenate([np.zeros(first_own), loads - held_back])
+    pack_of = first + _kernel("fill_lightest")(shorts, loads)
+    filled = np.concatenate([np.zeros(first), loads - held_back])
     if not by_work:
         order = np.argsort(documents.document_ids[of[first_own:]], kind="stable") + first_own
         order = np.concatenate([np.arange(first_own), order, np.arange(of.size, filled.size)])
@@ -176,12 +193,6 @@ def compose(
         pack_of, filled = np.argsort(order)[pack_of], np.zeros_like(filled)
     table = np.stack([documents.lengths, documents.num_ranks, documents.document_ids])
     offsets, slices, chains = _kernel("arrange")(
-        np.stack([of, starts, stops]), pack_of, filled, steps, in_step, table
+        np.stack([of, starts, stops]), pack_of, filled, heads, tails, in_step, table
     )
     return Composition(slice_offsets=offsets, slices=slices, chains=chains)
-
-
-def _small_sizes(steps: int, grading: Grading, least: float) -> FloatArray:
-    """Sizes of the smaller MicroPacks at one end over a whole one, rising; none holds too few rows."""
-    sizes = grading.smallest + (1 - grading.smallest) * np.arange(steps) / max(1, steps)
-    return np.clip(sizes, min(1.0, least), 1.0)

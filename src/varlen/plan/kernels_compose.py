@@ -29,14 +29,17 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
 
 
 @compiled
-def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool, documents: Int32) -> Any:
+def arrange(
+    cuts: Int32, beside: Int64, filled: Float, heads: int, tails: int, in_step: bool, documents: Int32
+) -> Any:
     """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which.
 
     Args:
         cuts: int32 `[3, cut slices]`: document, start, stop; slice i is the first of MicroPack i.
         beside: int64 `[whole documents]`: the MicroPack of each.
         filled: float64 `[MicroPacks]`: seconds of whole documents in each.
-        steps: small MicroPacks at each end; they stand behind the cut slices, two of each size.
+        heads: small MicroPacks at the beginning, from the first on; they stand behind the cut slices.
+        tails: small MicroPacks at the end, from the last on; they stand behind those.
         in_step: keep empty MicroPacks.
         documents: int32 `[3, documents]`: lengths, ranks, ids; whole ones are the last.
 
@@ -48,13 +51,14 @@ def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool
     sizes[:num_cut] = 1
     for pack in beside:
         sizes[pack] += 1
-    plain = num_cut + 2 * steps
+    plain = num_cut + heads + tails
     order = np.empty(num_packs, np.int64)
-    for step in range(steps):
-        order[step] = num_cut + 2 * step
-        order[num_packs - 1 - step] = num_cut + 2 * step + 1
-    order[steps : steps + num_cut] = np.arange(num_cut)
-    order[steps + num_cut : num_packs - steps] = plain + np.argsort(-filled[plain:], kind="mergesort")
+    for step in range(heads):
+        order[step] = num_cut + step
+    for step in range(tails):
+        order[num_packs - 1 - step] = num_cut + heads + step
+    order[heads : heads + num_cut] = np.arange(num_cut)
+    order[heads + num_cut : num_packs - tails] = plain + np.argsort(-filled[plain:], kind="mergesort")
     used, total = 0, num_cut + beside.size
     offsets, chains = np.zeros(num_packs + 1, np.int32), np.empty(num_packs, np.int32)
     places = np.empty(num_packs, np.int64)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +14,11 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import blocks_of, padded, pipeline_of_block
-from varlen.plan.compose import Composition, Grading, RankDocuments, compose
+from varlen.plan.compose import Composition, RankDocuments, compose
 from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
+from varlen.plan.settings import EVEN, GRADINGS, SHARINGS, Setting, far_settings, first_setting, neighbours
 from varlen.plan.stage_costs import StageCosts, stage_costs
 from varlen.simulate.dispatch import Dispatched, dispatch
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
@@ -25,22 +28,10 @@ THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
 """Documents are shared when one costs more than this much of a rank's mean work; each set is tried."""
 ROOM_PARTS = (2, 4, 8, 16)
 """Documents are shared, too, that hold more than one of these parts of what memory has room for."""
-SHARED_PER_STAGE = (2, 3, 4, 6, 8)
-"""MicroPacks that a rank's mean work would make if all were like the shared ones, as multiples of the stages."""
-GRADINGS = (Grading(steps=1, smallest=0.2), Grading(), Grading(steps=2, smallest=0.1))
-"""Sizes at both ends that are tried; `steps` counts in a pipeline's stages."""
-EVEN = 1
-"""The grading that leaves all MicroPacks as large."""
 RECUTS = (1.0, 0.5, 0.75, 1.5, 2.0)
 """Backward MicroPacks of a long document over its forward ones, where they are composed apart."""
 LEAST_GAIN = 0.99
 """Composed apart, a backward pass must make its block at least so much faster."""
-_FIRST_TRIED = 6
-"""MicroPacks per stage that are tried first; the search climbs from there."""
-_QUICK = 2
-"""Settings that a quick look tries on a block."""
-_MOST = 24
-"""Settings that a close look tries on a block."""
 _WAITING = 1.08
 """Ranks that share documents wait for each other, which makes their block slower, by about so much."""
 _ESTIMATE_SLACK = 0.9
@@ -48,19 +39,11 @@ _ESTIMATE_SLACK = 0.9
 _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 _SLOW = 1.06
-"""Times its work alone that a step may take before it is called slow."""
+"""Times its work alone that a step may take before it is called slow, where memory is full."""
+_VERY_SLOW = 1.12
+"""The same before it is looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One way to compose a rank."""
-
-    size: int
-    """Place in `Search.micropacks_per_stage`."""
-    grading: int
-    """Place in `GRADINGS`."""
 
 
 @dataclass(slots=True)
@@ -84,6 +67,20 @@ class BlockSearch:
             return self.found.makespan_s
         return math.inf if self.tried else self.estimate_s
 
+    @property
+    def shares(self) -> bool:
+        """Whether its ranks share documents."""
+        return any(documents.num_shared for documents in self.documents)
+
+
+class Look(enum.IntEnum):
+    """How closely a block is looked at: how many settings are tried on it."""
+
+    QUICK = 4
+    CLOSE = 100
+    THOROUGH = 200
+    """From far settings, too."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -91,7 +88,6 @@ class Answer:
 
     groups: Groups
     costs: StageCosts
-    shared_budget_s: float
     blocks: list[BlockSearch]
 
     @property
@@ -106,9 +102,9 @@ class Answer:
         return bool((np.array(peaks) > _NEARLY_FULL * self.costs.limits).any())
 
     @property
-    def is_slow(self) -> bool:
-        """Whether it takes much longer than its work would if nothing waited."""
-        return self.makespan_s > _SLOW * max(block.estimate_s for block in self.blocks)
+    def slowness(self) -> float:
+        """Seconds over those that its work would take if nothing waited."""
+        return self.makespan_s / max(block.estimate_s for block in self.blocks)
 
     @property
     def is_complete(self) -> bool:
@@ -186,24 +182,29 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
         search: what may be tried.
     """
     best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, None)
+    if best and best.slowness > _VERY_SLOW:
+        _improve(best, search, math.inf, Look.THOROUGH)
     if best and search.asymmetric:
         _compose_apart(best, search)
     if not search.splits_backward:
         return best
     plain = stage_costs(cost, mesh)
-    if best is None or (best.is_full and best.is_slow):
+    if best is None or (best.is_full and best.slowness > _SLOW):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
         return _searched(lengths, plain, search, best)
-    way = Answer(best.groups, plain, best.shared_budget_s, _blocks(lengths, best.groups, plain))
+    way = Answer(best.groups, plain, _blocks(lengths, best.groups, plain))
     return _better(way, best, search)
 
 
 def _searched(lengths: Int32Array, costs: StageCosts, search: Search, best: Answer | None) -> Answer | None:
     """The best way to share documents, if it beats the best so far."""
-    ways = [way for groups in _groupings(lengths, costs, search) for way in _ways(lengths, groups, costs)]
+    ways = [
+        Answer(groups, costs, _blocks(lengths, groups, costs))
+        for groups in _groupings(lengths, costs, search)
+    ]
     incumbent_s = best.makespan_s if best else math.inf
     for way in ways:
-        _improve(way, search, incumbent_s, is_quick=True)
+        _improve(way, search, incumbent_s, Look.QUICK)
         incumbent_s = min(incumbent_s, way.makespan_s)
     looked_at = 0
     for way in sorted(ways, key=lambda way: way.makespan_s):
@@ -217,33 +218,30 @@ def _searched(lengths: Int32Array, costs: StageCosts, search: Search, best: Answ
 def _better(way: Answer, best: Answer | None, search: Search) -> Answer | None:
     """Look closely at a way and return the faster of the two."""
     incumbent_s = best.makespan_s if best else math.inf
-    _improve(way, search, incumbent_s, is_quick=False)
+    _improve(way, search, incumbent_s, Look.CLOSE)
     return way if way.is_complete and way.makespan_s < incumbent_s else best
 
 
-def _next(block: BlockSearch, favourite: Setting | None, search: Search, most: int) -> Setting | None:
+def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
     """The setting to try next: the best one's neighbours, until all of them have been tried.
 
     Args:
         block: what has been tried.
         favourite: the setting to begin with, if any.
         search: what may be tried.
-        most: settings that may be tried.
+        look: how closely.
     """
-    sizes = search.micropacks_per_stage
-    middle = min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED))
-    best = block.setting or favourite or Setting(middle, 0)
     if not block.tried:
-        return best
-    if block.setting is None:  # nothing fits yet: smaller MicroPacks hold less while they run
-        best = max(block.tried, key=lambda setting: setting.size)
-    around = [
-        Setting(best.size + step, best.grading) for step in (-1, 1) if 0 <= best.size + step < len(sizes)
-    ]
-    if search.grades:
-        around += [Setting(best.size, grading) for grading in range(len(GRADINGS))]
-    left = [setting for setting in around if setting not in block.tried]
-    return left[0] if left and (block.setting is None or len(block.tried) < most) else None
+        return favourite or first_setting(search)
+    # As long as nothing fits: smaller MicroPacks hold less while they run.
+    best = block.setting or max(block.tried, key=lambda setting: setting.size)
+    around = neighbours(best, search, shares=block.shares)
+    if block.setting is not None:
+        if len(block.tried) >= look:
+            return None
+        if look is Look.THOROUGH:
+            around = itertools.chain(far_settings(search, shares=block.shares), around)
+    return next((setting for setting in around if setting not in block.tried), None)
 
 
 def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[Groups]:
@@ -266,14 +264,6 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
 
 
-def _ways(lengths: Int32Array, groups: Groups, costs: StageCosts) -> Iterator[Answer]:
-    """Yield the sizes of shared MicroPacks that are tried; one where nothing is shared."""
-    share = float(groups.loads(costs.mesh.dp).mean())
-    for per_stage in SHARED_PER_STAGE if groups.num_merged else (1,):
-        budget = share / (per_stage * costs.mesh.pp)
-        yield Answer(groups, costs, budget, _blocks(lengths, groups, costs))
-
-
 def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[BlockSearch]:
     """The blocks of ranks, of which nothing has been tried yet."""
     mesh = costs.mesh
@@ -287,29 +277,28 @@ def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[Bloc
     ]
 
 
-def _improve(answer: Answer, search: Search, incumbent_s: float, *, is_quick: bool) -> None:
+def _improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
     """Try settings on whichever block is slowest, until it has none left: no other can make the step faster.
 
     Args:
         answer: changed.
         search: what may be tried.
         incumbent_s: of the best answer so far; no more is tried once this one can't beat it.
-        is_quick: try little, and leave blocks alone of which an estimate says that they aren't the slowest.
+        look: how closely; a quick look leaves blocks alone of which an estimate says that they aren't the slowest.
     """
     favourite: Setting | None = None
-    most = _QUICK if is_quick else _MOST
     while True:
         block = max(answer.blocks, key=lambda block: block.makespan_s)
-        setting = _next(block, favourite, search, most)
+        setting = _next(block, favourite, search, look)
         if setting is None or (not block.tried and block.estimate_s * _ESTIMATE_SLACK > incumbent_s):
-            if block.makespan_s >= incumbent_s or is_quick:
+            if block.makespan_s >= incumbent_s or look is Look.QUICK:
                 return
             favourite = block.setting
             waiting = [block for block in answer.blocks if not block.tried]
             if not waiting:
                 return
             block = waiting[0]
-            setting = _next(block, favourite, search, most)
+            setting = _next(block, favourite, search, look)
         assert setting is not None
         _try(block, setting, answer, search)
 
@@ -322,8 +311,12 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     rows = min(documents.num_rows for documents in block.documents)
     wanted = round(search.micropacks_per_stage[setting.size] * stages)
     count = max(1, min(wanted, int(rows // search.least_rows)))
-    grading = GRADINGS[setting.grading if search.grades else EVEN]
-    grading = Grading(steps=min(grading.steps * stages, count // 2), smallest=grading.smallest)
+    graded = GRADINGS[setting.grading if search.grades else EVEN]
+    heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
+    grading = replace(graded, heads=heads, tails=tails)
+    sharing = SHARINGS[setting.sharing]
+    work = sum(float(documents.work.sum()) for documents in block.documents) / len(block.documents)
+    budget = sharing.size * work / count
     compositions = padded(
         [
             compose(
@@ -331,15 +324,18 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
                 count,
                 grading,
                 least_rows=search.least_rows if search.slices else 2**31 - 1,
-                budget=answer.shared_budget_s,
+                budget=budget,
                 rates=costs.rates,
                 in_step=len(block.documents) > 1,
                 by_work=search.orders,
+                mixes=sharing.mixes,
             )
             for documents in block.documents
         ]
     )
-    found = dispatch(pipeline_of_block(compositions, compositions, costs))
+    found = dispatch(
+        pipeline_of_block(compositions, compositions, costs), forward_first=setting.forward_first
+    )
     before_s = block.found.makespan_s if block.found else math.inf
     # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
     # faster still.
@@ -359,11 +355,12 @@ def _compose_apart(answer: Answer, search: Search) -> None:
             return
         tried.add(number)
         before_s = block.makespan_s
+        is_ahead = block.setting is not None and block.setting.forward_first
         for factor in RECUTS:
             backward = padded(
                 [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
             )
-            found = dispatch(pipeline_of_block(block.forward, backward, costs))
+            found = dispatch(pipeline_of_block(block.forward, backward, costs), forward_first=is_ahead)
             if found.makespan_s < min(block.makespan_s, LEAST_GAIN * before_s):
                 block.found, block.backward = found, backward
         if block.makespan_s == before_s:

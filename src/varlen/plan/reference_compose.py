@@ -23,7 +23,9 @@ def fill_lightest(work: Float, loads: Float) -> Int64:
     return np.array(chosen, np.int64)
 
 
-def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool, documents: Int32) -> Any:
+def arrange(
+    cuts: Int32, beside: Int64, filled: Float, heads: int, tails: int, in_step: bool, documents: Int32
+) -> Any:
     """Put slices and whole documents together and MicroPacks in order; `varlen.plan.compose` says which."""
     num_cut, whole = cuts.shape[1], documents.shape[1] - beside.size
     held: list[list[tuple[int, int, int]]] = [[] for _ in range(filled.size)]
@@ -31,9 +33,9 @@ def arrange(cuts: Int32, beside: Int64, filled: Float, steps: int, in_step: bool
         held[pack].append((start, stop, document))
     for document, pack in enumerate(beside.tolist(), start=whole):
         held[pack].append((0, int(documents[0, document]), document))
-    small = list(range(num_cut, num_cut + 2 * steps))
-    plain = sorted(range(num_cut + 2 * steps, filled.size), key=lambda pack: -filled[pack])
-    order = [*small[::2], *range(num_cut), *plain, *reversed(small[1::2])]
+    tail, rest = num_cut + heads, num_cut + heads + tails
+    plain = sorted(range(rest, filled.size), key=lambda pack: -filled[pack])
+    order = [*range(num_cut, tail), *range(num_cut), *plain, *reversed(range(tail, rest))]
     order = [pack for pack in order if held[pack] or in_step]
     table = [
         (start, stop, documents[1, document], documents[2, document], stop == documents[0, document])

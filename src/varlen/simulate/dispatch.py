@@ -71,7 +71,7 @@ class Dispatched:
     """float64 `[stages]`: the most in use besides states."""
 
 
-def dispatch(pipeline: Pipeline) -> Dispatched:
+def dispatch(pipeline: Pipeline, *, forward_first: bool = False) -> Dispatched:
     """Choose the order in which stages run their tasks.
 
     List scheduling (Graham 1966, "Bounds for Certain Multiprocessing Anomalies") with fixed orders of MicroPacks:
@@ -82,6 +82,8 @@ def dispatch(pipeline: Pipeline) -> Dispatched:
 
     Args:
         pipeline: one rank's.
+        forward_first: the forward where both can start: while the backward of a long document goes through the
+            stages, those that wait for it have other backwards left to run. Holds more in memory.
 
     Returns:
         The order, and the makespan of this rank alone: it doesn't wait for other ranks.
@@ -96,7 +98,9 @@ def dispatch(pipeline: Pipeline) -> Dispatched:
     )
     arguments = [getattr(pipeline, name) for name in names.split()]
     for _ in range(_TRIES):
-        makespan = float(_kernel("dispatch")(*arguments, allowed, pipeline.splits, codes, peaks))
+        makespan = float(
+            _kernel("dispatch")(*arguments, allowed, pipeline.splits, forward_first, codes, peaks)
+        )
         over = peaks - pipeline.limits
         if makespan == np.inf or (over <= 0).all():
             break

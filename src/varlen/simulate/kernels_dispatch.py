@@ -84,11 +84,12 @@ def _weight_at(stage: int, stages: int, done: Int32) -> int:
 
 @inlined
 def _chosen(
-    stage: int, stages: int, at_b: float, on_b: int, at_f: float, on_f: int, splits: bool, weight: Float,
-    clock: Float, done: Int32, rows_b: Float, per_row: Float, used: Float, limits: Float,
+    stage: int, stages: int, at_b: float, on_b: int, at_f: float, on_f: int, splits: bool, forward_first: bool,
+    weight: Float, clock: Float, done: Int32, rows_b: Float, per_row: Float, used: Float, limits: Float,
 ) -> Any:  # fmt: skip
     """What a stage runs next: (start, kind, chunk)."""
-    start, kind, chunk = (at_b, _B, on_b) if at_b <= at_f else (at_f, _F, on_f)
+    is_backward = at_b < at_f if forward_first else at_b <= at_f
+    start, kind, chunk = (at_b, _B, on_b) if is_backward else (at_f, _F, on_f)
     waiting = _weight_at(stage, stages, done) if splits else -1
     if waiting < 0:
         return start, kind, chunk
@@ -140,6 +141,7 @@ def dispatch(
     limits: Float,
     allowed: Float,
     splits: bool,
+    forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
 ) -> float:
@@ -162,7 +164,7 @@ def dispatch(
                 at_f, on_f = _forward_at(s, stages, done, ends_f, clock, send_forward, rows_forward,
                                          per_row, used, allowed)  # fmt: skip
                 starts[s], kinds[s], on[s] = _chosen(
-                    s, stages, at_b, on_b, at_f, on_f, splits, weight, clock, done,
+                    s, stages, at_b, on_b, at_f, on_f, splits, forward_first, weight, clock, done,
                     rows_backward, per_row, used, limits,
                 )  # fmt: skip
             if stage < 0 or starts[s] < starts[stage]:

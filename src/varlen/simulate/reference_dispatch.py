@@ -28,6 +28,7 @@ def dispatch(
     limits: Float,
     allowed: Float,
     splits: bool,
+    forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
 ) -> float:
@@ -39,6 +40,7 @@ def dispatch(
     chunks, stages = forward.shape[0], limits.size
     ends: dict[tuple[str, int, int], float] = {}
     done = {kind: [0] * chunks for kind in "FBW"}
+    before_backward = chunks if forward_first else -chunks
     clock, used, run = [0.0] * stages, np.zeros((len(rows_forward), stages)), [0] * stages
     peaks[:] = 0.0
 
@@ -61,10 +63,10 @@ def dispatch(
                 if chunk > 0:
                     waits.append(ends.get(("F", chunk - 1, task), math.inf) + float(send_forward[task]))
                 if (used[:, stage] + need <= allowed[stage]).all():
-                    yield max(waits), chunks + place, "F", chunk
+                    yield max(waits), place - before_backward, "F", chunk
 
     def first(stage: int) -> tuple[float, int, str, int]:
-        """Return what a stage runs next: a backward before a forward, weights where there is time for them."""
+        """Return what a stage runs next; weight gradients where there is time for them."""
         found = min(candidates(stage), default=(math.inf, 0, "", 0))
         waiting = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
         if splits and waiting:
