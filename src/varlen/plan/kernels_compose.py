@@ -94,33 +94,18 @@ def reversed_chains(chains: Int32) -> Int64:
 
 
 @compiled
-def backward_terms(
-    slice_offsets: Int32, slices: Int32, chains: Int32, forward_chains: Int32, order: Int64, cp: int
-) -> Any:
-    """Return what each backward MicroPack, in the order in which they run, waits for and accumulates.
-
-    Returns:
-        after int32 `[MicroPacks]`: the last forward MicroPack of its chain; opened and closed float64
-        `[MicroPacks]`: rows as in `Pipeline.rows_backward`.
-    """
+def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
+    """Return the last forward MicroPack of the chain of each backward MicroPack, in the order in which they run."""
     count = order.size
-    after, opened, closed = np.zeros(count, np.int32), np.zeros(count), np.zeros(count)
-    ends = np.zeros(count, np.int32)
+    after, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
     last = -1
     for pack in range(count):
         if pack == 0 or chains[pack] != chains[pack - 1]:
-            # The chain's last forward MicroPack; empty MicroPacks at the end may have no like in the forward pass.
+            # Empty MicroPacks at the end may have no like in the forward pass.
             last = min(last + 1, forward_chains.size - 1)
             while last + 1 < forward_chains.size and forward_chains[last + 1] == forward_chains[last]:
                 last += 1
         ends[pack] = last
     for place in range(count):
-        pack = order[place]
-        after[place] = ends[pack]
-        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            share = float(slices[2, one] * cp)
-            if slices[4, one]:
-                opened[place] += slices[0, one] / share
-            else:
-                closed[place] += (slices[1, one] - slices[0, one]) / share
-    return after, opened, closed
+        after[place] = ends[order[place]]
+    return after

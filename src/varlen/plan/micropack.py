@@ -16,8 +16,8 @@ from varlen.plan.compose import Composition, Grading, RankDocuments, compose
 from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
-from varlen.plan.stage_costs import StageCosts, stage_costs
 from varlen.simulate.dispatch import Dispatched, dispatch
+from varlen.simulate.stage_costs import StageCosts, stage_costs
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import Int32Array
 
