@@ -11,7 +11,7 @@ import varlen as vl
 from varlen.plan import kernels_compose, reference_compose
 from varlen.plan.block import blocks_of, padded, pipeline_of_block, pipeline_of_rank
 from varlen.plan.compose import Composition, Grading, RankDocuments, compose, seconds_of
-from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
+from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.simulate import kernels, reference
 from varlen.simulate.stage_costs import priced, stage_costs
@@ -192,13 +192,13 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
     made = padded(
         [
             composed(
-                documents_of_rank(groups, lengths, rank),
+                documents,
                 12,
                 Grading(steps=2, smallest=0.3),
                 in_step=True,
                 budget=0.002,
             )
-            for rank in range(4)
+            for documents in documents_of_ranks(groups, lengths, 4)
         ]
     )
 

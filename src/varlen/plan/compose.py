@@ -138,7 +138,7 @@ def compose(
         in_step: keep empty MicroPacks, so that shared ones stand at the same place on all ranks.
         by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
 
-    Cost: O(n * num_micropacks) at most.
+    Cost: O(n · log num_micropacks).
     """
     shared = documents.num_shared
     own = float(documents.work.sum()) / num_micropacks

@@ -18,13 +18,26 @@ Float = NDArray[np.float64]
 def fill_lightest(work: Float, loads: Float) -> Int64:
     """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
     chosen = np.empty(work.size, np.int64)
+    # A heap by load, then by number: what is sorted is one.
+    heap = np.argsort(loads, kind="mergesort")
     for item in range(work.size):
-        least = 0
-        for pack in range(1, loads.size):
-            if loads[pack] < loads[least]:
-                least = pack
-        chosen[item] = least
-        loads[least] += work[item]
+        pack, place = heap[0], 0
+        chosen[item] = pack
+        loads[pack] += work[item]
+        while True:
+            child = 2 * place + 1
+            if child >= heap.size:
+                break
+            if child + 1 < heap.size:
+                one, other = heap[child], heap[child + 1]
+                if loads[other] < loads[one] or (loads[other] == loads[one] and other < one):
+                    child += 1
+            one = heap[child]
+            if loads[one] > loads[pack] or (loads[one] == loads[pack] and one > pack):
+                break
+            heap[place] = one
+            place = child
+        heap[place] = pack
     return chosen
 
 

@@ -13,7 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import blocks_of, padded, pipeline_of_block
 from varlen.plan.compose import Composition, Grading, RankDocuments, compose
-from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
+from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Dispatched, dispatch
@@ -194,7 +194,8 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
     if best is None or (best.is_full and best.is_slow):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
         return _searched(lengths, plain, search, best)
-    way = Answer(best.groups, plain, best.shared_budget_s, _blocks(lengths, best.groups, plain))
+    documents = [rank for block in best.blocks for rank in block.documents]
+    way = Answer(best.groups, plain, best.shared_budget_s, _blocks(documents, best.groups, plain))
     return _better(way, best, search)
 
 
@@ -269,12 +270,13 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
 def _ways(lengths: Int32Array, groups: Groups, costs: StageCosts) -> Iterator[Answer]:
     """Yield the sizes of shared MicroPacks that are tried; one where nothing is shared."""
     share = float(groups.loads(costs.mesh.dp).mean())
+    documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
     for per_stage in SHARED_PER_STAGE if groups.num_merged else (1,):
         budget = share / (per_stage * costs.mesh.pp)
-        yield Answer(groups, costs, budget, _blocks(lengths, groups, costs))
+        yield Answer(groups, costs, budget, _blocks(documents, groups, costs))
 
 
-def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[BlockSearch]:
+def _blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) -> list[BlockSearch]:
     """The blocks of ranks, of which nothing has been tried yet."""
     mesh = costs.mesh
     bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
@@ -282,7 +284,7 @@ def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[Bloc
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch([documents_of_rank(groups, lengths, rank) for rank in range(first, last)], estimate)
+        BlockSearch(documents[first:last], estimate)
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
     ]
 
