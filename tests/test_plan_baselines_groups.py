@@ -13,7 +13,7 @@ from varlen.plan import kernels_groups, reference_groups
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Lengths, whole seconds if 2^level ranks share them, ranks and a limit of tokens."""
+    """Lengths, whole seconds or tenths if 2^level ranks share them, ranks and a limit of tokens."""
     dp = draw(st.integers(1, 9))
     lengths = np.array(draw(st.lists(st.integers(1, 100), min_size=1, max_size=30)), np.int32)
     levels = draw(st.integers(1, dp.bit_length()))
@@ -21,7 +21,8 @@ def documents(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, int]:
     work = draw(st.lists(numbers, min_size=lengths.size, max_size=lengths.size))
     if draw(st.booleans()):
         work = [sorted(row, reverse=True) for row in work]
-    return lengths, np.array(work, np.float64), dp, draw(st.integers(1, 200))
+    scale = draw(st.sampled_from([1.0, 0.1]))
+    return lengths, np.array(work, np.float64) * scale, dp, draw(st.integers(1, 200))
 
 
 @given(documents(), st.integers(1, 12))
@@ -51,6 +52,23 @@ def test_sharing_equals_its_reference(drawn: tuple[np.ndarray, np.ndarray, int, 
 
     assert found[0] == found[1]
     assert (2 ** levels[:count]).sum() <= dp
+
+
+def test_sharing_adds_up_as_its_reference_does() -> None:
+    """Beside one long document it gains nothing to share the others, unless sums are rounded otherwise."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        count, dp = int(rng.integers(8, 40)), int(rng.integers(2, 9))
+        work = np.repeat(rng.integers(1, 60, (count, 1)) * 0.1, dp.bit_length(), axis=1)
+        work[0] = work.sum(axis=0)
+        lengths, order = rng.integers(1, 100, count).astype(np.int32), np.arange(count, dtype=np.int32)
+        found = []
+        for room in (kernels_groups, reference_groups):
+            group_of, levels = np.full(count, -1, np.int32), np.zeros(dp, np.int32)
+            room.share(order, lengths, work, dp, 4000, group_of, levels)
+            found.append((group_of.tolist(), levels.tolist()))
+
+        assert found[0] == found[1]
 
 
 @given(documents(), st.integers(1, 200))

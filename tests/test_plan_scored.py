@@ -9,9 +9,10 @@ import pytest
 
 import varlen as vl
 from varlen.plan.baselines.packed import packed
-from varlen.plan.scored import pipelines_of, unordered
+from varlen.plan.scored import unordered
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch
+from varlen.simulate.pipelines import pipelines_of
 
 COST = vl.CostModel(
     model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"

@@ -139,7 +139,8 @@ class Hardware:
     """Query heads that attention was measured with."""
     heads_exponent: float = 0.0
     """Attention is looked up at rows x (heads on a GPU / measured_heads)**heads_exponent: 0 for a kernel that few
-    heads fill as well as many, 1 for one that needs eight times the rows at an eighth of the heads."""
+    heads fill as well as many, 1 for one that needs eight times the rows at an eighth of the heads. Powers of other
+    exponents are the machine's C library's, whose last bit another's may not share; nothing else of a price is."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_per_s", "gpus_per_node", "peak_tflops", "measured_heads"):

@@ -1,7 +1,8 @@
 """Pricing kernels over flat arrays, compiled by numba; `reference.py` says in plain Python what each must return.
 
-`price` looks rows up once a MicroPack and keys once a slice, so that a step of 10^4 slices takes about a
-millisecond.
+`price` looks rows up once a MicroPack and keys once a slice, so that a step of 10^4 slices takes a fraction of a
+millisecond. `Rates` is taken apart before any loop: handing on a tuple that holds arrays counts references to all of
+them, which takes several times as long as pricing a slice.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -9,7 +10,7 @@ millisecond.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,76 @@ from varlen.cost.rates import (
     WEIGHT_LAYER,
     Rates,
 )
-from varlen.jit import compiled
+from varlen.jit import compiled, inlined
 
 Int32 = NDArray[np.int32]
 Floats = NDArray[np.float64]
+
+
+class _Figures(NamedTuple):
+    """The plain numbers of `Rates`, the links' among them."""
+
+    attention_flops: float
+    windowed_flops: float
+    window: float
+    backward_ratio: float
+    linear_flops: float
+    head_flops: float
+    """Of an average layer."""
+    recompute: float
+    reuse_s: float
+    collective_s: float
+    cp: float
+    node_group: float
+    near_latency_s: float
+    far_latency_s: float
+    near_s_per_byte: float
+    far_s_per_byte: float
+    key_value_bytes: float
+    query_bytes: float
+    query_gradient_bytes: float
+    exchange_overlap: float
+    host_s_per_token: float
+    host_back_s_per_token: float
+
+
+class _Place(NamedTuple):
+    """Where MicroPacks of some number of rows stand on the grids of `Rates`."""
+
+    at: int
+    part: float
+    floor: float
+    gemm_floor: float
+    gemm_s: float
+    gemm_backward_s: float
+
+
+@compiled
+def _figures(rates: Rates) -> Any:
+    """The plain numbers of rates."""
+    return _Figures(
+        rates.attention_flops,
+        rates.windowed_flops,
+        rates.window,
+        rates.backward_ratio,
+        rates.linear_flops,
+        rates.head_flops / rates.num_layers,
+        rates.recompute,
+        rates.reuse_s,
+        rates.collective_s,
+        rates.cp,
+        rates.node_group,
+        rates.link_latency_s[0],
+        rates.link_latency_s[1],
+        rates.link_s_per_byte[0],
+        rates.link_s_per_byte[1],
+        rates.key_value_bytes,
+        rates.query_bytes,
+        rates.query_gradient_bytes,
+        rates.exchange_overlap,
+        rates.host_s_per_token,
+        rates.host_back_s_per_token,
+    )
 
 
 @compiled
@@ -77,42 +144,96 @@ def _on_curve(curve: Floats, at: int, part: float) -> float:
 
 
 @compiled
+def _on_row(table: Floats, at: int, key: int, part: float) -> float:
+    """Seconds per FLOP on a row of a table, of which no array is made."""
+    if part == 0.0:
+        return table[at, key]
+    return table[at, key] * (1.0 - part) + table[at, key + 1] * part
+
+
+@compiled
 def _on_table(table: Floats, at: int, part: float, key: int, key_part: float) -> float:
     """Seconds per FLOP on a table."""
-    low = _on_curve(table[at], key, key_part)
+    low = _on_row(table, at, key, key_part)
     if part == 0.0:
         return low
-    return low * (1.0 - part) + _on_curve(table[at + 1], key, key_part) * part
+    return low * (1.0 - part) + _on_row(table, at + 1, key, key_part) * part
 
 
 @compiled
+def _placed(
+    rows: float, scale: float, query_rows: Floats, gemm_rows: Floats, gemm_s: Floats, gemm_backward_s: Floats
+) -> Any:
+    """The place of MicroPacks of so many rows."""
+    scaled = rows * scale
+    at, part = _cell(query_rows, scaled)
+    gemm_at, gemm_part = _cell(gemm_rows, rows)
+    return _Place(
+        at,
+        part,
+        _floor(query_rows, scaled),
+        _floor(gemm_rows, rows),
+        _on_curve(gemm_s, gemm_at, gemm_part),
+        _on_curve(gemm_backward_s, gemm_at, gemm_part),
+    )
+
+
+@inlined
 def _attention(
-    start: float, stop: float, group: float, at: int, part: float, floor: float, rates: Rates
-) -> tuple[float, float]:
+    start: float, stop: float, group: float, place: _Place, keys: Floats, forward_s: Floats, backward_s: Floats,
+    figures: _Figures,
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of a slice's attention in an average layer, forward and backward."""
-    key, key_part = _cell(rates.key_lengths, stop)
-    flops = rates.attention_flops * pairs(start, stop, 0.0) / group * floor
-    forward = flops * _on_table(rates.forward_s, at, part, key, key_part)
-    backward = flops * _on_table(rates.backward_s, at, part, key, key_part)
-    if rates.windowed_flops > 0.0:
-        key, key_part = _cell(rates.key_lengths, min(stop, rates.window))
-        flops = rates.windowed_flops * pairs(start, stop, rates.window) / group * floor
-        forward += flops * _on_table(rates.forward_s, at, part, key, key_part)
-        backward += flops * _on_table(rates.backward_s, at, part, key, key_part)
-    return forward, backward * rates.backward_ratio
+    at, part, floor = place.at, place.part, place.floor
+    key, key_part = _cell(keys, stop)
+    flops = figures.attention_flops * pairs(start, stop, 0.0) / group * floor
+    forward = flops * _on_table(forward_s, at, part, key, key_part)
+    backward = flops * _on_table(backward_s, at, part, key, key_part)
+    if figures.windowed_flops > 0.0:
+        key, key_part = _cell(keys, min(stop, figures.window))
+        flops = figures.windowed_flops * pairs(start, stop, figures.window) / group * floor
+        forward += flops * _on_table(forward_s, at, part, key, key_part)
+        backward += flops * _on_table(backward_s, at, part, key, key_part)
+    return forward, backward * figures.backward_ratio
 
 
-@compiled
-def _exchange(start: float, stop: float, group: float, rates: Rates) -> tuple[float, float, float]:
+@inlined
+def _exchange(start: float, stop: float, group: float, figures: _Figures) -> tuple[float, float, float]:
     """Latency and seconds, forward and backward, that GPUs sharing a slice spend on keys and values of a layer."""
     if group <= 1.0:
         return 0.0, 0.0, 0.0
-    link = 0 if group <= rates.node_group else 1
-    share = (group - 1.0) / group * rates.link_s_per_byte[link]
-    keys, rows = rates.key_value_bytes * stop, stop - start
-    forward = min(keys, rates.query_bytes * rows) * share
-    backward = min(2.0 * keys, rates.query_gradient_bytes * rows) * share
-    return rates.link_latency_s[link], forward, backward
+    is_near = group <= figures.node_group
+    latency = figures.near_latency_s if is_near else figures.far_latency_s
+    share = (group - 1.0) / group * (figures.near_s_per_byte if is_near else figures.far_s_per_byte)
+    keys, rows = figures.key_value_bytes * stop, stop - start
+    forward = min(keys, figures.query_bytes * rows) * share
+    backward = min(2.0 * keys, figures.query_gradient_bytes * rows) * share
+    return latency, forward, backward
+
+
+@inlined
+def _slice_seconds(
+    start: float, stop: float, num_ranks: float, place: _Place, keys: Floats, forward_s: Floats,
+    backward_s: Floats, figures: _Figures,
+) -> tuple[float, float, float]:  # fmt: skip
+    """See `slice_seconds`."""
+    group = num_ranks * figures.cp
+    own = (stop - start) / group
+    forward, backward = _attention(start, stop, group, place, keys, forward_s, backward_s, figures)
+    _, moved, moved_back = _exchange(start, stop, group, figures)
+    exchange = max(0.0, moved - figures.exchange_overlap * forward)
+    exchange_back = max(0.0, moved_back - figures.exchange_overlap * backward)
+    flops = own * place.gemm_floor * place.gemm_s
+    back_flops = own * place.gemm_floor * place.gemm_backward_s
+    forward += figures.linear_flops * flops + figures.collective_s * own
+    again = figures.recompute * forward
+    head = figures.head_flops
+    weight = (figures.linear_flops + head) * back_flops
+    forward = max(forward + exchange, figures.host_s_per_token * start / group) + head * flops
+    backward += again + exchange_back + (figures.collective_s + figures.reuse_s) * own
+    backward += figures.linear_flops * back_flops
+    backward = max(backward, figures.host_back_s_per_token * start / group) + head * back_flops
+    return forward, backward, weight
 
 
 @compiled
@@ -123,28 +244,12 @@ def slice_seconds(
 
     The head is spread evenly over the model's layers; launches and latencies are left out, so that slices add up.
     """
-    group = num_ranks * rates.cp
-    own = (stop - start) / group
-    scaled = rows * rates.row_scale
-    at, part = _cell(rates.query_rows, scaled)
-    floor = _floor(rates.query_rows, scaled)
-    forward, backward = _attention(start, stop, group, at, part, floor, rates)
-    _, moved, moved_back = _exchange(start, stop, group, rates)
-    exchange = max(0.0, moved - rates.exchange_overlap * forward)
-    exchange_back = max(0.0, moved_back - rates.exchange_overlap * backward)
-    at, part = _cell(rates.gemm_rows, rows)
-    floor = _floor(rates.gemm_rows, rows)
-    flops = own * floor * _on_curve(rates.gemm_s, at, part)
-    back_flops = own * floor * _on_curve(rates.gemm_backward_s, at, part)
-    forward += rates.linear_flops * flops + rates.collective_s * own
-    again = rates.recompute * forward
-    head = rates.head_flops / rates.num_layers
-    weight = (rates.linear_flops + head) * back_flops
-    forward = max(forward + exchange, rates.host_s_per_token * start / group) + head * flops
-    backward += again + exchange_back + (rates.collective_s + rates.reuse_s) * own
-    backward += rates.linear_flops * back_flops
-    backward = max(backward, rates.host_back_s_per_token * start / group) + head * back_flops
-    return forward, backward, weight
+    place = _placed(
+        rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
+    )
+    return _slice_seconds(
+        start, stop, num_ranks, place, rates.key_lengths, rates.forward_s, rates.backward_s, _figures(rates)
+    )
 
 
 @compiled
@@ -152,52 +257,59 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
     """Price MicroPacks: float64 `[num_micropacks, 7]`, seconds and rows of one GPU."""
     size = len(slice_offsets) - 1
     priced = np.zeros((size, NUM_COLUMNS))
+    figures, launch_s, head_flops = _figures(rates), rates.launch_s, rates.head_flops
+    keys, forward_s, backward_s, scale = rates.key_lengths, rates.forward_s, rates.backward_s, rates.row_scale
+    query_rows, gemm_rows = rates.query_rows, rates.gemm_rows
+    gemm_s, gemm_backward_s = rates.gemm_s, rates.gemm_backward_s
     for pack in range(size):
         first, last = slice_offsets[pack], slice_offsets[pack + 1]
         if first == last:
             continue
         rows = 0.0
         for one in range(first, last):
-            rows += (stops[one] - starts[one]) / (rates.cp * num_ranks[one])
-        scaled = rows * rates.row_scale
-        at, part = _cell(rates.query_rows, scaled)
-        floor = _floor(rates.query_rows, scaled)
+            rows += (stops[one] - starts[one]) / (figures.cp * num_ranks[one])
+        place = _placed(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
         forward, backward, exchange, exchange_back = 0.0, 0.0, 0.0, 0.0
         latency, host = 0.0, 0.0
         for one in range(first, last):
-            start, stop, group = float(starts[one]), float(stops[one]), rates.cp * num_ranks[one]
-            attended, attended_back = _attention(start, stop, group, at, part, floor, rates)
-            waited, moved, moved_back = _exchange(start, stop, group, rates)
+            start, stop, group = float(starts[one]), float(stops[one]), figures.cp * num_ranks[one]
+            attended, attended_back = _attention(
+                start, stop, group, place, keys, forward_s, backward_s, figures
+            )
+            waited, moved, moved_back = _exchange(start, stop, group, figures)
             forward += attended
             backward += attended_back
             latency = max(latency, waited)
-            exchange += max(0.0, moved - rates.exchange_overlap * attended)
-            exchange_back += max(0.0, moved_back - rates.exchange_overlap * attended_back)
+            exchange += max(0.0, moved - figures.exchange_overlap * attended)
+            exchange_back += max(0.0, moved_back - figures.exchange_overlap * attended_back)
             host += start / group
-        at, part = _cell(rates.gemm_rows, rows)
-        floor = rows * _floor(rates.gemm_rows, rows)
-        linear = floor * _on_curve(rates.gemm_s, at, part)
-        linear_back = floor * _on_curve(rates.gemm_backward_s, at, part)
-        forward += rates.linear_flops * linear + rates.collective_s * rows + rates.launch_s
-        again = rates.recompute * forward
-        backward += again + rates.linear_flops * linear_back + rates.launch_s
-        backward += (rates.collective_s + rates.reuse_s) * rows
-        forward = max(forward + exchange + latency, rates.host_s_per_token * host)
-        backward = max(backward + exchange_back + 2.0 * latency, rates.host_back_s_per_token * host)
+        linear = rows * place.gemm_floor * place.gemm_s
+        linear_back = rows * place.gemm_floor * place.gemm_backward_s
+        forward += figures.linear_flops * linear + figures.collective_s * rows + launch_s
+        again = figures.recompute * forward
+        backward += again + figures.linear_flops * linear_back + launch_s
+        backward += (figures.collective_s + figures.reuse_s) * rows
+        forward = max(forward + exchange + latency, figures.host_s_per_token * host)
+        backward = max(backward + exchange_back + 2.0 * latency, figures.host_back_s_per_token * host)
         priced[pack, FORWARD_LAYER] = forward
-        priced[pack, FORWARD_HEAD] = rates.head_flops * linear + rates.launch_s
+        priced[pack, FORWARD_HEAD] = head_flops * linear + launch_s
         priced[pack, INPUT_LAYER] = backward
-        priced[pack, INPUT_HEAD] = rates.head_flops * linear_back + rates.launch_s
-        priced[pack, WEIGHT_LAYER] = rates.linear_flops * linear_back + rates.launch_s
-        priced[pack, WEIGHT_HEAD] = rates.head_flops * linear_back + rates.launch_s
+        priced[pack, INPUT_HEAD] = head_flops * linear_back + launch_s
+        priced[pack, WEIGHT_LAYER] = figures.linear_flops * linear_back + launch_s
+        priced[pack, WEIGHT_HEAD] = head_flops * linear_back + launch_s
         priced[pack, ROWS] = rows
     return priced
 
 
 @compiled
-def _seconds(stop: int, num_ranks: int, rows: float, rates: Rates, forward_part: float) -> float:
+def _seconds(
+    stop: int, num_ranks: int, place: _Place, keys: Floats, forward_s: Floats, backward_s: Floats,
+    figures: _Figures, forward_part: float,
+) -> float:  # fmt: skip
     """What the tokens before `stop` cost in the backward pass, and a part of what they cost in the forward pass."""
-    forward, inputs, weights = slice_seconds(0.0, float(stop), float(num_ranks), rows, rates)
+    forward, inputs, weights = _slice_seconds(
+        0.0, float(stop), float(num_ranks), place, keys, forward_s, backward_s, figures
+    )
     return float(forward_part * forward + inputs + weights)
 
 
@@ -206,10 +318,17 @@ def document_seconds(
     lengths: Int32, num_ranks: Int32, rows: float, forward_part: float, rates: Rates
 ) -> Floats:
     """Return what each whole document costs in both passes, per layer and GPU, in MicroPacks of `rows` rows."""
+    place = _placed(
+        rows, rates.row_scale, rates.query_rows, rates.gemm_rows, rates.gemm_s, rates.gemm_backward_s
+    )
+    keys, forward_s, backward_s = rates.key_lengths, rates.forward_s, rates.backward_s
+    figures = _figures(rates)
     seconds = np.zeros(lengths.size)
     for d in range(lengths.size):
         if lengths[d] > 0:
-            seconds[d] = _seconds(lengths[d], num_ranks[d], rows, rates, forward_part)
+            seconds[d] = _seconds(
+                lengths[d], num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+            )
     return seconds
 
 
@@ -232,16 +351,23 @@ def cut_evenly(
     n = lengths.size
     most = n + int(lengths.sum() // least_rows) + 1
     ids, starts, stops = np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.int32)
+    figures, scale = _figures(rates), rates.row_scale
+    keys, forward_s, backward_s = rates.key_lengths, rates.forward_s, rates.backward_s
+    query_rows, gemm_rows = rates.query_rows, rates.gemm_rows
+    gemm_s, gemm_backward_s = rates.gemm_s, rates.gemm_backward_s
     used = 0
     for d in range(n):
         length, step = int(lengths[d]), multiple * num_ranks[d]
         least = -(-least_rows * num_ranks[d] // step) * step
         parts = max(1, min(int(np.ceil(work[d] / budgets[d] - 0.15)), length // least))
         rows = min(float(length) / parts / num_ranks[d], 65536.0)
-        whole = _seconds(length, num_ranks[d], rows, rates, forward_part)
+        place = _placed(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
+        whole = _seconds(length, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part)
         if parts > 1:
             # The last slice of equal cost has the fewest rows: no more slices than leave it enough.
-            last = whole - _seconds(length - least, num_ranks[d], rows, rates, forward_part)
+            last = whole - _seconds(
+                length - least, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+            )
             parts = max(1, min(parts, int(whole / last)))
         start = 0
         for part in range(parts):
@@ -250,7 +376,10 @@ def cut_evenly(
                 low, high, goal = start, length, whole * (part + 1) / parts
                 while high - low > step:
                     middle = (low + high) // 2
-                    if _seconds(middle, num_ranks[d], rows, rates, forward_part) <= goal:
+                    reached = _seconds(
+                        middle, num_ranks[d], place, keys, forward_s, backward_s, figures, forward_part
+                    )
+                    if reached <= goal:
                         low = middle
                     else:
                         high = middle

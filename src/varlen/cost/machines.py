@@ -8,9 +8,9 @@ import numpy as np
 
 from varlen.types import FloatArray
 
-QUERY_ROWS: Final[FloatArray] = np.exp2(np.arange(7, 19, dtype=np.float64))
+QUERY_ROWS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 19))
 """128 to 256K. Rates are interpolated in 1 / rows, which meets a saturating rate exactly between these too."""
-KEY_LENGTHS: Final[FloatArray] = np.exp2(np.arange(7, 21, dtype=np.float64))
+KEY_LENGTHS: Final[FloatArray] = np.ldexp(1.0, np.arange(7, 21))
 """128 to 1M."""
 
 

@@ -252,8 +252,18 @@ class CostModel:
 def _on_rows(rows: FloatArray, grid: FloatArray, seconds: FloatArray) -> FloatArray:
     """Interpolate seconds per FLOP on another grid, linearly in 1 / rows; under the first row time stays."""
     held = np.maximum(rows, grid[0])
-    there: FloatArray = np.interp(1.0 / held, 1.0 / grid[::-1], seconds[::-1]) * (held / rows)
+    there: FloatArray = _interpolated(1.0 / held, 1.0 / grid[::-1], seconds[::-1]) * (held / rows)
     return there
+
+
+def _interpolated(at: FloatArray, grid: FloatArray, values: FloatArray) -> FloatArray:
+    """As `np.interp`, which is compiled to round otherwise where a machine multiplies and adds at once."""
+    if len(grid) == 1:
+        return np.full(at.shape, values[0])
+    low = np.clip(np.searchsorted(grid, at, "right") - 1, 0, len(grid) - 2)
+    slopes = (values[low + 1] - values[low]) / (grid[low + 1] - grid[low])
+    between: FloatArray = slopes * (at - grid[low]) + values[low]
+    return np.where(at >= grid[-1], values[-1], np.where(at <= grid[0], values[0], between))
 
 
 def _on_grid(rows: FloatArray, keys: FloatArray, table: RateTable) -> FloatArray:

@@ -1,12 +1,17 @@
 """Every pricing kernel in plain Python: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
 
-Written to be read. Arguments and results are those of the kernels, up to rounding.
+Written to be read. Arguments and results are those of the kernels to the last bit, so that plans are: whatever
+rounds is added and multiplied in the order in which the kernels do, sums from first to last (`sum` of Python 3.12
+and later would round less).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,43 +23,73 @@ Int32 = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 
+def _sum(values: Iterable[float]) -> float:
+    """Add up from first to last."""
+    return functools.reduce(operator.add, values, 0.0)
+
+
 def pairs(start: float, stop: float, window: float) -> float:
     """Count the pairs of a query in a slice and a key that it sees: query t sees min(t + 1, window) keys."""
-    unlimited = window <= 0 or stop <= window
-    if unlimited:
-        return (stop * (stop + 1) - start * (start + 1)) / 2
-    if start >= window:
-        return (stop - start) * window
-    return pairs(start, window, 0) + (stop - window) * window
+    whole = (stop * (stop + 1.0) - start * (start + 1.0)) * 0.5
+    if window <= 0 or stop <= window:
+        return whole
+    # Of queries t from the window on, t + 1 - window keys are hidden.
+    first = max(start, window)
+    return whole - ((first - window) * (stop - first) + (stop - first) * (stop - first + 1.0) * 0.5)
 
 
-def _seconds_per_flop(grid: Floats, values: Sequence[float], at: float) -> float:
-    """Interpolate in reciprocals; past the last grid point the rate stays, under the first the time does."""
-    if len(grid) == 1:
-        return values[0]
-    held = max(at, float(grid[0]))
-    # np.interp wants rising points, and reciprocals of a rising grid fall.
-    return float(np.interp(1 / held, 1 / grid[::-1], list(values)[::-1])) * held / at
+def _place(grid: Floats, value: float) -> tuple[int, float]:
+    """The grid point at or below a value, and how far the value lies towards the next, in reciprocals."""
+    points = grid.tolist()
+    if value <= points[0] or len(points) == 1:
+        return 0, 0.0
+    if value >= points[-1]:
+        return len(points) - 2, 1.0
+    at = bisect_right(points, value) - 1
+    return at, (1 / points[at] - 1 / value) / (1 / points[at] - 1 / points[at + 1])
 
 
-def _attention_s_per_flop(rows: float, keys: float, table: Floats, rates: Rates) -> float:
-    """Seconds per FLOP of attention, on the grid of keys for each row of the table, then on that of rows."""
-    held = max(keys, float(rates.key_lengths[0]))
-    on_rows = [_seconds_per_flop(rates.key_lengths, row, held) for row in table.tolist()]
-    return _seconds_per_flop(rates.query_rows, on_rows, rows * rates.row_scale)
+def _floor(grid: Floats, value: float) -> float:
+    """How much slower than at the first grid point: fewer rows than that take as long as that many."""
+    return float(grid[0]) / value if len(grid) > 1 and value < grid[0] else 1.0
+
+
+def _between(low: float, high: float, part: float) -> float:
+    return low * (1.0 - part) + high * part
+
+
+def _on_curve(curve: Floats, at: int, part: float) -> float:
+    """Seconds per FLOP at a place on a curve; past the last grid point the rate stays."""
+    return float(curve[at]) if part == 0 else _between(float(curve[at]), float(curve[at + 1]), part)
+
+
+def _on_table(table: Floats, rows: tuple[int, float], keys: tuple[int, float]) -> float:
+    """Seconds per FLOP of attention: first between keys, then between rows."""
+    at, part = rows
+    low = _on_curve(table[at], *keys)
+    return low if part == 0 else _between(low, _on_curve(table[at + 1], *keys), part)
 
 
 def _attention(start: float, stop: float, group: float, rows: float, rates: Rates) -> tuple[float, float]:
     """Seconds of a slice's attention in an average layer, forward and backward."""
-    forward = backward = 0.0
+    scaled = rows * rates.row_scale
+    at, floor = _place(rates.query_rows, scaled), _floor(rates.query_rows, scaled)
     kinds = [(rates.attention_flops, 0.0, stop)]
     if rates.windowed_flops > 0:
         kinds.append((rates.windowed_flops, rates.window, min(stop, rates.window)))
+    forward = backward = 0.0
     for flops_per_pair, window, keys in kinds:
-        flops = flops_per_pair * pairs(start, stop, window) / group
-        forward += flops * _attention_s_per_flop(rows, keys, rates.forward_s, rates)
-        backward += flops * rates.backward_ratio * _attention_s_per_flop(rows, keys, rates.backward_s, rates)
-    return forward, backward
+        flops = flops_per_pair * pairs(start, stop, window) / group * floor
+        key = _place(rates.key_lengths, keys)
+        forward += flops * _on_table(rates.forward_s, at, key)
+        backward += flops * _on_table(rates.backward_s, at, key)
+    return forward, backward * rates.backward_ratio
+
+
+def _linear(rows: float, own: float, rates: Rates) -> tuple[float, float]:
+    """Seconds for each FLOP a row of matrix products, forward and backward: `own` rows in a MicroPack of `rows`."""
+    place, held = _place(rates.gemm_rows, rows), own * _floor(rates.gemm_rows, rows)
+    return held * _on_curve(rates.gemm_s, *place), held * _on_curve(rates.gemm_backward_s, *place)
 
 
 def _exchange(start: float, stop: float, group: float, rates: Rates) -> tuple[float, float, float]:
@@ -62,7 +97,7 @@ def _exchange(start: float, stop: float, group: float, rates: Rates) -> tuple[fl
     if group <= 1:
         return 0.0, 0.0, 0.0
     link = 0 if group <= rates.node_group else 1
-    s_per_byte = float(rates.link_s_per_byte[link]) * (group - 1) / group
+    s_per_byte = (group - 1) / group * float(rates.link_s_per_byte[link])
     forward = min(stop * rates.key_value_bytes, (stop - start) * rates.query_bytes)
     # Keys and values once more, and their gradients back.
     backward = min(2 * stop * rates.key_value_bytes, (stop - start) * rates.query_gradient_bytes)
@@ -87,20 +122,18 @@ def slice_seconds(
     """
     group = num_ranks * rates.cp
     own = (stop - start) / group
-    attention, attention_back = _attention(start, stop, group, rows, rates)
-    linear = own * _seconds_per_flop(rates.gemm_rows, rates.gemm_s.tolist(), rows)
-    linear_back = own * _seconds_per_flop(rates.gemm_rows, rates.gemm_backward_s.tolist(), rows)
-    _, exchange, exchange_back = _exposed(start, stop, group, (attention, attention_back), rates)
-    computed = attention + rates.linear_flops * linear + rates.collective_s * own
-    back = attention_back + rates.linear_flops * linear_back + (rates.collective_s + rates.reuse_s) * own
+    attended = _attention(start, stop, group, rows, rates)
+    linear, linear_back = _linear(rows, own, rates)
+    _, exchange, exchange_back = _exposed(start, stop, group, attended, rates)
     head = rates.head_flops / rates.num_layers
+    forward = attended[0] + (rates.linear_flops * linear + rates.collective_s * own)
+    backward = attended[1] + (
+        rates.recompute * forward + exchange_back + (rates.collective_s + rates.reuse_s) * own
+    )
+    backward += rates.linear_flops * linear_back
     return (
-        max(computed + exchange, rates.host_s_per_token * start / group) + head * linear,
-        max(
-            back + rates.recompute * computed + exchange_back,
-            rates.host_back_s_per_token * start / group,
-        )
-        + head * linear_back,
+        max(forward + exchange, rates.host_s_per_token * start / group) + head * linear,
+        max(backward, rates.host_back_s_per_token * start / group) + head * linear_back,
         (rates.linear_flops + head) * linear_back,
     )
 
@@ -121,19 +154,19 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
 
 def _micropack(slices: list[tuple[float, float, float]], rates: Rates) -> list[float]:
     """The columns of one MicroPack; a slice is its start, its stop and the GPUs that share it."""
-    rows = sum((stop - start) / group for start, stop, group in slices)
+    rows = _sum((stop - start) / group for start, stop, group in slices)
     attended = [_attention(start, stop, group, rows, rates) for start, stop, group in slices]
     exchanged = [_exposed(*slice_, hiding, rates) for slice_, hiding in zip(slices, attended)]
-    earlier = sum(start / group for start, stop, group in slices)
+    earlier = _sum(start / group for start, stop, group in slices)
     latency = max(waited for waited, _, _ in exchanged)
-    linear = rows * _seconds_per_flop(rates.gemm_rows, rates.gemm_s.tolist(), rows)
-    linear_back = rows * _seconds_per_flop(rates.gemm_rows, rates.gemm_backward_s.tolist(), rows)
-    computed = sum(forward for forward, _ in attended) + rates.linear_flops * linear
-    computed += rates.collective_s * rows + rates.launch_s
-    back = sum(backward for _, backward in attended) + rates.linear_flops * linear_back
-    back += (rates.collective_s + rates.reuse_s) * rows + rates.launch_s + rates.recompute * computed
-    forward = computed + sum(moved for _, moved, _ in exchanged) + latency
-    back += sum(moved for _, _, moved in exchanged) + 2 * latency
+    linear, linear_back = _linear(rows, rows, rates)
+    computed = _sum(forward for forward, _ in attended)
+    computed += rates.linear_flops * linear + rates.collective_s * rows + rates.launch_s
+    back = _sum(backward for _, backward in attended)
+    back += rates.recompute * computed + rates.linear_flops * linear_back + rates.launch_s
+    back += (rates.collective_s + rates.reuse_s) * rows
+    forward = computed + _sum(moved for _, moved, _ in exchanged) + latency
+    back = back + _sum(moved for _, _, moved in exchanged) + 2 * latency
     return [
         # Fetching from host memory runs beside the layer before it: it counts where it takes longer.
         max(forward, rates.host_s_per_token * earlier),

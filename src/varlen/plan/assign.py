@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -128,22 +129,24 @@ def _beginnings(
     sizes: IntArray,
     limits: IntArray,
     before: FloatArray,
-) -> list[Int32Array]:
-    """One or two ways to begin with, within the limits.
+) -> Iterator[Int32Array]:
+    """Yield one or two ways to begin with, within the limits; the second is made only where it is asked for.
 
     Raises:
         PlanError: none was found.
     """
-    found = []
     dealt = np.empty(values.size, np.int32)
-    if _kernel("deal")(order, values, sizes, limits, before, dealt) == 0:
-        found.append(dealt)
+    is_dealt = _kernel("deal")(order, values, sizes, limits, before, dealt) == 0
+    if is_dealt:
+        yield dealt
     if values.size >= limits.size:
         heavy_first = partition(values, limits.size, method="karmarkar_karp")
         differenced = np.argsort(before, kind="stable").astype(np.int32)[heavy_first]
         if _fits(differenced, sizes, limits):
-            found.append(differenced)
-    return found or [_fitted(sizes, limits)]
+            yield differenced
+            return
+    if not is_dealt:
+        yield _fitted(sizes, limits)
 
 
 def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:

@@ -11,8 +11,11 @@ import numpy as np
 from varlen import jit
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
-from varlen.plan.stage_costs import StageCosts, pipeline_of, priced
 from varlen.simulate.dispatch import Pipeline
+from varlen.simulate.durations import durations_of_prices
+from varlen.simulate.memory import accumulated
+from varlen.simulate.pipelines import pipeline_of
+from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
@@ -92,7 +95,8 @@ def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCo
     order = backward.backward_order
     ahead = priced(costs, forward.slice_offsets, forward.slices)
     back = ahead if backward is forward else priced(costs, backward.slice_offsets, backward.slices)
-    after, opened, closed = _kernel("backward_terms")(
-        backward.slice_offsets, backward.slices, backward.chains, forward.chains, order, costs.mesh.cp
-    )
-    return pipeline_of(costs, ahead, back[order], after, opened, closed)
+    after = _kernel("backward_waits")(backward.chains, forward.chains, order)
+    starts, stops, num_ranks, _, is_end = backward.slices
+    opened, closed = accumulated(backward.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
+    seconds = durations_of_prices(costs, ahead, back[order])
+    return pipeline_of(costs, seconds, after, opened[order], closed[order])

@@ -151,7 +151,7 @@ def compose(
         by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
         mixes: shared slices with room get documents of this rank alone, too.
 
-    Cost: O(n * num_micropacks) at most.
+    Cost: O(n · log num_micropacks).
     """
     shared = documents.num_shared
     own = float(documents.work.sum()) / num_micropacks

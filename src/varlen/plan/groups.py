@@ -38,11 +38,12 @@ class Groups:
         Args:
             dp: ranks.
         """
-        edges = np.zeros(dp + 1)
         held = self.first_ranks >= 0
-        np.add.at(edges, self.first_ranks[held], self.work[held])
-        np.subtract.at(edges, self.first_ranks[held] + self.num_ranks[held], self.work[held])
-        return np.cumsum(edges)[:dp]
+        first, work = self.first_ranks[held], self.work[held]
+        # Added up in the order of documents, what begins before what ends.
+        places, changes = np.concatenate([first, first + self.num_ranks[held]]), np.concatenate([work, -work])
+        edges = np.bincount(places, changes, dp + 1)
+        return np.cumsum(edges)[:dp].astype(np.float64)
 
 
 def merged_sizes(
@@ -113,17 +114,35 @@ def grouped(
     return Groups(first_ranks=first_ranks, num_ranks=num_ranks, work=work)
 
 
-def documents_of_rank(groups: Groups, lengths: Int32Array, rank: int) -> RankDocuments:
-    """Return what one rank holds, in the order in which it is composed.
+def documents_of_ranks(groups: Groups, lengths: Int32Array, dp: int) -> list[RankDocuments]:
+    """Return what each rank holds, in the order in which it is composed.
 
     Args:
         groups: of the step.
         lengths: int32 `[num_documents]`.
-        rank: data-parallel.
+        dp: ranks.
+
+    Cost: O(num_documents · log of them), however many ranks there are.
     """
-    first, size, work = groups.first_ranks, groups.num_ranks, groups.work
-    ids = np.flatnonzero((first >= 0) & (first <= rank) & (rank < first + size))
-    ids = ids[np.lexsort((ids, -work[ids], -size[ids]))]
-    return RankDocuments(
-        document_ids=ids.astype(np.int32), lengths=lengths[ids], num_ranks=size[ids], work=work[ids]
-    )
+    work, size = groups.work, groups.num_ranks
+    ids = np.lexsort((-work, -size))
+    ids = ids[groups.first_ranks[ids] >= 0]
+    # A shared document stands in the list of each of its ranks.
+    sizes = size[ids]
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    ids = np.repeat(ids, sizes)
+    ranks = groups.first_ranks[ids] + within
+    # So few ranks make this a radix sort.
+    ids = ids[np.argsort(ranks.astype(np.min_scalar_type(dp)), kind="stable")]
+    document_ids = ids.astype(np.int32)
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=dp))]).tolist()
+    held, shared, seconds = lengths[ids], size[ids], work[ids]
+    return [
+        RankDocuments(
+            document_ids=document_ids[begin:end],
+            lengths=held[begin:end],
+            num_ranks=shared[begin:end],
+            work=seconds[begin:end],
+        )
+        for begin, end in zip(bounds, bounds[1:])
+    ]

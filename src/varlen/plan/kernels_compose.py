@@ -18,13 +18,26 @@ Float = NDArray[np.float64]
 def fill_lightest(work: Float, loads: Float) -> Int64:
     """Give each document, in the order given, to the MicroPack with the least load; `loads` is changed."""
     chosen = np.empty(work.size, np.int64)
+    # A heap by load, then by number: what is sorted is one.
+    heap = np.argsort(loads, kind="mergesort")
     for item in range(work.size):
-        least = 0
-        for pack in range(1, loads.size):
-            if loads[pack] < loads[least]:
-                least = pack
-        chosen[item] = least
-        loads[least] += work[item]
+        pack, place = heap[0], 0
+        chosen[item] = pack
+        loads[pack] += work[item]
+        while True:
+            child = 2 * place + 1
+            if child >= heap.size:
+                break
+            if child + 1 < heap.size:
+                one, other = heap[child], heap[child + 1]
+                if loads[other] < loads[one] or (loads[other] == loads[one] and other < one):
+                    child += 1
+            one = heap[child]
+            if loads[one] > loads[pack] or (loads[one] == loads[pack] and one > pack):
+                break
+            heap[place] = one
+            place = child
+        heap[place] = pack
     return chosen
 
 
@@ -98,33 +111,18 @@ def reversed_chains(chains: Int32) -> Int64:
 
 
 @compiled
-def backward_terms(
-    slice_offsets: Int32, slices: Int32, chains: Int32, forward_chains: Int32, order: Int64, cp: int
-) -> Any:
-    """Return what each backward MicroPack, in the order in which they run, waits for and accumulates.
-
-    Returns:
-        after int32 `[MicroPacks]`: the last forward MicroPack of its chain; opened and closed float64
-        `[MicroPacks]`: rows as in `Pipeline.rows_backward`.
-    """
+def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
+    """Return the last forward MicroPack of the chain of each backward MicroPack, in the order in which they run."""
     count = order.size
-    after, opened, closed = np.zeros(count, np.int32), np.zeros(count), np.zeros(count)
-    ends = np.zeros(count, np.int32)
+    after, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
     last = -1
     for pack in range(count):
         if pack == 0 or chains[pack] != chains[pack - 1]:
-            # The chain's last forward MicroPack; empty MicroPacks at the end may have no like in the forward pass.
+            # Empty MicroPacks at the end may have no like in the forward pass.
             last = min(last + 1, forward_chains.size - 1)
             while last + 1 < forward_chains.size and forward_chains[last + 1] == forward_chains[last]:
                 last += 1
         ends[pack] = last
     for place in range(count):
-        pack = order[place]
-        after[place] = ends[pack]
-        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            share = float(slices[2, one] * cp)
-            if slices[4, one]:
-                opened[place] += slices[0, one] / share
-            else:
-                closed[place] += (slices[1, one] - slices[0, one]) / share
-    return after, opened, closed
+        after[place] = ends[order[place]]
+    return after

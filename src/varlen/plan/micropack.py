@@ -15,12 +15,12 @@ from varlen.cost.model import CostModel
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import blocks_of, padded, pipeline_of_block
 from varlen.plan.compose import Composition, RankDocuments, compose
-from varlen.plan.groups import Groups, documents_of_rank, grouped, merged_sizes
+from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
 from varlen.plan.settings import EVEN, GRADINGS, SHARINGS, Setting, far_settings, first_setting, neighbours
-from varlen.plan.stage_costs import StageCosts, stage_costs
 from varlen.simulate.dispatch import Dispatched, dispatch
+from varlen.simulate.stage_costs import StageCosts, stage_costs
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import Int32Array
 
@@ -192,14 +192,15 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
     if best is None or (best.is_full and best.slowness > _SLOW):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
         return _searched(lengths, plain, search, best)
-    way = Answer(best.groups, plain, _blocks(lengths, best.groups, plain))
+    documents = [rank for block in best.blocks for rank in block.documents]
+    way = Answer(best.groups, plain, _blocks(documents, best.groups, plain))
     return _better(way, best, search)
 
 
 def _searched(lengths: Int32Array, costs: StageCosts, search: Search, best: Answer | None) -> Answer | None:
     """The best way to share documents, if it beats the best so far."""
     ways = [
-        Answer(groups, costs, _blocks(lengths, groups, costs))
+        Answer(groups, costs, _blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
         for groups in _groupings(lengths, costs, search)
     ]
     incumbent_s = best.makespan_s if best else math.inf
@@ -264,7 +265,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
 
 
-def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[BlockSearch]:
+def _blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) -> list[BlockSearch]:
     """The blocks of ranks, of which nothing has been tried yet."""
     mesh = costs.mesh
     bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
@@ -272,7 +273,7 @@ def _blocks(lengths: Int32Array, groups: Groups, costs: StageCosts) -> list[Bloc
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch([documents_of_rank(groups, lengths, rank) for rank in range(first, last)], estimate)
+        BlockSearch(documents[first:last], estimate)
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
     ]
 

@@ -16,7 +16,7 @@ from varlen.plan.reference_assign import lighten as lighten
 from varlen.plan.reference_assign import regroup as regroup
 from varlen.plan.reference_assign import search as search
 from varlen.plan.reference_compose import arrange as arrange
-from varlen.plan.reference_compose import backward_terms as backward_terms
+from varlen.plan.reference_compose import backward_waits as backward_waits
 from varlen.plan.reference_compose import fill_lightest as fill_lightest
 from varlen.plan.reference_compose import reversed_chains as reversed_chains
 from varlen.plan.reference_groups import fill as fill
@@ -98,9 +98,11 @@ def improve(
     values = weights.tolist()
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     rank = {item: number for number, item in enumerate(order.tolist())}
+    loads = [weights.dtype.type(0).item()] * num_parts
     for item in rank:
         parts[part_of[item]].append(item)
-    loads = [sum((values[item] for item in reversed(part)), start=0) for part in parts]
+    for item in reversed(rank):  # `sum` of Python 3.12 and later would round less than the kernel does
+        loads[part_of[item]] += values[item]
     while True:
         by_load = sorted(range(num_parts), key=lambda part: (loads[part], part))
         heavy, found = by_load[-1], None

@@ -191,7 +191,9 @@ def search(
             before = now[group]
             now[group] += values[item]
             room[group] -= sizes[item]
-            usable = sum((best - load for load in now if load + values[items[-1]] < best), start=0.0)
+            usable = 0.0
+            for load in now:  # `sum` of Python 3.12 and later would round less than the kernel does
+                usable += best - load if load + values[items[-1]] < best else 0.0
             if depth + 1 == len(items) or rest[-depth - 2] < usable:
                 descend(depth + 1, [*way, group])
             now[group] = before

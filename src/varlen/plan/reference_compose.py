@@ -57,19 +57,10 @@ def reversed_chains(chains: Int32) -> Int64:
     return np.array([pack for chain in _chains(chains) for pack in reversed(chain)], np.int64)
 
 
-def backward_terms(
-    slice_offsets: Int32, slices: Int32, chains: Int32, forward_chains: Int32, order: Int64, cp: int
-) -> Any:
-    """Return what each backward MicroPack, in the order in which they run, waits for and accumulates."""
+def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
+    """Return the last forward MicroPack of the chain of each backward MicroPack, in the order in which they run."""
     last_forward = [chain[-1] for chain in _chains(forward_chains)]
     chain_of = {pack: number for number, chain in enumerate(_chains(chains)) for pack in chain}
-    after, opened, closed = [], [], []
-    for pack in order.tolist():
-        # Empty MicroPacks at the end may have no like in the forward pass.
-        after.append(last_forward[min(chain_of[pack], len(last_forward) - 1)])
-        mine = slices[:, slice_offsets[pack] : slice_offsets[pack + 1]].T.tolist()
-        opened.append(sum(start / (ranks * cp) for start, _, ranks, _, is_end in mine if is_end))
-        closed.append(
-            sum((stop - start) / (ranks * cp) for start, stop, ranks, _, is_end in mine if not is_end)
-        )
-    return np.array(after, np.int32), np.array(opened, np.float64), np.array(closed, np.float64)
+    # Empty MicroPacks at the end may have no like in the forward pass.
+    after = [last_forward[min(chain_of[pack], len(last_forward) - 1)] for pack in order.tolist()]
+    return np.array(after, np.int32)

@@ -111,7 +111,7 @@ def share(
             high = middle
     groups = _fitted(high, token_limit, dp, by_work, lengths, work)
     assert groups is not None
-    _widen(dp, groups)
+    _widen(dp, groups, by_work.tolist())
     _write(groups, 0, group_of, levels)
     return len(groups)
 
@@ -170,7 +170,7 @@ def fill(
                 chosen.add(item)
         for group in groups:
             batch_of[group.items] = num_batches
-        _widen(dp, groups)
+        _widen(dp, groups, waiting)
         _write(groups, num_groups, group_of, levels)
         num_batches += 1
         num_groups += len(groups)
@@ -218,22 +218,25 @@ def _fitted(
     return groups
 
 
-def _widen(dp: int, groups: list[Group]) -> None:
+def _widen(dp: int, groups: list[Group], order: list[int]) -> None:
     """Double groups, the slowest first, as long as ranks are free and that makes one faster."""
     while True:
         free = dp - sum(2**group.level for group in groups)
-        faster = [
-            group
-            for group in groups
-            if 2**group.level <= free
-            and group.level + 1 < group.work.shape[1]
-            and group.work[group.items, group.level + 1].sum() < group.load
-        ]
+        able = [group for group in groups if 2**group.level <= free and group.level + 1 < group.work.shape[1]]
+        faster = [group for group in able if _wider(group, order) < group.load]
         if not faster:
             return
         slowest = max(faster, key=lambda group: group.load)
+        slowest.load = _wider(slowest, order)
         slowest.level += 1
-        slowest.load = float(slowest.work[slowest.items, slowest.level].sum())
+
+
+def _wider(group: Group, order: list[int]) -> float:
+    """The work of a group of twice the ranks, added up in the order in which all documents stand."""
+    own, load = set(group.items), 0.0
+    for item in order:
+        load += float(group.work[item, group.level + 1]) if item in own else 0.0
+    return load
 
 
 def _write(groups: list[Group], first: int, group_of: Int32, levels: Int32) -> None:

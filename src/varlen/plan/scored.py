@@ -12,10 +12,8 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.candidate import Candidate
 from varlen.simulate.api import simulate
-from varlen.simulate.computes import last_forwards
-from varlen.simulate.dispatch import Pipeline, dispatch
-from varlen.simulate.durations import durations
-from varlen.simulate.memory import accumulators
+from varlen.simulate.dispatch import dispatch
+from varlen.simulate.pipelines import pipelines_of
 from varlen.simulate.schedules import interleaved, one_f_one_b
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
@@ -146,38 +144,3 @@ def _dispatched(plan: StepPlan, cost: CostModel) -> tuple[StepPlan, float]:
 def _with_tasks(plan: StepPlan, tasks: list[TaskArray], sizes: npt.NDArray[np.integer]) -> StepPlan:
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     return replace(plan, tasks=np.concatenate(tasks), task_offsets=offsets)
-
-
-def pipelines_of(plan: StepPlan, cost: CostModel) -> list[Pipeline]:
-    """Return what each data-parallel rank's pipeline has to do, where ranks share nothing.
-
-    Args:
-        plan: its tasks aren't read.
-        cost: what everything takes.
-    """
-    mesh, seconds = plan.mesh, durations(plan, cost)
-    memory = cost.memory(mesh)
-    begun, ended = accumulators(plan)
-    after = last_forwards(plan)
-    names = ("held_bytes", "gradient_bytes", "passing_bytes", "kept_for_weight_bytes")
-    per_row = np.stack([getattr(memory, name) for name in names])
-    pipelines = []
-    for rank in range(mesh.dp):
-        ahead = slice(*plan.forward.rank_offsets[rank : rank + 2].tolist())
-        back = slice(*plan.backward.rank_offsets[rank : rank + 2].tolist())
-        pipelines.append(
-            Pipeline(
-                forward=seconds.forward[:, ahead].copy(),
-                backward=seconds.backward[:, back].copy(),
-                weight=seconds.weight[:, back].copy(),
-                send_forward=seconds.send_forward[ahead] + seconds.latency_s,
-                send_backward=seconds.send_backward[back] + seconds.latency_s,
-                after=np.maximum(after[back] - ahead.start, -1).astype(np.int32),
-                rows_forward=seconds.forward_rows[ahead].copy()[None],
-                rows_backward=np.stack([seconds.backward_rows[back], begun[back], ended[back]])[None],
-                per_row=per_row,
-                limits=memory.limit_bytes - memory.state_bytes,
-                splits=plan.splits_backward,
-            )
-        )
-    return pipelines

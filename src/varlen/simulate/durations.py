@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -18,10 +17,9 @@ from varlen.cost.rates import (
     WEIGHT_HEAD,
     WEIGHT_LAYER,
 )
+from varlen.simulate.stage_costs import StageCosts, priced, stage_costs
 from varlen.step_plan import MicroPacks, StepPlan
 from varlen.types import FloatArray
-
-_kernel = functools.partial(jit.kernel, "varlen.cost", "kernels")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,31 +67,52 @@ def durations(plan: StepPlan, cost: CostModel) -> Durations:
 
     Cost: O(slices + tasks).
     """
-    mesh, rates, stages = plan.mesh, cost.rates(plan.mesh), cost.stages(plan.mesh)
-    layers = stages.layers[:, np.newaxis]
-    head = stages.has_head[:, np.newaxis].astype(np.float64)
-
-    def priced(micropacks: MicroPacks) -> FloatArray:
-        shared = plan.num_ranks[micropacks.document_ids]
-        priced: FloatArray = _kernel("price")(
-            micropacks.slice_offsets, micropacks.starts, micropacks.stops, shared, rates
-        )
-        return priced
-
+    costs = stage_costs(cost, plan.mesh, splits=plan.splits_backward)
     with jit.sized(1e-4 * (len(plan.forward.starts) + len(plan.backward.starts))):
-        ahead, back = priced(plan.forward), priced(plan.backward)
-    inputs = layers * back[:, INPUT_LAYER] + head * back[:, INPUT_HEAD]
-    weights = layers * back[:, WEIGHT_LAYER] + head * back[:, WEIGHT_HEAD]
-    latency_s, row_s = cost.send_s(mesh)
+        prices = [_priced(plan, micropacks, costs) for micropacks in (plan.forward, plan.backward)]
+    return durations_of_prices(costs, *prices)
+
+
+def _priced(plan: StepPlan, micropacks: MicroPacks, costs: StageCosts) -> FloatArray:
+    """The MicroPacks of a pass, priced."""
+    slices = np.stack([micropacks.starts, micropacks.stops, plan.num_ranks[micropacks.document_ids]])
+    # Of arrays that can't be written the kernel would be compiled once more.
+    return priced(costs, micropacks.slice_offsets.copy(), slices)
+
+
+def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatArray) -> Durations:
+    """Return what tasks take in each chunk of layers, given what their MicroPacks take in an average layer.
+
+    Args:
+        costs: of the mesh; whether weight gradients are apart.
+        forward: float64 `[forward MicroPacks, 7]`, priced.
+        backward: float64 `[backward MicroPacks, 7]`, priced.
+    """
+    layers, heads = costs.layers[:, np.newaxis], costs.heads[:, np.newaxis]
+    inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
+    weights = layers * backward[:, WEIGHT_LAYER] + heads * backward[:, WEIGHT_HEAD]
     return Durations(
-        forward=layers * ahead[:, FORWARD_LAYER] + head * ahead[:, FORWARD_HEAD],
-        backward=inputs if plan.splits_backward else inputs + weights,
-        weight=weights if plan.splits_backward else np.zeros_like(weights),
-        send_forward=ahead[:, ROWS] * row_s,
-        send_backward=back[:, ROWS] * row_s,
-        latency_s=latency_s,
-        gather=cost.gather_s(mesh),
-        sync=cost.gradient_sync_s(mesh),
-        forward_rows=ahead[:, ROWS],
-        backward_rows=back[:, ROWS],
+        forward=layers * forward[:, FORWARD_LAYER] + heads * forward[:, FORWARD_HEAD],
+        backward=inputs if costs.splits else inputs + weights,
+        weight=weights if costs.splits else np.zeros_like(weights),
+        send_forward=forward[:, ROWS] * costs.send_s_per_row,
+        send_backward=backward[:, ROWS] * costs.send_s_per_row,
+        latency_s=costs.send_latency_s,
+        gather=costs.gather_s,
+        sync=costs.sync_s,
+        forward_rows=forward[:, ROWS],
+        backward_rows=backward[:, ROWS],
     )
+
+
+def gathers_s(gather: FloatArray, *, splits: bool) -> FloatArray:
+    """Return seconds that a task of each kind gathers parameters and scatters gradients, float64 `[3, num_chunks]`.
+
+    A backward task does both, unless its weight gradients, which are what is scattered, come later. A task takes as
+    long as the longer of this and its computing where the two overlap.
+
+    Args:
+        gather: float64 `[num_chunks]`, as `Durations.gather`.
+        splits: whether weight gradients are tasks of their own.
+    """
+    return np.array([1, 1 if splits else 2, 1])[:, np.newaxis] * gather

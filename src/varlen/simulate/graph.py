@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.simulate.computes import Computes, computes_of, last_forwards
-from varlen.simulate.durations import Durations
+from varlen.simulate.durations import Durations, gathers_s
 from varlen.simulate.groups import lock_steps
 from varlen.simulate.kinds import GATHER, GRADIENT_SYNC, SEND_BACKWARD, SEND_FORWARD
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, StepPlan
@@ -218,10 +218,9 @@ def _seconds(
         some = kinds == kind
         lengths[some] = seconds[micropacks[some]]
         lags[some] = np.where(rows[micropacks[some]] > 0, durations.latency_s, 0)
-    # A backward task gathers and scatters, unless its weight gradients come later.
-    times = np.array([1, 1 if plan.splits_backward else 2, 1])
     some = kinds == GATHER
-    lengths[some] = durations.gather[chunks[some]] * times[passes[some]]
+    gathers = gathers_s(durations.gather, splits=plan.splits_backward)
+    lengths[some] = gathers[passes[some], chunks[some]]
     some = kinds == GRADIENT_SYNC
     lengths[some] = durations.sync[places[some] % plan.mesh.pp]
     return lengths, lags

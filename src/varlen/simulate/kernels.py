@@ -10,6 +10,8 @@ some memory look-ups, and no task starts earlier because another takes longer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -181,3 +183,20 @@ def memory_curves(
             size += at_stop[task]
             times[point + 1], sizes[point + 1] = stops[task], size
             point += 2
+
+
+@compiled
+def accumulated(
+    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
+) -> Any:
+    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack."""
+    size = len(slice_offsets) - 1
+    begun, ended = np.zeros(size), np.zeros(size)
+    for pack in range(size):
+        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
+            share = float(num_ranks[one] * cp)
+            if is_end[one]:
+                begun[pack] += starts[one] / share
+            else:
+                ended[pack] += (stops[one] - starts[one]) / share
+    return begun, ended

@@ -12,7 +12,7 @@ from varlen.cost.memory import Memory
 from varlen.simulate.durations import Durations
 from varlen.simulate.graph import Graph
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
-from varlen.types import FloatArray, IntArray
+from varlen.types import FloatArray, Int32Array, IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels")
 
@@ -38,13 +38,39 @@ def accumulators(plan: StepPlan) -> tuple[FloatArray, FloatArray]:
         Two arrays float64 `[num_backward_micropacks]`, rows of one GPU.
     """
     packs = plan.backward
-    share = 1 / (plan.mesh.cp * plan.num_ranks[packs.document_ids])
-    is_last = packs.stops == plan.lengths[packs.document_ids]
-    micropack = packs.micropack_of_slice
-    begun, ended = np.zeros(packs.num_micropacks), np.zeros(packs.num_micropacks)
-    np.add.at(begun, micropack, is_last * packs.starts * share)
-    np.add.at(ended, micropack, ~is_last * (packs.stops - packs.starts) * share)
+    begun, ended = accumulated(
+        packs.slice_offsets.copy(),
+        packs.starts.copy(),
+        packs.stops.copy(),
+        plan.num_ranks[packs.document_ids],
+        (packs.stops == plan.lengths[packs.document_ids]).astype(np.int32),
+        plan.mesh.cp,
+    )
     return begun, ended
+
+
+def accumulated(
+    slice_offsets: Int32Array,
+    starts: Int32Array,
+    stops: Int32Array,
+    num_ranks: Int32Array,
+    is_end: Int32Array,
+    cp: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Return what `accumulators` does, of slices as arrays.
+
+    Args:
+        slice_offsets: int32 `[num_micropacks + 1]`.
+        starts: int32 `[num_slices]`.
+        stops: int32 `[num_slices]`.
+        num_ranks: int32 `[num_slices]`: data-parallel ranks that share the slice.
+        is_end: int32 `[num_slices]`: 1 for the last slice of its document, else 0.
+        cp: GPUs of a rank that share it.
+    """
+    found: tuple[FloatArray, FloatArray] = _kernel("accumulated")(
+        slice_offsets, starts, stops, num_ranks, is_end, cp
+    )
+    return found
 
 
 def memory_of(

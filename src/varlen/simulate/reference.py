@@ -92,3 +92,20 @@ def memory_curves(
                 points.append((time, size))
     times[:] = [time for time, _ in points]
     sizes[:] = [size for _, size in points]
+
+
+def accumulated(
+    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
+) -> tuple[Float64, Float64]:
+    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack.
+
+    The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
+    takes the sums of its own rows and is done with them.
+    """
+    size = len(slice_offsets) - 1
+    begun, ended = np.zeros(size), np.zeros(size)
+    pack_of = np.repeat(np.arange(size), np.diff(slice_offsets))
+    is_last = is_end.astype(bool)
+    np.add.at(begun, pack_of, np.where(is_last, starts / (cp * num_ranks), 0.0))
+    np.add.at(ended, pack_of, np.where(is_last, 0.0, (stops - starts) / (cp * num_ranks)))
+    return begun, ended

@@ -1,4 +1,4 @@
-"""What planning asks of a cost model on one mesh, computed once: rates, layers of each chunk, bytes, limits."""
+"""What simulating and planning ask of a cost model on one mesh, computed once: rates, layers, bytes, limits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.cost.model import CostModel
-from varlen.cost.rates import (
-    FORWARD_HEAD,
-    FORWARD_LAYER,
-    INPUT_HEAD,
-    INPUT_LAYER,
-    ROWS,
-    WEIGHT_HEAD,
-    WEIGHT_LAYER,
-    Rates,
-)
-from varlen.simulate.dispatch import Pipeline
+from varlen.cost.rates import Rates
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
 
@@ -51,7 +41,7 @@ class StageCosts:
 
 
 def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCosts:
-    """Ask a cost model for all that planning needs on a mesh.
+    """Ask a cost model for all that a step on a mesh needs.
 
     Args:
         cost: the model on its hardware.
@@ -90,45 +80,3 @@ def priced(costs: StageCosts, slice_offsets: Int32Array, slices: Int32Array) -> 
     """
     result: FloatArray = _price()(slice_offsets, slices[0], slices[1], slices[2], costs.rates)
     return result
-
-
-def pipeline_of(
-    costs: StageCosts,
-    forward: FloatArray,
-    backward: FloatArray,
-    after: Int32Array,
-    opened: FloatArray,
-    closed: FloatArray,
-) -> Pipeline:
-    """Put together what one rank's pipeline has to do.
-
-    Args:
-        costs: of the mesh.
-        forward: float64 `[forward MicroPacks, 7]`, priced.
-        backward: float64 `[backward MicroPacks, 7]`, priced.
-        after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
-        opened: float64 `[backward MicroPacks]`: rows whose dK/dV is opened.
-        closed: float64 `[backward MicroPacks]`: rows whose dK/dV is closed.
-    """
-    layers, heads, gather = costs.layers[:, None], costs.heads[:, None], costs.gather_s[:, None]
-    inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
-    weights = layers * backward[:, WEIGHT_LAYER] + heads * backward[:, WEIGHT_HEAD]
-    if costs.splits:
-        # Parameters are gathered with the input gradients, and gradients reduced with those of weights.
-        inputs, weights = np.maximum(inputs, gather), np.maximum(weights, gather)
-    else:
-        inputs, weights = np.maximum(inputs + weights, 2 * gather), np.zeros_like(weights)
-    forwards = layers * forward[:, FORWARD_LAYER] + heads * forward[:, FORWARD_HEAD]
-    return Pipeline(
-        forward=np.maximum(forwards, gather),
-        backward=inputs,
-        weight=weights,
-        send_forward=costs.send_latency_s + costs.send_s_per_row * forward[:, ROWS],
-        send_backward=costs.send_latency_s + costs.send_s_per_row * backward[:, ROWS],
-        after=after,
-        rows_forward=forward[:, ROWS].copy()[None],
-        rows_backward=np.stack([backward[:, ROWS], opened, closed])[None],
-        per_row=costs.per_row,
-        limits=costs.limits,
-        splits=costs.splits,
-    )
