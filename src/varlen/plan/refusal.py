@@ -79,7 +79,7 @@ def _longest(longest: int, mesh: Mesh, holds: Holds) -> int:
 def _wider(longest: int, mesh: Mesh, holds: Holds) -> int | None:
     """The least context parallelism with which memory holds a document alone, by doubling; None if far away."""
     for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cp = mesh.cp * 2**doublings
+        cp = mesh.cp << doublings
         if holds(np.array([longest], np.int32), replace(mesh, cp=cp)):
             return cp
     return None
