@@ -68,7 +68,7 @@ def test_without_merging_a_document_has_one_rank() -> None:
     said = refused([9_000_000], **asked)
 
     assert "too many for the 1 rank that may share it (1 document is too long)" in said
-    assert "(recompute up to 'full', offload up to 'none')" in said
+    assert "(recompute='full', offload='none')" in said
     fits = number(r"up to ([\d,]+) tokens", said)
     assert vl.plan_step([fits], **asked).num_merged == 0
     refused([fits + 1], **asked)
@@ -81,6 +81,7 @@ def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to() -> Non
     said = refused(lengths, **asked)
 
     assert said.startswith("no plan of this method fits into the 73.6 GB")
+    assert "(up to recompute='full', offload='kv')" in said
     assert "though each document would alone; use another method" in said
     assert vl.plan_step(lengths[:1], **asked).num_tokens == 700_000
     assert vl.plan_step(lengths, **(asked | {"method": "micropack"})).num_tokens == 8 * 700_000

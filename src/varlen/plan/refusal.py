@@ -43,7 +43,8 @@ def refusal(
             + (f", or sharding='parameters' (now {mesh.sharding!r})" if can_shard else "")
         )
     longest = int(lengths.max())
-    tried = f"recompute up to {repairs[-1].recompute!r}, offload up to {repairs[-1].offload!r}"
+    tried = f"recompute={repairs[-1].recompute!r}, offload={repairs[-1].offload!r}"
+    tried = f"up to {tried}" if len(repairs) > 1 else tried
     fits = _longest(longest, mesh, holds)
     if fits == longest:
         return (
