@@ -6,7 +6,6 @@ anew. `python -m benchmarks.plan_table` writes the page.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import sys
@@ -18,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load, machine, versions
-from benchmarks.plan_ablation import ABLATION_CELLS, ablated, planning_times
+from benchmarks.parts import asked_for, opened, parser, rounded
+from benchmarks.plan_ablation import ABLATION_CELLS, TIMES, ablated, planning_times
+from benchmarks.plan_engine import engine_speed
 from benchmarks.plan_grid import Cell, equal_rates, grid
 from benchmarks.plan_methods import measured
 from benchmarks.table import RESULTS
 
 FOLDER = RESULTS / "plan" / "methods"
 PROCESSES = 2
+DIGITS = 6
+"""Of every figure that is kept."""
 Job = tuple[str, Callable[..., dict[str, Any]], tuple[Any, ...]]
 """The key of a record, and the call that makes it."""
 
@@ -45,45 +48,41 @@ def _ablation(is_quick: bool) -> list[Job]:
 
 
 def _times(is_quick: bool) -> list[Job]:
-    return [(key, planning_times, (key, 2 if is_quick else 7)) for key in ("512 on 4x4", "8192 on 64x16")]
+    return [(key, planning_times, (key, 2 if is_quick else 7)) for key in TIMES]
 
 
-PARTS = {"times": _times, "equal_rates": _equal_rates, "ablation": _ablation, "grid": _grid}
-"""By name; planning is timed first, one process at a time, before two run side by side."""
+def _engine(is_quick: bool) -> list[Job]:
+    return [(key, engine_speed, (key, 2 if is_quick else 7)) for key in ("8192 on 64x16",)]
+
+
+PARTS = {
+    "times": _times,
+    "engine": _engine,
+    "equal_rates": _equal_rates,
+    "ablation": _ablation,
+    "grid": _grid,
+}
+"""By name; what is timed comes first, one process at a time, before two run side by side."""
+TIMED = ("times", "engine")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts asked for and put their records into the result file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks plan", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--out", type=Path, help="result file; by default results/plan/methods/<date>.json")
-    parser.add_argument("--again", action="store_true", help="throw away what the file holds of the parts")
-    parser.add_argument(
+    reader = parser("plan", __doc__, PARTS, quick="a few cells of each part")
+    reader.add_argument(
         "--only", nargs="+", metavar="METHOD", help="plan by these anew in the records of cells"
     )
-    parser.add_argument("--quick", action="store_true", help="a few cells of each part")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="that run side by side")
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if asked.quick and asked.out is None:
-        parser.error("--quick measures nothing worth keeping; say where it goes with --out")
-
+    reader.add_argument("--processes", type=int, default=PROCESSES, help="that run side by side")
+    asked = asked_for(reader, PARTS, arguments)
+    result, out = opened(asked, FOLDER)
     today = datetime.now(UTC).date().isoformat()
-    out = asked.out or FOLDER / f"{today}.json"
-    result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
     result |= {"date": today, "machine": machine(), "versions": versions(), "total_cells": len(grid(16))}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for name, jobs_of in PARTS.items():
-        if not asked.parts or name in asked.parts:
-            if asked.again:
-                result["parts"].pop(name, None)
-            processes = 1 if name == "times" else asked.processes
-            if asked.only and name in ("grid", "equal_rates"):
-                _renew(name, tuple(asked.only), result, out, processes)
-            elif not asked.only:
-                _run(name, jobs_of(asked.quick), result, out, processes)
+    for name in asked.parts:
+        processes = 1 if name in TIMED else asked.processes
+        if asked.only and name in ("grid", "equal_rates"):
+            _renew(name, tuple(asked.only), result, out, processes)
+        elif not asked.only:
+            _run(name, PARTS[name](asked.quick), result, out, processes)
     print(f"Written to {out.name}; `python -m benchmarks.plan_table` puts it into the docs.")
     return 0
 
@@ -97,7 +96,7 @@ def _run(name: str, jobs: list[Job], result: dict[str, Any], out: Path, processe
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(call, *given): key for key, call, given in waiting}
         for done, future in enumerate(as_completed(running), 1):
-            part["records"].append({"key": running[future], **_rounded(future.result())})
+            part["records"].append({"key": running[future], **rounded(future.result(), DIGITS)})
             part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
             part["seconds"] = round(part["seconds"] + time.perf_counter() - said, 1)
             said = time.perf_counter()
@@ -117,7 +116,7 @@ def _renew(name: str, methods: tuple[str, ...], result: dict[str, Any], out: Pat
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         running = [pool.submit(measured, Cell(**record["cell"]), methods) for record in records]
         for record, future in zip(records, running):
-            record["methods"] |= _rounded(future.result()["methods"])
+            record["methods"] |= rounded(future.result()["methods"], DIGITS)
     part = result["parts"][name]
     part["renewed"] = {"methods": methods, "seconds": round(time.perf_counter() - begun, 1)}
     _write(result, out)
@@ -135,14 +134,3 @@ def _write(result: dict[str, Any], out: Path) -> None:
     new = out.with_suffix(".new")
     new.write_text(text)
     new.replace(out)
-
-
-def _rounded(value: Any) -> Any:
-    """Return plain data with floats of six digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {str(key): _rounded(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return value

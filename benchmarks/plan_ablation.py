@@ -67,15 +67,14 @@ def ablated(cell: Cell) -> dict[str, Any]:
     return {"cell": cell.to_json(), "setting": _setting(cell), "plans": plans}
 
 
-def planning_times(key: str, rounds: int) -> dict[str, Any]:
-    """Time `plan_step` with its default search, on one core; return plain data.
+def timed_cell(key: str) -> Cell:
+    """Return the cell of a step that planning or simulating is timed on.
 
     Args:
         key: of `TIMES`.
-        rounds: how often each is planned after the first time, which compiles.
     """
     name, documents, dp, pp = TIMES[key]
-    cell = Cell(
+    return Cell(
         lengths=name,
         capacity=131_072,
         documents=documents,
@@ -85,6 +84,16 @@ def planning_times(key: str, rounds: int) -> dict[str, Any]:
         tp=8,
         seed=1,
     )
+
+
+def planning_times(key: str, rounds: int) -> dict[str, Any]:
+    """Time `plan_step` with its default search, on one core; return plain data.
+
+    Args:
+        key: of `TIMES`.
+        rounds: how often each is planned after the first time, which compiles.
+    """
+    cell = timed_cell(key)
     lengths, told = cell.drawn()
     cost = cell.cost()
     seconds = []

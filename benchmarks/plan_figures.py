@@ -180,9 +180,9 @@ def _of_peers(cells: list[Record]) -> list[Verdict]:
 
 
 def _of_times(result: dict[str, Any]) -> list[Verdict]:
-    """How long planning takes on one core."""
+    """How long planning takes on one core, and how many tasks a second are simulated."""
     limits = {"512 on 4x4": 0.1, "8192 on 64x16": 1.0}
-    return [
+    planning = [
         Verdict(
             what=f"planning {record['key']} (documents, dp x pp), one core, median of {len(record['seconds'])}",
             value=median(record["seconds"]),
@@ -192,4 +192,20 @@ def _of_times(result: dict[str, Any]) -> list[Verdict]:
             cells=len(record["seconds"]),
         )
         for record in records_of(result, "times")
+    ]
+    timed = records_of(result, "engine")
+    speeds = {
+        "the event engine alone": [r["tasks"] / seconds for r in timed for seconds in r["engine_s"]],
+        "all of vl.simulate": [r["tasks"] / seconds for r in timed for seconds in r["seconds"]],
+    }
+    return planning + [
+        Verdict(
+            what=f"tasks a second, {what}, one core, median",
+            value=middle(found),
+            target=1e6,
+            is_least=True,
+            unit="",
+            cells=len(found),
+        )
+        for what, found in speeds.items()
     ]

@@ -113,7 +113,7 @@ def figures(plan: StepPlan, cost: CostModel, lengths: Int32Array) -> dict[str, A
         "ratio": timeline.makespan_s / bound.seconds,
         "bubble": timeline.bubble_ratio,
         "imbalance": timeline.imbalance,
-        "peak_gib": timeline.peak_bytes / 2**30,
+        "peak_gb": timeline.peak_bytes / 1e9,
         "fits": bool(timeline.peak_bytes <= used.limit_bytes * (1 + 1e-9)),
         "micropacks": int(plan.forward.counts.max()),
         "merged": plan.num_merged,

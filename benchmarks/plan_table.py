@@ -173,7 +173,7 @@ def _methods(cells: list[Record]) -> str:
                 _spread(large),
                 *(
                     _number(middle([figure[column] for figure in fitting]))
-                    for column in ("bubble", "imbalance", "peak_gib", "planning_s")
+                    for column in ("bubble", "imbalance", "peak_gb", "planning_s")
                 ),
                 f"{len(figures) - len(fitting)}",
             )
@@ -184,7 +184,7 @@ def _methods(cells: list[Record]) -> str:
         "large enough cells",
         "bubble",
         "imbalance",
-        "peak GiB",
+        "peak GB",
         "planning s",
     )
     return _table((*head, "doesn't fit"), rows)

@@ -7,7 +7,6 @@ one. Every record is kept as it comes, so that a run that was stopped goes on wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -18,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load, machine, versions
+from benchmarks.parts import asked_for, opened, parser, rounded
 from benchmarks.strategies_figures import FOLDER
 
+DIGITS = 7
+"""Of every figure that is kept: as many as float32 has."""
 Told = Callable[[int, int, str], None]
 Records = Iterator[dict[str, Any]]
 
@@ -151,32 +153,15 @@ PARTS: dict[str, Callable[[Size, Told, Container[str]], Records]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts asked for and put their figures into the result file; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks strategies", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--out", type=Path, help="result file; by default results/strategies/<date>.json")
-    parser.add_argument(
-        "--again", action="store_true", help="throw away what the result file holds of the parts"
-    )
-    parser.add_argument("--quick", action="store_true", help="a few steps on the interpreter's own sources")
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.parts) - set(PARTS))
-    if unknown:
-        parser.error(f"unknown part {unknown[0]!r}; there are {', '.join(PARTS)}")
-    if asked.quick and asked.out is None:
-        parser.error("--quick measures nothing worth keeping; say where it goes with --out")
-
-    today = datetime.now(UTC).date().isoformat()
-    out = asked.out or FOLDER / f"{today}.json"
-    result = json.loads(out.read_text()) if out.exists() else {"parts": {}}
+    reader = parser("strategies", __doc__, PARTS, quick="a few steps on the interpreter's own sources")
+    asked = asked_for(reader, PARTS, arguments)
+    result, out = opened(asked, FOLDER)
     size = QUICK if asked.quick else FULL
+    today = datetime.now(UTC).date().isoformat()
     measured = {"date": today, "machine": machine(), "versions": versions()}
     result |= {**measured, "sets": _described(size)}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for name in PARTS:
-        if not asked.parts or name in asked.parts:
-            if asked.again:
-                result["parts"].pop(name, None)
-            _run(name, size, result, out, measured)
+    for name in asked.parts:
+        _run(name, size, result, out, measured)
     print(f"Written to {out.name}; `python -m benchmarks.strategies_page` puts it into the docs.")
     return 0
 
@@ -194,7 +179,7 @@ def _run(name: str, size: Size, result: dict[str, Any], out: Path, measured: dic
 
     known = {record["key"] for record in part["figures"]}
     for record in PARTS[name](size, told, known):
-        part["figures"].append(_rounded(record))
+        part["figures"].append(rounded(record, DIGITS))
         part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
         part["seconds"] += round(time.perf_counter() - said[-1], 1)
         said.append(time.perf_counter())
@@ -209,14 +194,3 @@ def _described(size: Size) -> dict[str, Any]:
     from benchmarks.strategies_sets import described, text_sets
 
     return {name: described(found) for name, found in text_sets(size.quick).items()}
-
-
-def _rounded(value: Any) -> Any:
-    """Return plain data with floats of seven digits, which is what float32 has."""
-    if isinstance(value, float):
-        return float(f"{value:.7g}")
-    if isinstance(value, dict):
-        return {str(key): _rounded(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(part) for part in value]
-    return value

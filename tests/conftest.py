@@ -84,3 +84,25 @@ def plain_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], N
     yield switch
     monkeypatch.undo()
     jit._found.cache_clear()
+
+
+@pytest.fixture
+def verb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Any, str, str]]:
+    """Run `varlen` in this process, in a folder of its own; returns exit code, standard output and error.
+
+    Of the error stream, lines of progress are left out.
+    """
+    from varlen.cli import app
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: Any) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            app.app([*map(str, arguments)])
+        out, said = capfd.readouterr()
+        kept = (line for line in said.splitlines(keepends=True) if " %  " not in line)
+        return ended.value.code, out, "".join(kept)
+
+    return call

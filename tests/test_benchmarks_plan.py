@@ -21,7 +21,7 @@ def record(speedup: float = 3.0, *, ratio: float = 1.05, refused: str = "", **ce
             "ratio": ratio if name == "micropack" else ratio * speedup,
             "bubble": 0.1,
             "imbalance": 1.0,
-            "peak_gib": 60.0,
+            "peak_gb": 60.0,
             "planning_s": 0.05,
             "fits": True,
             "recompute": "none",
@@ -118,6 +118,16 @@ def test_a_method_that_does_not_fit_is_left_out_and_counted() -> None:
 
     assert verdict("over that of packed, as users run it", cells).cells == 1
     assert "| packed, as users run it | 3.15 (3.15 to 3.15) |" in page_of.page(result(cells))
+
+
+def test_simulating_has_a_least_speed_and_says_where_it_was_not_timed() -> None:
+    fast, slow = [0.1, 0.2, 0.1], [0.5, 0.6, 0.9]
+    engine = [{"key": "8192 on 64x16", "tasks": 500_000, "engine_s": fast, "seconds": slow}]
+
+    assert verdict("event engine", [], engine=engine).value == pytest.approx(5e6)
+    assert verdict("event engine", [], engine=engine).met is True
+    assert verdict("vl.simulate", [], engine=engine).met is False
+    assert verdict("vl.simulate", []).met is None
 
 
 def test_planning_times_have_limits() -> None:

@@ -7,25 +7,8 @@ import sys
 import pytest
 from offline_packs import contents, write_chats, write_texts
 
-from varlen.cli import app as app_module
 from varlen.offline import index as index_module
 from varlen.source.store import open_store
-
-
-@pytest.fixture
-def verb(tmp_path, monkeypatch, capfd):
-    """Run a verb in this process, in a folder of its own; returns exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        try:
-            app_module.app(list(map(str, arguments)))
-        except SystemExit as ended:
-            code = ended.code
-        out, said = capfd.readouterr()
-        return code, out, "".join(line for line in said.splitlines(keepends=True) if " %  " not in line)
-
-    return call
 
 
 def test_a_store_is_made_once_and_packed_any_number_of_times(verb, tmp_path):

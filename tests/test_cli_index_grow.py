@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from offline_packs import contents, write_texts
-from test_cli_index import verb  # noqa: F401 - a fixture
 
 from varlen.errors import SettingError, SourceError
 from varlen.offline import grow as grow_module
@@ -153,7 +152,7 @@ def test_growth_that_was_interrupted_anywhere_leaves_the_old_store_and_goes_on(
     assert not [path for path in data.parent.glob("*.partial") if not listed]
 
 
-def test_the_verb_says_what_was_added(verb, data):  # noqa: F811
+def test_the_verb_says_what_was_added(verb, data):
     assert verb("index", "data", "-o", "store")[0] == 0
     write_texts(data / "z.jsonl", count=7, seed=1)
 

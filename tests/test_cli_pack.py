@@ -12,7 +12,6 @@ import time
 import pytest
 from offline_packs import contents, text_ids, write_chats, write_texts
 
-from varlen.cli import app as app_module
 from varlen.offline import write as write_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()", "pack"]
@@ -25,19 +24,9 @@ def run(*arguments, **settings):
 
 
 @pytest.fixture
-def pack(tmp_path, monkeypatch, capfd):
-    """Run the verb in this process, in a folder of its own; returns exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        try:
-            app_module.app(["pack", *map(str, arguments), "--processes", "1"])
-        except SystemExit as ended:
-            code = ended.code
-        out, said = capfd.readouterr()
-        return code, out, "".join(line for line in said.splitlines(keepends=True) if " %  " not in line)
-
-    return call
+def pack(verb):
+    """Run the verb in one process."""
+    return lambda *arguments: verb("pack", *arguments, "--processes", 1)
 
 
 def one_sentence(result, code=2):

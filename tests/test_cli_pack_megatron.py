@@ -7,24 +7,13 @@ import pytest
 from offline_packs import write_chats, write_texts
 
 from varlen.adapters.megatron import PackedSequenceSpecs, open_index, open_packed, read_metadata
-from varlen.cli import app as app_module
 
 
 @pytest.fixture
-def pack(tmp_path, monkeypatch, capfd):
-    """Run the verb in this process, in a folder of its own; returns exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
+def pack(verb, tmp_path):
+    """Run the verb in one process, in a folder with chats."""
     write_chats(tmp_path / "chats.jsonl")
-
-    def call(*arguments):
-        try:
-            app_module.app(["pack", *map(str, arguments), "--processes", "1"])
-        except SystemExit as ended:
-            code = ended.code
-        out, said = capfd.readouterr()
-        return code, out, "".join(line for line in said.splitlines(keepends=True) if " %  " not in line)
-
-    return call
+    return lambda *arguments: verb("pack", *arguments, "--processes", 1)
 
 
 def test_a_set_is_written_and_said_how_to_train_on(pack, tmp_path):

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 from offline_packs import write_texts
+from test_cli_pack import one_sentence
 
-from varlen.cli import app as app_module
 from varlen.cli.counted import counted
 from varlen.cli.job import mesh_of, tokens_of
 from varlen.errors import SettingError
@@ -19,28 +19,10 @@ JOB = ("--model", "llama-2-7b", "--gpus", 32, "--pp", 2, "--tp", 8, "--documents
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capfd):
-    """Run the verb in this process, in a folder with lengths; returns exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
+def plan(verb, tmp_path):
+    """Run the verb in a folder with lengths."""
     np.savez(tmp_path / "lengths.npz", lengths=LENGTHS)
-
-    def call(*arguments):
-        try:
-            app_module.app(["plan", *map(str, arguments)])
-        except SystemExit as ended:
-            code = ended.code
-        out, said = capfd.readouterr()
-        return code, out, "".join(line for line in said.splitlines(keepends=True) if " %  " not in line)
-
-    return call
-
-
-def one_sentence(result, code=2):
-    assert result[0] == code, result
-    assert result[1] == ""
-    (line,) = result[2].strip().splitlines()
-    assert line.startswith("varlen: ")
-    return line.removeprefix("varlen: ")
+    return lambda *arguments: verb("plan", *arguments)
 
 
 def test_help_shows_an_example_and_loads_no_library():

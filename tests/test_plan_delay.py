@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.errors import LengthsError, SettingError
-from varlen.plan.delay import delay_outliers, delay_step, nobody
+import varlen as vl
+from varlen.errors import LengthsError, SettingError, StateError
 
 STEPS = st.lists(st.lists(st.integers(0, 100), max_size=12), min_size=1, max_size=15)
+LINES = st.lists(st.integers(1, 100), min_size=1, max_size=3, unique=True).map(sorted)
 
 
 def flat(steps: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -20,19 +23,28 @@ def flat(steps: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return lengths, np.cumsum([0, *(len(step) for step in steps)])
 
 
-@given(
-    STEPS,
-    st.lists(st.integers(1, 100), min_size=1, max_size=3, unique=True),
-    st.integers(1, 5),
-    st.integers(1, 6),
-)
+def one_by_one(
+    steps: list[list[int]], waiting: vl.Waiting, first: int = 0, **settings: Any
+) -> tuple[list[list[int]], list[vl.Waiting]]:
+    """What each step trains on, and who waits behind it."""
+    got, behind = [], []
+    for step in steps:
+        ids, _, waiting = vl.delay_step(np.arange(first, first + len(step)), step, waiting, **settings)
+        got.append(ids.tolist())
+        behind.append(waiting)
+        first += len(step)
+    return got, behind
+
+
+@given(STEPS, LINES, st.integers(1, 5), st.integers(1, 6))
 def test_nothing_is_lost_and_no_document_waits_too_long(
     steps: list[list[int]], thresholds: list[int], count: int, most_steps: int
 ) -> None:
     lengths, offsets = flat(steps)
-    rising = sorted(thresholds)
 
-    ids, new_offsets = delay_outliers(lengths, offsets, thresholds=rising, count=count, most_steps=most_steps)
+    ids, new_offsets = vl.delay_outliers(
+        lengths, offsets, thresholds=thresholds, count=count, most_steps=most_steps
+    )
 
     assert sorted(ids.tolist()) == list(range(lengths.size))
     assert new_offsets.size == offsets.size
@@ -40,74 +52,173 @@ def test_nothing_is_lost_and_no_document_waits_too_long(
     trained = np.searchsorted(new_offsets, np.arange(ids.size), side="right") - 1
     assert ((trained - drawn) >= 0).all()
     assert ((trained - drawn) <= most_steps).all()
-    assert (trained == drawn)[lengths[ids] < rising[0]].all()
+    assert (trained == drawn)[lengths[ids] < thresholds[0]].all()
+    assert (np.diff(new_offsets)[np.diff(offsets) > 0] > 0).all()
+
+
+@given(STEPS, LINES, st.integers(1, 5))
+def test_documents_of_a_line_come_in_the_order_in_which_they_were_drawn(
+    steps: list[list[int]], thresholds: list[int], count: int
+) -> None:
+    lengths, offsets = flat([[*step, 0] for step in steps])  # a step that would be empty takes the newest
+
+    ids, _ = vl.delay_outliers(lengths, offsets, thresholds=thresholds, count=count)
+
+    lines = np.searchsorted(thresholds, lengths[ids], side="right")
+    for line in range(len(thresholds) + 1):
+        assert (np.diff(ids[lines == line]) > 0).all()
 
 
 @given(STEPS, st.integers(1, 5))
 def test_a_line_never_holds_as_many_as_there_are_micro_batches(steps: list[list[int]], count: int) -> None:
-    waiting, begin = nobody(), 0
-    for step in steps:
-        _, _, waiting = delay_step(
-            np.arange(begin, begin + len(step)),
-            np.array(step, np.int32),
-            waiting,
-            thresholds=[40, 80],
-            count=count,
-            most_steps=1000,
-        )
-        begin += len(step)
+    _, behind = one_by_one(steps, vl.Waiting(), thresholds=[40, 80], count=count, most_steps=1000)
+
+    for waiting in behind:
         assert ((waiting.lengths >= 40) & (waiting.lengths < 80)).sum() < count
         assert (waiting.lengths >= 80).sum() < count
 
 
-def test_long_documents_are_trained_together() -> None:
-    lengths = np.array([90, 1, 1, 95, 1, 1, 50, 1], np.int32)
+@given(STEPS, LINES, st.integers(1, 5), st.integers(1, 6), st.data())
+def test_a_run_goes_on_from_a_saved_state_as_if_it_had_not_stopped(
+    steps: list[list[int]], thresholds: list[int], count: int, most_steps: int, data: st.DataObject
+) -> None:
+    settings: dict[str, Any] = {"thresholds": thresholds, "count": count, "most_steps": most_steps}
+    stop = data.draw(st.integers(1, len(steps)))
+    whole, behind = one_by_one(steps, vl.Waiting(), **settings)
 
-    ids, offsets = delay_outliers(lengths, np.array([0, 3, 6, 8]), thresholds=[80], count=2)
+    before, there = one_by_one(steps[:stop], vl.Waiting(), **settings)
+    saved = json.dumps(there[-1].state_dict())
+    first = sum(map(len, steps[:stop]))
+    after, end = one_by_one(steps[stop:], vl.Waiting.from_state(json.loads(saved)), first, **settings)
+
+    assert before + after == whole
+    assert (end or there)[-1].state_dict() == behind[-1].state_dict()
+    lengths, offsets = flat(steps)
+    ids, _ = vl.delay_outliers(lengths, offsets, **settings)
+    assert ids.tolist() == [d for step in whole for d in step] + behind[-1].document_ids.tolist()
+
+
+def test_long_documents_are_trained_together() -> None:
+    lengths = [90, 1, 1, 95, 1, 1, 50, 1]
+
+    ids, offsets = vl.delay_outliers(lengths, [0, 3, 6, 8], thresholds=[80], count=2)
 
     assert ids.tolist() == [1, 2, 0, 3, 4, 5, 6, 7]
     assert offsets.tolist() == [0, 2, 6, 8]
 
 
 def test_whoever_has_waited_long_enough_goes_alone() -> None:
-    ids, _, waiting = delay_step(
-        np.array([7]), np.array([90], np.int32), nobody(), thresholds=[80], count=2, most_steps=2
-    )
-    nothing = np.zeros(0, np.int64)
-    again, _, waiting = delay_step(
-        nothing, nothing.astype(np.int32), waiting, thresholds=[80], count=2, most_steps=2
-    )
-    last, lengths, none = delay_step(
-        nothing,
-        nothing.astype(np.int32),
-        pickle.loads(pickle.dumps(waiting)),
-        thresholds=[80],
-        count=2,
-        most_steps=2,
-    )
+    settings: dict[str, Any] = {"thresholds": [80], "count": 2, "most_steps": 2}
 
-    assert (ids.size, again.size) == (0, 0)
+    ids, _, waiting = vl.delay_step([7, 8], [90, 1], vl.Waiting(), **settings)
+    again, _, waiting = vl.delay_step([], [], waiting, **settings)
+    last, lengths, none = vl.delay_step([], [], pickle.loads(pickle.dumps(waiting)), **settings)
+
+    assert (ids.tolist(), again.tolist()) == ([8], [])
     assert waiting.steps.tolist() == [1]
     assert not waiting.steps.flags.writeable
     assert (last.tolist(), lengths.tolist(), none.lengths.size) == ([7], [90], 0)
 
 
+def test_a_step_of_long_documents_alone_is_not_left_empty() -> None:
+    settings: dict[str, Any] = {"thresholds": [80], "count": 4}
+    _, _, waiting = vl.delay_step([1, 2], [90, 5], vl.Waiting(), **settings)
+
+    ids, lengths, waiting = vl.delay_step([3, 4], [95, 99], waiting, **settings)
+
+    assert (ids.tolist(), lengths.tolist()) == ([3, 4], [95, 99])
+    assert waiting.document_ids.tolist() == [1]
+
+
+def test_a_document_that_waits_may_be_drawn_again_in_the_next_epoch() -> None:
+    settings: dict[str, Any] = {"thresholds": [80], "count": 2}
+    _, _, waiting = vl.delay_step([5, 6], [90, 1], vl.Waiting(), **settings)
+
+    ids, _, waiting = vl.delay_step([5, 6], [90, 1], waiting, **settings)
+
+    assert (ids.tolist(), waiting.document_ids.size) == ([5, 5, 6], 0)
+
+
+def test_whole_documents_gain_more_from_waiting_than_slices_do() -> None:
+    lengths = np.random.default_rng(7).lognormal(7.5, 1.6, 4 * 48).clip(32, 131_072).astype(np.int32)
+    drawn = np.arange(lengths.size), np.arange(5) * 48
+    waited = vl.delay_outliers(lengths, drawn[1], thresholds=[32_768], count=8)
+    cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
+
+    def seconds(order: np.ndarray, bounds: np.ndarray, method: Any) -> float:
+        steps = (lengths[order[a:b]] for a, b in zip(bounds, bounds[1:]))
+        plans = (
+            vl.plan_step(step, cost=cost, mesh=vl.Mesh(dp=4, pp=2, tp=8), method=method) for step in steps
+        )
+        return sum(vl.simulate(plan, cost).makespan_s for plan in plans)
+
+    gain = {name: seconds(*drawn, name) / seconds(*waited, name) for name in ("balanced", "micropack")}
+
+    assert gain["balanced"] > max(1.1, gain["micropack"])
+
+
 @pytest.mark.parametrize(
-    ("thresholds", "count", "error", "words"),
+    ("changed", "error", "words"),
     [
         (
-            [80, 40],
-            2,
+            {"thresholds": [80, 40]},
             LengthsError,
             r"threshold 40 stands after 80 \(1 of 2 don't rise\); give them in rising",
         ),
-        ([40, 40], 2, LengthsError, "threshold 40 stands after 40"),
-        ([], 2, SettingError, "thresholds is empty; give at least one length"),
-        ([40], 0, SettingError, "count"),
+        ({"thresholds": [40, 40]}, LengthsError, "threshold 40 stands after 40"),
+        ({"thresholds": []}, SettingError, "thresholds is empty; give at least one length"),
+        ({"count": 0}, SettingError, "count"),
+        ({"most_steps": 0}, SettingError, "most_steps"),
+        (
+            {"step_offsets": [0, 1]},
+            LengthsError,
+            r"must be whole numbers that rise from 0 to 2, .* got \[0 1\]",
+        ),
+        ({"step_offsets": [0, 2, 1, 2]}, LengthsError, "rise from 0 to 2"),
+        ({"step_offsets": [[0, 2]]}, LengthsError, "rise from 0 to 2"),
+        ({"step_offsets": [0.0, 2.0]}, LengthsError, "rise from 0 to 2"),
     ],
 )
 def test_lines_that_make_no_sense_are_refused(
-    thresholds: list[int], count: int, error: type[Exception], words: str
+    changed: dict[str, Any], error: type[Exception], words: str
 ) -> None:
+    given: dict[str, Any] = {"step_offsets": [0, 2], "thresholds": [40], "count": 2} | changed
+
     with pytest.raises(error, match=words):
-        delay_outliers([1, 2], np.array([0, 2]), thresholds=thresholds, count=count)
+        vl.delay_outliers([1, 2], **given)
+
+
+@pytest.mark.parametrize("ids", [[1], [[1, 2]], [1.0, 2.0]])
+def test_documents_without_a_length_are_refused(ids: Any) -> None:
+    with pytest.raises(LengthsError, match="must be 2 whole numbers, one a length; got"):
+        vl.delay_step(ids, [5, 6], vl.Waiting(), thresholds=[40], count=2)
+
+
+def test_a_state_is_not_taken_for_who_waits() -> None:
+    state: Any = vl.Waiting().state_dict()
+
+    with pytest.raises(SettingError, match=r"waiting is a dict; .* or vl\.Waiting\.from_state\(state\)"):
+        vl.delay_step([1], [5], state, thresholds=[40], count=2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"version": 2},
+        {"lengths": [5]},
+        {"document_ids": [1]},
+        {"document_ids": [1, 2.5]},
+        {"document_ids": [[1], [2]]},
+        {"steps": [0, -1]},
+        {"steps": None},
+        {"lengths": "ab"},
+    ],
+)
+def test_a_state_that_was_changed_is_refused(changed: dict[str, Any]) -> None:
+    good = {"version": 1, "document_ids": [1, 2], "lengths": [50, 60], "steps": [0, 1]}
+    assert vl.Waiting.from_state(good).state_dict() == good
+
+    with pytest.raises(StateError, match="state"):
+        vl.Waiting.from_state(good | changed)
+    with pytest.raises(StateError, match="this is no state of"):
+        vl.Waiting.from_state({})

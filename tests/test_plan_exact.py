@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from typing import Any
 
@@ -101,6 +102,21 @@ def test_what_can_t_be_improved_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(error, match=words):
         improve_exactly(**({"work": [1.0, 2.0], "group_of": np.array([0, 1]), "num_groups": 2} | arguments))
+
+
+@needs_solver
+def test_the_solver_prints_nothing() -> None:
+    # In a process of its own: what it would print comes once a process.
+    script = (
+        "import numpy as np\n"
+        "from varlen.plan.exact import improve_exactly\n"
+        "found = improve_exactly([8.0, 7.0, 6.0, 5.0, 4.0], np.array([0, 0, 0, 1, 1], np.int32), 2)\n"
+        "assert found.nodes\n"
+    )
+
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 def test_without_the_solver_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,16 @@ def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast() -> None:
     assert took["micropack"] <= took["balanced"] * 1.02
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_packs_alone_are_tuned_only_if_asked_to_be(method: Any) -> None:
+    asked: dict[str, Any] = {"cost": cost_of(), "mesh": vl.Mesh(dp=2, pp=4, tp=4), "method": method}
+    lengths = long_tailed(48, 30_000)
+
+    plain, tuned = (vl.plan_step(lengths, **asked, tuned=tuned) for tuned in (False, True))
+
+    assert (plan_to_bytes(plain) == plan_to_bytes(tuned)) == (method != "packed")
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": []}, LengthsError, "no token"),
     ({"lengths": [0, 0]}, LengthsError, "2 documents have no token among them"),

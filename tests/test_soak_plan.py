@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_sizes import large_plan
 from test_plan_ahead import until
 from test_plan_step import METHODS, cost_of, long_tailed
 
@@ -38,6 +40,19 @@ def test_micropacks_are_slower_than_no_other_method_on_any_of_many_steps(
             check_plan(plan, cost)
             took[method] = vl.simulate(plan, cost).makespan_s
         assert took["micropack"] <= min(took.values()) * 1.02, (seed, took)
+
+
+def test_a_million_tasks_a_second_are_simulated() -> None:
+    plan, took = large_plan(), []
+    plain = cost_of()
+    cost = plain.replace(model=dataclasses.replace(plain.model, max_positions=None))
+    for _ in range(6):
+        begun = time.perf_counter()
+        tasks = len(vl.simulate(plan, cost).kinds)
+        took.append(time.perf_counter() - begun)
+
+    assert tasks > 200_000
+    assert tasks / min(took) >= 1e6
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

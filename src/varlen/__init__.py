@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from varlen.pack.window import WindowPacker
     from varlen.plan.ahead import Planner
     from varlen.plan.api import plan_step
+    from varlen.plan.delay import Waiting, delay_outliers, delay_step
     from varlen.plan.save import load_plan, save_plan
     from varlen.plan.search import Search
     from varlen.simulate.api import simulate
@@ -66,9 +67,12 @@ _HOMES = {
     "Timeline": "varlen.simulate.timeline",
     "VarlenError": "varlen.errors",
     "VerifyReport": "varlen.verify.model_report",
+    "Waiting": "varlen.plan.delay",
     "WindowPacker": "varlen.pack.window",
     "check_batch": "varlen.verify.batch_checks",
     "collate": "varlen.batch.collate",
+    "delay_outliers": "varlen.plan.delay",
+    "delay_step": "varlen.plan.delay",
     "load_plan": "varlen.plan.save",
     "lower_bound": "varlen.pack.bound",
     "merge_states": "varlen.feed.state",
@@ -97,9 +101,12 @@ __all__ = [
     "Timeline",
     "VarlenError",
     "VerifyReport",
+    "Waiting",
     "WindowPacker",
     "check_batch",
     "collate",
+    "delay_outliers",
+    "delay_step",
     "load_plan",
     "lower_bound",
     "merge_states",

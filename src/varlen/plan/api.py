@@ -21,6 +21,7 @@ from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import micropack
+from varlen.plan.refusal import refusal
 from varlen.plan.scored import as_run, best_plan, score
 from varlen.plan.search import Search
 from varlen.step_plan import Mesh, PlanMethod, Recompute, StepPlan
@@ -91,7 +92,7 @@ def plan_step(
     limit = _capacity(held, capacity)
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
-        raise PlanError(_refusal(held, cost, mesh, used))
+        raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
     best: StepPlan | None = None
     least_s = math.inf
     for tried in _repairs(cost, used):
@@ -108,7 +109,7 @@ def plan_step(
         if taken_s < least_s:
             best, least_s = plan, taken_s
     if best is None:
-        raise PlanError(_refusal(held, cost, mesh, used))
+        raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
     return best
 
 
@@ -196,35 +197,26 @@ def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
     )
 
 
-def _refusal(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search) -> str:
+def _refusal(
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    capacity: int,
+    tuned: bool,
+    search: Search,
+) -> str:
     """Why no plan fits, and what would."""
-    strongest = list(_repairs(cost, search))[-1]
-    memory = strongest.memory(mesh)
-    room = memory.limit_bytes - memory.state_bytes
-    limit, worst = memory.limit_bytes / 1e9, int(room.argmin())
-    if room[worst] <= 0:
-        can_shard = mesh.sharding != "parameters" and mesh.dp * mesh.cp > 1
-        return (
-            f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
-            f"{worst} of {mesh.pp}, and a GPU may use {limit:,.1f} GB; use more pp or tp"
-            + (f", or sharding='parameters' (now {mesh.sharding!r})" if can_shard else "")
-        )
-    per_row = (memory.held_bytes + memory.gradient_bytes).reshape(-1, mesh.pp).sum(axis=0)
-    group = mesh.cp * (min(search.most_merged_ranks, mesh.dp) if search.merges else 1)
-    tight = int((room / per_row).argmin())
-    fits = int(room[tight] / per_row[tight] * group)
-    longest = int(lengths.max())
-    settings = f"recompute={strongest.recompute!r}, offload={strongest.offload!r}"
-    if longest <= fits:
-        return (
-            f"no plan of this method fits into the {limit:,.1f} GB that a GPU may use ({settings}); use another "
-            "method, more pp or tp, or fewer documents a step"
-        )
-    needed = per_row[tight] * longest / group / 1e9
-    wider = mesh.cp * 2 ** math.ceil(math.log2(longest / fits))
-    return (
-        f"the longest document, {longest:,} tokens on {group:,} ranks, needs {needed:,.1f} GB of activations, keys "
-        f"and values on stage {tight} of {mesh.pp}, and {room[tight] / 1e9:,.1f} GB are left beside its states "
-        f"({settings}; {int((lengths > fits).sum()):,} documents need too much); documents of up to {fits:,} tokens "
-        f"would fit, or a mesh of cp={wider}"
-    )
+    repairs = list(_repairs(cost, search))
+    shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
+    most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
+    # None of these makes a step take less memory; and slices of shared documents are of other sizes anyway.
+    sizes = search.micropacks_per_stage[-1:] if most_ranks > 1 else search.micropacks_per_stage
+    sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
+    sparing = replace(sparing, micropacks_per_stage=sizes)
+
+    def holds(some: Int32Array, on: Mesh) -> bool:
+        found = (_planned(some, tried, on, method, capacity, tuned, sparing) for tried in repairs[::-1])
+        return any(plan is not None for plan in found)
+
+    return refusal(lengths, repairs, mesh, holds, most_ranks)

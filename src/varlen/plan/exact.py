@@ -134,6 +134,18 @@ def _solver() -> Any:
     return highspy
 
 
+def _silent(highspy: Any) -> Any:
+    """A solver that prints nothing: what it prints once a process comes when callbacks are enabled, as it is made."""
+
+    def enabled(solver: Any) -> None:
+        solver.setOptionValue("output_flag", False)
+        highspy.Highs.enableCallbacks(solver)
+
+    solver = type("SilentHighs", (highspy.Highs,), {"enableCallbacks": enabled})()
+    solver.setOptionValue("output_flag", False)  # older ones enable none
+    return solver
+
+
 def _problem(
     values: FloatArray,
     sizes: IntArray,
@@ -183,10 +195,9 @@ def _solve(
     )
     rows = np.repeat(np.arange(items.size), last + 1)
     columns = np.concatenate([np.arange(one + 1) for one in last])
-    solver = highspy.Highs()
+    solver = _silent(highspy)
     solver.resetGlobalScheduler(True)
     for name, value in (
-        ("output_flag", False),
         ("threads", 1),
         ("random_seed", 0),
         ("mip_max_nodes", nodes),
