@@ -160,7 +160,8 @@ def _script(found: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequ
     )  # numbers and titles of ours: no user's text
     room = files("varlen.report")
     code = "".join(
-        room.joinpath(name).read_text(encoding="utf-8") for name in ("plan_draw.js", "plan_look.js")
+        room.joinpath(name).read_text(encoding="utf-8")
+        for name in ("plan_paint.js", "plan_draw.js", "plan_look.js")
     )
     return (
         f'<script type="application/json" id="timeline-data">{content}</script>\n'

@@ -37,7 +37,7 @@ LEAST_ROWS: Final = 128
 FEWEST_ROUNDS: Final = 2
 """Where the least takes longer than the budget; one half of the rounds is still compared with the other."""
 LEAST_ROUNDS: Final = 5
-"""As often all shapes are run again before more shapes are."""
+"""As often all shapes are run again before more shapes are; `FEWEST_ROUNDS` where the least alone is too slow."""
 MOST_ROUNDS: Final = 101
 LAYER_SHARE: Final = 0.4
 """Of the seconds; the rest is for attention."""
@@ -107,6 +107,8 @@ class Choice:
     deadline: float
     """When all is to be over, by the machine's clock."""
     progress: Callable[[], object]
+    num_again: int = LEAST_ROUNDS
+    """How often what is chosen is to be run again."""
     probes: dict[Case, Probe] = field(default_factory=dict)
     passes: dict[Case, FloatArray] = field(default_factory=dict)
     """Seconds of a run, forward and backward."""
@@ -146,7 +148,7 @@ class Choice:
         """Say whether shapes can be added, and all run a few times, before the deadline."""
         more = {case: self.predicted(case) for case in {*known, *held} - set(self.seconds)}
         tried = sum(taken * (1 if taken >= SHORT_S else 2) for taken in more.values())
-        rounds = LEAST_ROUNDS * (self.once_s + sum(more.values()))
+        rounds = self.num_again * (self.once_s + sum(more.values()))
         return self.machine.now() + tried + rounds <= self.deadline
 
     def left_rounds(self) -> float:
@@ -182,6 +184,8 @@ def choose(
     least_s = machine.now() - began + (FEWEST_ROUNDS - 1) * choice.once_s
     if least_s > budget_s:
         on_least(least_s)
+    if choice.left_rounds() < LEAST_ROUNDS:
+        choice.num_again = FEWEST_ROUNDS
     while attention or layers:
         for_layers = choice.seconds_of("layer") < LAYER_SHARE * choice.once_s
         fitting = [
