@@ -71,7 +71,7 @@ def plan(
     rates: RatesName = "calibrated",
     sweep: Sweep = False,
     calibrate: Calibrate = False,
-    seconds: Seconds = 20.0,
+    seconds: Seconds = None,
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
@@ -96,11 +96,12 @@ def plan(
     from varlen.cli.progress import progress
 
     if calibrate:
-        from varlen.cli.plan_calibrate import calibrated
+        from varlen.cli.plan_calibrate import calibrated, check_alone
 
-        calibrated(data, model, tp, seconds, save=save, as_json=as_json)
+        check_alone(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
+        calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
         return
-    named = _named(data)
+    named = _named(data, seconds)
     outputs = {"output": output, "trace": trace, "save": save}
     check_outputs(outputs, named, sweep=sweep)
     cost = _cost_of(model, hardware, rates, recompute)
@@ -137,12 +138,14 @@ def plan(
         show(compared, outputs, as_json=as_json)
 
 
-def _named(data: list[str] | None) -> list[str]:
+def _named(data: list[str] | None, seconds: float | None) -> list[str]:
     """Return what is to be planned.
 
     Raises:
-        SettingError: nothing was named.
+        SettingError: nothing was named, or a time to measure for, which planning has no use for.
     """
+    if seconds is not None:
+        raise SettingError("--seconds says how long --calibrate measures; planning takes what it takes")
     if not data:
         raise SettingError("name a file of lengths, or documents; or measure this machine with --calibrate")
     return data

@@ -116,7 +116,12 @@ Calibrate = Annotated[
     ),
 ]
 Seconds = Annotated[
-    float, typer.Option(metavar="S", help="How long --calibrate measures.", rich_help_panel=PLANNING)
+    float | None,
+    typer.Option(
+        metavar="S",
+        help="How long --calibrate measures.  [dim]\\[default: 20][/]",
+        rich_help_panel=PLANNING,
+    ),
 ]
 Report = Annotated[
     Path | None,

@@ -19,6 +19,7 @@ from varlen.report.plan_words import (
     mesh_words,
     ratio,
     reading,
+    refusals,
     setting,
     size,
     truncation,
@@ -46,7 +47,11 @@ def plan_page(found: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     """
     planned = [row for row in found.methods if row.timeline is not None]
     title = f"varlen plan: {found.name}" if found.name else "varlen plan"
-    parts = [_style(), _opening(found), section("Methods", _methods(found), paragraph(reading(found)))]
+    parts = [
+        _style(),
+        _opening(found),
+        section("Methods", _methods(found), paragraph(reading(found)) if planned else ""),
+    ]
     if planned:
         drawn = [
             lanes(row.timeline, most_tasks // len(planned)) for row in planned if row.timeline is not None
@@ -80,7 +85,12 @@ def _opening(found: PlanComparison) -> str:
         (
             ("varlen", duration(best.step_s), f"a step, with {best.title}"),
             ("", ratio(found.bound_ratio(best)), f"times the lower bound, {duration(found.lower_bound_s)}"),
-            ("", share(float(best.timeline.bubble_ratio)), "of the GPUs' time is bubble"),
+            (
+                "",
+                share(float(best.timeline.bubble_ratio)),
+                "of the GPUs' time is bubble, and "
+                f"{share(float(best.timeline.exposed_ratio))} exposed communication",
+            ),
             (
                 "",
                 size(float(best.timeline.peak_bytes)),
@@ -92,13 +102,13 @@ def _opening(found: PlanComparison) -> str:
 
 def _methods(found: PlanComparison) -> str:
     """One row a method, then those that have no plan, and why."""
-    head = ("", "step", "over bound", "bubble", "imbalance", "peak", "recompute", "planned in")
+    head = ("", "step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in")
     rows = [
         ("varlen" if row is found.best else "", (row.title, *cells(found, row)))
         for row in found.methods
         if row.timeline is not None
     ]
-    refused = [(row.title, row.refusal) for row in found.methods if row.timeline is None]
+    refused = refusals(found)
     answered = [
         (row.title, row.plan.answered_by) for row in found.methods if row.plan and row.plan.answered_by
     ]

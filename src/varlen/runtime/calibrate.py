@@ -24,6 +24,7 @@ from varlen.cost.machines import MACHINES
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape
+from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.runtime.budget import FEWEST_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS, Machine, choose
 from varlen.runtime.probes import Probe, quiet, run_once, run_round
@@ -259,9 +260,9 @@ def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
         name=_device_name(device),
         source=(
             f"measured on {datetime.now(UTC).date()}: {_device_name(device)}, torch {torch.__version__}, "
-            f"{str(bench.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
-            f"{len(bench.rounds)} rounds; links are "
-            + ("a quarter of a memory copy's rate, assumed" if known is None else "the maker's")
+            f"{str(bench.dtype).removeprefix('torch.')}, {many(torch.get_num_threads(), 'thread')}, "
+            f"{many(len(bench.rounds), 'round')}; links between GPUs weren't measured: "
+            + ("assumed, a quarter of a memory copy's rate" if known is None else "the maker's figures")
         ),
         memory_bytes=_memory_bytes(device),
         memory_bytes_per_s=copied,
