@@ -85,10 +85,12 @@ function layout(plan) {
     x: (time) => GUTTER + (time - view.from) / (view.to - view.from) * (width - GUTTER - RIGHT) };
 }
 
-// The part of a plan that a window shows, and some more to scroll into: no more than that is drawn. Null for nothing.
+// The part of a plan that a window shows, and some more to scroll into: no more than that is drawn, and nothing (null)
+// where it shows none. What is no taller than a window is drawn wherever it is, for those who take a picture of the page.
 function windowOf(plan, place) {
   const top = plan.box.getBoundingClientRect().top, seen = isPrinting ? place.bottom : window.innerHeight;
   if (isPrinting) return [0, place.bottom];
+  if (place.bottom <= seen) return plan.window && plan.window[1] === place.bottom ? plan.window : [0, place.bottom];
   const first = Math.max(-top, 0), last = Math.min(seen - top, place.bottom);
   if (last < -SPARE || first > place.bottom + SPARE) return null;
   const size = Math.min(seen + 2 * SPARE, place.bottom);

@@ -41,7 +41,8 @@ function say(found) {
   const rank = plan.ranks[Math.floor(row / plan.pp)];
   const chunk = plan.pp < plan.numChunks && kind !== SYNC ? `, chunk ${plan.chunks[task]}` : "";
   lines.push(line(`${NAMES[kind]}, rank ${rank}, stage ${row % plan.pp}${chunk}`, "head"));
-  lines.push(line(`${seconds(plan.stops[task] - plan.starts[task])}, from ${seconds(plan.starts[task], 6)} to ${seconds(plan.stops[task], 6)}`));
+  const stop = isBeside(kind) ? plan.starts[task] + plan.works[task] : plan.stops[task];
+  lines.push(line(`${seconds(stop - plan.starts[task])}, from ${seconds(plan.starts[task], 6)} to ${seconds(stop, 6)}`));
   const waits = plan.stops[task] - plan.starts[task] - plan.works[task];
   if (kind <= WEIGHT && waits > 0.005 * plan.works[task]) lines.push(line(`${seconds(waits)} of it waits for the ranks that share it`));
   if (pack >= 0) {

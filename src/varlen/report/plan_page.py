@@ -196,8 +196,8 @@ def _facts(found: PlanComparison) -> list[tuple[str, str]]:
     best = found.best
     if best is not None and best.plan is not None:
         plan = best.plan
-        counts = plan.forward.counts
-        rows.append(("MicroPacks of a rank", f"{int(counts.min()):,} to {int(counts.max()):,}"))
+        few, most = int(plan.forward.counts.min()), int(plan.forward.counts.max())
+        rows.append(("MicroPacks of a rank", f"{few:,}" if few == most else f"{few:,} to {most:,}"))
         rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
         rows.append(("tokens a second and GPU", f"{found.tokens_per_s(best) / found.mesh.num_gpus:,.0f}"))

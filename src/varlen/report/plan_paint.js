@@ -137,7 +137,7 @@ function paintBeside(plan, row, strip, perS) {
   const width = strip.length, last = plan.laneOffsets[2 * row + 2];
   for (let i = firstOf(plan, 2 * row + 1, view.from); i < last && plan.starts[i] < view.to; i++) {
     const left = Math.max(Math.floor((plan.starts[i] - view.from) * perS), 0);
-    const right = Math.min(Math.max(Math.round((plan.stops[i] - view.from) * perS), left + 1), width);
+    const right = Math.min(Math.max(Math.round((plan.starts[i] + plan.works[i] - view.from) * perS), left + 1), width);
     if (right > left) strip.fill(paints.kinds[plan.kinds[i]], left, right);
   }
 }
