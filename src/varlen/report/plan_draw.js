@@ -132,7 +132,7 @@ function draw(plan) {
   const pen = canvas.getContext("2d");
   pen.setTransform(1, 0, 0, 1, 0, 0);
   pen.clearRect(0, 0, wide, high);
-  const moments = ticks(view.from, view.to, Math.max(2, Math.floor((place.width - GUTTER - RIGHT) / 100)));
+  const moments = ticks(view.from, view.to, Math.max(3, Math.floor((place.width - GUTTER - RIGHT) / 90)));
   Object.assign(place, { scale, from: Math.max(from, AXIS), to: Math.min(to, place.lanes), rows: rowsIn(plan, place, from, to) });
   drawRows(pen, plan, place, moments, from);
   pen.setTransform(scale, 0, 0, scale, 0, -from * scale);
