@@ -304,6 +304,19 @@ def test_a_file_is_not_written_over_another(plan, tmp_path):
     assert (tmp_path / "lengths.npz").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--pp", 4), ("--dp", 2), ("--tp", 2), ("--cp", 2), ("--virtual-stages", 2)]
+)
+def test_a_sweep_is_given_no_axis(plan, option, value):
+    said = one_sentence(plan("lengths.npz", "--gpus", 8, "--sweep", option, value))
+
+    assert said == f"--sweep looks for the mesh and was given {option} {value}; leave out --sweep or {option}"
+
+
+def test_a_sweep_of_no_gpu_is_refused(plan):
+    assert one_sentence(plan("lengths.npz", "--gpus", 0, "--sweep")) == "--gpus must be at least 1; got 0"
+
+
 def test_arrays_that_are_no_lengths_are_named(plan, tmp_path):
     np.savez(tmp_path / "other.npz", weights=LENGTHS, biases=LENGTHS)
 

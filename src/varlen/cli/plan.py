@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from varlen.cli.progress import OnProgress
     from varlen.cost.model import CostModel
     from varlen.report.plan_steps import StepDocuments
-    from varlen.step_plan import Mesh
 
 _DEFAULT_CAPACITY = "128k"
 
@@ -106,7 +105,7 @@ def plan(
     check_outputs(outputs, named, sweep=sweep)
     cost = _cost_of(model, hardware, rates, recompute)
     axes: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_stages": virtual_stages}
-    division = {"num_gpus": gpus or 8} if sweep else {"mesh": _mesh(gpus, axes, sharding)}
+    division = _division(gpus, axes, sharding, sweep=sweep)
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
     settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
@@ -188,16 +187,24 @@ def _stretched(cost: CostModel, longest: int) -> CostModel:
     return cost.replace(model=replace(cost.model, max_positions=longest))
 
 
-def _mesh(gpus: int | None, axes: dict[str, Any], sharding: str) -> Mesh:
-    """Return the mesh that arguments name.
+def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: bool) -> dict[str, Any]:
+    """Return the mesh that arguments name, or for a sweep the GPUs that are divided in every way.
 
     Raises:
-        SettingError: it doesn't divide.
+        SettingError: it doesn't divide, or a sweep is given an axis.
     """
     from varlen.cli.job import mesh_of
     from varlen.step_plan import Sharding
 
-    return mesh_of(gpus=gpus, sharding=cast("Sharding", sharding), **axes)
+    if not sweep:
+        return {"mesh": mesh_of(gpus=gpus, sharding=cast("Sharding", sharding), **axes)}
+    given = [name for name, size in axes.items() if size not in (None, 1)]
+    if given:
+        option = given[0].replace("_", "-")
+        raise SettingError(
+            f"--sweep looks for the mesh and was given --{option} {axes[given[0]]}; leave out --sweep or --{option}"
+        )
+    return {"num_gpus": 8 if gpus is None else gpus}
 
 
 def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:

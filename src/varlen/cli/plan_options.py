@@ -51,7 +51,7 @@ ShardingName = Annotated[
     str,
     typer.Option(
         "--sharding",
-        help="What data-parallel ranks divide: [bold]none[/], optimizer or parameters.",
+        help="What data-parallel ranks divide: none, [bold]optimizer[/] states or parameters.",
         rich_help_panel=JOB,
     ),
 ]
