@@ -8,21 +8,17 @@ import sys
 import numpy as np
 import pytest
 from offline_packs import write_texts
+from plan_verb import JOB, LENGTHS, planning
 from test_cli_pack import one_sentence
 
 from varlen.cli.counted import counted
 from varlen.cli.job import mesh_of, tokens_of
 from varlen.errors import SettingError
 
-LENGTHS = np.random.default_rng(0).lognormal(7.0, 1.2, 50).clip(16, 20_000).astype(np.int32)
-JOB = ("--model", "llama-2-7b", "--gpus", 32, "--pp", 2, "--tp", 8, "--documents", 24, "--capacity", "4k")
-
 
 @pytest.fixture
 def plan(verb, tmp_path):
-    """Run the verb in a folder with lengths."""
-    np.savez(tmp_path / "lengths.npz", lengths=LENGTHS)
-    return lambda *arguments: verb("plan", *arguments)
+    return planning(verb, tmp_path)
 
 
 def test_help_shows_an_example_and_loads_no_library():
@@ -309,45 +305,47 @@ def test_a_file_is_not_written_over_another(plan, tmp_path):
     assert (tmp_path / "lengths.npz").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--pp", 4), ("--dp", 2), ("--tp", 2), ("--cp", 2), ("--virtual-stages", 2)]
+)
+def test_a_sweep_is_given_no_axis(plan, option, value):
+    said = one_sentence(plan("lengths.npz", "--gpus", 8, "--sweep", option, value))
+
+    assert said == f"--sweep looks for the mesh and was given {option} {value}; leave out --sweep or {option}"
+
+
+def test_a_sweep_of_no_gpu_is_refused(plan):
+    assert one_sentence(plan("lengths.npz", "--gpus", 0, "--sweep")) == "--gpus must be at least 1; got 0"
+
+
+def test_arrays_that_are_no_lengths_are_named(plan, tmp_path):
+    np.savez(tmp_path / "other.npz", weights=LENGTHS, biases=LENGTHS)
+
+    said = one_sentence(plan("other.npz"))
+
+    assert said == (
+        "other.npz must hold lengths as `lengths`, or documents as `input_ids` and `offsets`; it holds "
+        "`weights`, `biases`"
+    )
+
+
+def test_a_file_of_no_lengths_is_refused(plan, tmp_path):
+    np.save(tmp_path / "none.npy", np.zeros(0, np.int64))
+
+    assert one_sentence(plan("none.npy")).startswith("there is no document, and nothing to plan")
+
+
+def test_a_reason_that_every_method_has_is_printed_once_without_an_empty_table(plan):
+    code, out, _ = plan("lengths.npz", "--model", "llama-2-70b", "--gpus", 2, "--documents", 8)
+
+    assert code == 2
+    assert out.count("optimizer states take") == 1
+    assert "every method: " in out
+    assert "over bound" not in out
+    assert "-o report.html shows" not in out
+
+
 def test_a_file_that_cannot_be_written_after_all_is_said(plan):
     said = one_sentence(plan("lengths.npz", *JOB, "--method", "packed", "--trace", "/proc/trace.json"))
 
     assert said.startswith("a file can't be written: ")
-
-
-def test_no_time_to_measure_is_refused_before_torch_is_loaded(plan):
-    assert one_sentence(plan("--calibrate", "--seconds", 0)) == "--seconds must be above 0; got 0"
-
-
-def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 8192,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    mine = ("--model", "config.json", "--tp", 2)
-
-    code, out, said = plan("--calibrate", *mine, "--seconds", 0.2, "--save", "mine.json")
-    planned = plan("lengths.npz", *mine, "--gpus", 4, "--capacity", "2k", "--hardware", "mine.json")
-
-    assert (code, said) == (0, "")
-    assert "Held-out shapes are predicted within" in out
-    assert "mine.json holds the rates, for --hardware mine.json." in out
-    assert planned[0] == 0
-    assert "on 4 GPUs of" in planned[1]
-
-
-def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():
-    from varlen.cli.plan_calibrate import share_of
-    from varlen.cost.shape import ModelShape
-
-    whole = ModelShape.named("llama-3-8b")
-
-    part = share_of(whole, 4)
-
-    assert (part.heads, part.kv_heads, part.ffn) == (8, 2, whole.ffn // 4)
-    assert (part.hidden, part.head_dim) == (whole.hidden, whole.head_dim)
-    assert share_of(whole, 16).kv_heads == 1
-    assert share_of(whole, 1) is whole
-    with pytest.raises(SettingError, match="tp=3 doesn't divide 32 query heads"):
-        share_of(whole, 3)

@@ -12,7 +12,8 @@ from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
-from varlen.runtime.calibrate import LEAST_ROUNDS, Bench, calibrate
+from varlen.runtime.budget import FEWEST_ROUNDS
+from varlen.runtime.calibrate import Bench, calibrate
 from varlen.runtime.probes import attention_probe, layer_probe, parts_of, quiet, run_once, run_round
 from varlen.step_plan import Mesh
 
@@ -82,18 +83,13 @@ def test_this_machine_is_measured_within_a_budget_and_its_plans_can_be_priced() 
 
     assert shares[-1] == 1.0
     assert all(one < next_ for one, next_ in pairwise(shares))
-    assert found.rounds >= LEAST_ROUNDS
+    assert found.rounds >= FEWEST_ROUNDS
     assert found.repeat_mape >= 0
     assert "float32" in found.hardware.source
     rates = CostModel(model=SHAPE, hardware=found.hardware).rates(Mesh())
     assert np.isfinite(rates.forward_s).all()
     assert found.hardware.memory_bytes_per_s > 1e8
     assert isinstance(found.hardware, Hardware)
-
-
-def test_a_larger_budget_measures_longer_documents() -> None:
-    small, large = bench(0.01), bench(5.0)
-    assert max(probe.keys for probe in small.probes) < max(probe.keys for probe in large.probes)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(3, 10), (10, 10), (30, 10)])
@@ -133,8 +129,8 @@ def test_disturbed_rounds_do_not_count_and_probes_take_turns() -> None:
         for p in probes
     ]
 
-    run_round(watched, CPU)
-    run_round(watched, CPU, is_back=True)
+    run_round(watched, lambda probe: run_once(probe, CPU))
+    run_round(watched, lambda probe: run_once(probe, CPU), is_back=True)
 
     assert order == [2, 3, 3, 2]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from varlen.source.lengths import Lengths
 
 _MOST_DIGITS = 18
@@ -28,9 +30,7 @@ def counted(data: Sequence[str]) -> Lengths | None:
         return None
     path = Path(data[0])
     if path.suffix == ".npz":
-        from varlen.source.lengths import counted_lengths
-
-        return counted_lengths(path)
+        return _stored(path)
     return _array(path) if path.suffix == ".npy" else _lines(path) if path.suffix == ".txt" else None
 
 
@@ -38,12 +38,41 @@ def _array(path: Path) -> Lengths:
     """Read an array of numpy's."""
     import numpy as np
 
-    from varlen.source.lengths import Lengths
-
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise SourceError(f"{path} is not a readable .npy file: {error}") from error
+    return _checked(path, found)
+
+
+def _stored(path: Path) -> Lengths | None:
+    """Read arrays of numpy's by name; None where they are documents."""
+    import zipfile
+    import zlib
+
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if "lengths" in arrays.files:
+                return _checked(path, arrays["lengths"])
+            names = arrays.files
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise SourceError(f"{path} is not a readable .npz file: {error}") from error
+    if {"input_ids", "ids", "tokens"} & set(names):
+        return None
+    raise SourceError(
+        f"{path} must hold lengths as `lengths`, or documents as `input_ids` and `offsets`; it holds "
+        f"{', '.join(f'`{name}`' for name in names[:5]) or 'nothing'}"
+    )
+
+
+def _checked(path: Path, found: npt.NDArray[Any]) -> Lengths:
+    """Take an array as lengths."""
+    import numpy as np
+
+    from varlen.source.lengths import Lengths
+
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise SourceError(
             f"{path} must hold lengths, a row of whole numbers from 0; it holds {found.dtype} of shape {found.shape}"

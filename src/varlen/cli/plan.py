@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from varlen.cli.progress import OnProgress
     from varlen.cost.model import CostModel
     from varlen.report.plan_steps import StepDocuments
-    from varlen.step_plan import Mesh
 
 _DEFAULT_CAPACITY = "128k"
 
@@ -71,7 +70,7 @@ def plan(
     rates: RatesName = "calibrated",
     sweep: Sweep = False,
     calibrate: Calibrate = False,
-    seconds: Seconds = 20.0,
+    seconds: Seconds = None,
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
@@ -96,16 +95,17 @@ def plan(
     from varlen.cli.progress import progress
 
     if calibrate:
-        from varlen.cli.plan_calibrate import calibrated
+        from varlen.cli.plan_calibrate import calibrated, check_alone
 
-        calibrated(data, model, tp, seconds, save=save, as_json=as_json)
+        check_alone(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
+        calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
         return
-    named = _named(data)
+    named = _named(data, seconds)
     outputs = {"output": output, "trace": trace, "save": save}
     check_outputs(outputs, named, sweep=sweep)
     cost = _cost_of(model, hardware, rates, recompute)
     axes: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_stages": virtual_stages}
-    division = {"num_gpus": gpus or 8} if sweep else {"mesh": _mesh(gpus, axes, sharding)}
+    division = _division(gpus, axes, sharding, sweep=sweep)
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
     settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
@@ -137,12 +137,14 @@ def plan(
         show(compared, outputs, as_json=as_json)
 
 
-def _named(data: list[str] | None) -> list[str]:
+def _named(data: list[str] | None, seconds: float | None) -> list[str]:
     """Return what is to be planned.
 
     Raises:
-        SettingError: nothing was named.
+        SettingError: nothing was named, or a time to measure for, which planning has no use for.
     """
+    if seconds is not None:
+        raise SettingError("--seconds says how long --calibrate measures; planning takes what it takes")
     if not data:
         raise SettingError("name a file of lengths, or documents; or measure this machine with --calibrate")
     return data
@@ -185,16 +187,24 @@ def _stretched(cost: CostModel, longest: int) -> CostModel:
     return cost.replace(model=replace(cost.model, max_positions=longest))
 
 
-def _mesh(gpus: int | None, axes: dict[str, Any], sharding: str) -> Mesh:
-    """Return the mesh that arguments name.
+def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: bool) -> dict[str, Any]:
+    """Return the mesh that arguments name, or for a sweep the GPUs that are divided in every way.
 
     Raises:
-        SettingError: it doesn't divide.
+        SettingError: it doesn't divide, or a sweep is given an axis.
     """
     from varlen.cli.job import mesh_of
     from varlen.step_plan import Sharding
 
-    return mesh_of(gpus=gpus, sharding=cast("Sharding", sharding), **axes)
+    if not sweep:
+        return {"mesh": mesh_of(gpus=gpus, sharding=cast("Sharding", sharding), **axes)}
+    given = [name for name, size in axes.items() if size not in (None, 1)]
+    if given:
+        option = given[0].replace("_", "-")
+        raise SettingError(
+            f"--sweep looks for the mesh and was given --{option} {axes[given[0]]}; leave out --sweep or --{option}"
+        )
+    return {"num_gpus": 8 if gpus is None else gpus}
 
 
 def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:

@@ -18,13 +18,27 @@ if TYPE_CHECKING:
     from varlen.runtime.calibrate import Calibration
 
 
-def calibrated(
-    data: list[str] | None, model: str, tp: int, seconds: float, *, save: Path | None, as_json: bool
-) -> None:
-    """Measure, print predicted beside measured seconds, and keep the rates.
+def check_alone(data: list[str] | None, others: dict[str, object]) -> None:
+    """Refuse what planning takes and measuring doesn't.
 
     Args:
         data: as given; there must be none.
+        others: what was given for options, by their names; None for nothing.
+
+    Raises:
+        SettingError: data was named, or one of the options.
+    """
+    named = [*(data or ()), *(option for option, given in others.items() if given is not None)]
+    if named:
+        raise SettingError(
+            f"--calibrate measures and plans nothing; leave out {named[0]}, and plan with --hardware afterwards"
+        )
+
+
+def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_json: bool) -> None:
+    """Measure, print predicted beside measured seconds, and keep the rates.
+
+    Args:
         model: as given.
         tp: GPUs that share every layer: the share of one is measured.
         seconds: to measure for.
@@ -32,13 +46,9 @@ def calibrated(
         as_json: print JSON.
 
     Raises:
-        SettingError: data was named, or settings out of range.
+        SettingError: settings out of range.
         MissingExtraError: torch isn't installed.
     """
-    if data:
-        raise SettingError(
-            f"--calibrate measures and plans nothing; leave out {data[0]}, and plan it with --hardware afterwards"
-        )
     if not 0 < seconds < float("inf"):
         raise SettingError(f"--seconds must be above 0; got {seconds:g}")
     from varlen.cli.job import model_of
@@ -57,6 +67,7 @@ def calibrated(
             shape,
             budget_s=seconds,
             progress=lambda part: on_progress(round(100 * part), 100, "measuring kernels"),
+            on_least=lambda least_s: _say_least(model, tp, seconds, least_s),
         )
     if save is not None:
         save_hardware(found.hardware, save)
@@ -65,6 +76,17 @@ def calibrated(
         print()
         return
     _print(found, save)
+
+
+def _say_least(model: str, tp: int, seconds: float, least_s: float) -> None:
+    """Say that the smallest set of shapes takes longer than was asked for."""
+    from varlen.report.plan_words import duration
+
+    print(
+        f"varlen: the least that rates of {model} can be fitted to takes about {duration(least_s)} here, more than "
+        f"--seconds {seconds:g}; a larger --tp than {tp} measures a smaller share of its layers",
+        file=sys.stderr,
+    )
 
 
 def share_of(model: ModelShape, tp: int) -> ModelShape:
@@ -110,38 +132,57 @@ def _print(found: Calibration, save: Path | None) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
     console.print(
-        f"\nHeld-out shapes are predicted within {share(found.mape_attention)} (attention) and "
-        f"{share(found.mape_gemm)} (the rest of a layer).",
+        f"\nHeld-out shapes are predicted within {_joined(share(found.mape_attention))} (attention) and "
+        f"{_joined(share(found.mape_gemm))} (the rest of a layer).",
         style="bold",
     )
-    console.print(f"{found.hardware.source}\n", markup=False)
+    source = found.hardware.source
+    console.print(f"{source[:1].upper()}{source[1:]}.\n", markup=False)
     console.print(Padding(_held_out(found), (0, 0, 0, 2)))
     console.print(
-        "\nMean absolute errors of shapes that the rates were not fitted to. One half of the rounds differs from the "
-        f"other by {share(found.repeat_mape)}: less than that nothing can be predicted on this machine now.",
+        "\nMean absolute errors, of shapes that the rates weren't fitted to. The machine itself is no steadier: one "
+        f"half of the rounds is off the other by {_joined(share(found.repeat_mape))}.",
         style="dim",
     )
+    console.print(_reach(found), style="dim")
     if save is None:
         console.print("\n--save hardware.json keeps the rates, for --hardware hardware.json.", markup=False)
     else:
         console.print(f"\n{save} holds the rates, for --hardware {save}.", markup=False)
 
 
+def _joined(words: str) -> str:
+    """Keep a number and its unit on one line."""
+    return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _reach(found: Calibration) -> str:
+    """Say how far rates were measured."""
+    attention, gemm = found.hardware.attention[0], found.hardware.gemm
+    return (
+        f"Measured up to {attention.query_rows[-1]:,.0f} rows and {attention.key_lengths[-1]:,.0f} keys of "
+        f"attention, and {gemm.rows[-1]:,.0f} rows of a layer; beyond, the last rates hold. More --seconds reach "
+        "further."
+    )
+
+
 def _held_out(found: Calibration) -> Table:
-    """One row a shape and pass."""
+    """Two rows a shape, one a pass."""
     from rich.table import Table
 
     from varlen.report.plan_words import duration
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("")
-    for title in ("rows", "keys", "predicted", "measured", "error"):
+    table.add_column("", no_wrap=True)
+    for title in ("rows", "keys"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("pass", no_wrap=True)
+    for title in ("predicted", "measured", "error"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in found.held_out:
+        keys = f"{row.keys:,}" if row.keys else ""
         table.add_row(
-            f"{row.kind} {'backward' if row.backward else 'forward'}",
-            f"{row.rows:,}",
-            f"{row.keys:,}" if row.keys else "",
+            *(("", "", "", "backward") if row.backward else (row.kind, f"{row.rows:,}", keys, "forward")),
             duration(row.predicted_s),
             duration(row.measured_s),
             f"{100 * row.error:+.1f} %",

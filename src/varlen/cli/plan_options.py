@@ -51,7 +51,7 @@ ShardingName = Annotated[
     str,
     typer.Option(
         "--sharding",
-        help="What data-parallel ranks divide: [bold]none[/], optimizer or parameters.",
+        help="What data-parallel ranks divide: none, [bold]optimizer[/] states or parameters.",
         rich_help_panel=JOB,
     ),
 ]
@@ -116,7 +116,12 @@ Calibrate = Annotated[
     ),
 ]
 Seconds = Annotated[
-    float, typer.Option(metavar="S", help="How long --calibrate measures.", rich_help_panel=PLANNING)
+    float | None,
+    typer.Option(
+        metavar="S",
+        help="How long --calibrate measures.  [dim]\\[default: 20][/]",
+        rich_help_panel=PLANNING,
+    ),
 ]
 Report = Annotated[
     Path | None,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from varlen.counts import many
 from varlen.errors import PlanError, SettingError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: boo
     else:
         from varlen.report.plan_table import plan_table
 
-        _print(plan_table(found), _ways_on(outputs))
+        _print(plan_table(found), _ways_on(found, outputs))
     if found.best is None:
         raise PlanError("no method has a plan for this step on this mesh; the reasons stand above")
 
@@ -108,7 +109,7 @@ def show_sweep(found: PlanSweep, *, as_json: bool) -> None:
 
         _print(sweep_table(found), _next_command(found))
     if not found.best:
-        raise PlanError(f"no mesh of {found.num_gpus:,} GPUs holds this step; the reasons stand above")
+        raise PlanError(f"no mesh of {many(found.num_gpus, 'GPU')} holds this step; the reasons stand above")
 
 
 def _print_json(content: dict[str, Any]) -> None:
@@ -127,8 +128,12 @@ def _print(table: RenderableType, last: str) -> None:
     console.print(f"\n{last}", markup=False)
 
 
-def _ways_on(outputs: dict[str, Path | None]) -> str:
+def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
     """Say what was written, or what could be."""
+    if found.best is None:
+        report = outputs["output"]
+        written = "" if report is None else f"{report} says so too; nothing else was written.\n"
+        return f"{written}--sweep looks for a mesh of {many(found.mesh.num_gpus, 'GPU')} that holds the step."
     said = {
         "output": "shows the timelines",
         "trace": "holds the fastest plan's timeline, for https://ui.perfetto.dev",
@@ -141,9 +146,13 @@ def _ways_on(outputs: dict[str, Path | None]) -> str:
 
 
 def _next_command(found: PlanSweep) -> str:
-    """Name the options that plan the fastest mesh."""
+    """Name the options that plan the fastest mesh, or what could hold the step."""
+    from varlen.report.plan_sweep import STATES
+
     if not found.best:
-        return "More GPUs, --recompute auto or a smaller --capacity may hold it."
+        if {why for why, _ in found.left_out} <= {STATES}:
+            return "More GPUs may hold it, or --sharding parameters."
+        return "More GPUs, a smaller --capacity or fewer --documents may hold it."
     mesh = found.best[0].mesh
     options = [f"--{axis} {getattr(mesh, axis)}" for axis in ("pp", "cp", "tp") if getattr(mesh, axis) > 1]
     return f"To look at the fastest: --gpus {found.num_gpus} {' '.join(options)} -o report.html, without --sweep."

@@ -2,7 +2,7 @@
 const WEIGHT = 2, SYNC = 5;
 const NAMES = ["forward", "backward", "weight gradients", "send forward", "send backward", "gradient sync", "parameter gather", "gradient scatter"];
 const COLOURS = ["forward", "backward", "weight", "send", "send", "sync", "gather", "gather"];
-const GUTTER = 74, RIGHT = 66, AXIS = 22, GROUP_GAP = 5, MEMORY = 92, MEMORY_GAP = 20, SHADES = 7, ZOOM = 1.35;
+const GUTTER = 74, RIGHT = 66, AXIS = 22, GROUP_GAP = 5, MEMORY = 92, MEMORY_GAP = 20, SHADES = 7, ZOOM = 1.35, SPARE = 150;
 const host = document.getElementById("timelines");
 const data = JSON.parse(document.getElementById("timeline-data").textContent);
 const tip = document.getElementById("timeline-tip");
@@ -18,7 +18,7 @@ function seconds(value, digits = 3) {
 }
 
 const plans = data.plans.map((plan) => {
-  const read = { ...plan, isShown: plan.shown, canvas: null };
+  const read = { ...plan, isShown: plan.shown, box: null, canvas: null, painted: "", image: null };
   read.rows = plan.ranks.length * plan.pp;
   for (const [name, Kind] of [["rowOffsets", Int32Array], ["kinds", Uint8Array], ["micropacks", Int32Array], ["chunks", Uint8Array],
     ["starts", Float32Array], ["stops", Float32Array], ["works", Float32Array], ["ofBackward", Uint8Array], ["memoryOffsets", Int32Array], ["memoryTimes", Float32Array],
@@ -28,11 +28,16 @@ const plans = data.plans.map((plan) => {
     documents: array(pass.documents, Int32Array), starts: array(pass.starts, Int32Array), stops: array(pass.stops, Int32Array),
   }));
   for (const pass of read.passes) pass.shares = shares(pass);
+  divideLanes(read);
+  read.firsts = read.micropacks.map((pack, i) => {
+    const pass = passOf(read, i);
+    return read.kinds[i] <= WEIGHT && pass.offsets[pack] < pass.offsets[pack + 1] ? pass.documents[pass.offsets[pack]] : 0;
+  });
   return read;
 });
 const longest = Math.max(...plans.map((plan) => plan.makespan));
 const view = { from: 0, to: longest };
-let pointed = null, byDocument = false, colours = {}, isAsked = false;
+let pointed = null, byDocument = false, colours = {}, isAsked = false, isPrinting = false;
 
 // Where each slice begins within its MicroPack, as a share of the tokens: a task is divided so.
 function shares(pass) {
@@ -48,17 +53,11 @@ function shares(pass) {
   return found;
 }
 
-const passOf = (plan, task) => plan.passes[plan.ofBackward[task]];
+function passOf(plan, task) { return plan.passes[plan.ofBackward[task]]; }
 // What runs on links beside the computing: it has a strip of its own at the foot of the row.
-const isBeside = (kind) => kind > WEIGHT && kind !== SYNC;
+function isBeside(kind) { return kind > WEIGHT && kind !== SYNC; }
 
 // --- colours: the page's own, in as many shades as documents are told apart by ---
-function mixed(one, other, share) {
-  const part = (text, at) => parseInt(text.slice(at, at + 2), 16);
-  const mix = (at) => Math.round(part(one, at) * (1 - share) + part(other, at) * share);
-  return `rgb(${mix(1)},${mix(3)},${mix(5)})`;
-}
-
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -68,13 +67,8 @@ function readColours() {
   colours.shades = colours.kinds.map((base) => Array.from({ length: SHADES },
     (_, step) => mixed(base, colours.paper, 0.5 * step / (SHADES - 1))));
   colours.documents = Array.from({ length: 10 }, (_, index) => named(`d${index}`));
-}
-
-const shadeOf = (id) => Math.floor(((id * 0.6180339887) % 1) * SHADES);
-
-function colourOf(kind, id) {
-  if (byDocument && kind <= WEIGHT) return colours.documents[id % 10];
-  return colours.shades[kind][shadeOf(id)];
+  readPaints();
+  for (const plan of plans) plan.painted = "";
 }
 
 // --- where things lie ---
@@ -84,11 +78,25 @@ function heightOf(plan) {
 }
 
 function layout(plan) {
-  const height = heightOf(plan), width = plan.canvas.clientWidth;
+  const height = heightOf(plan), width = plan.box.clientWidth, strip = height >= 12 ? 3 : 2;
   const lanes = AXIS + plan.rows * height + (plan.ranks.length - 1) * GROUP_GAP;
-  return { height, width, lanes, memory: lanes + MEMORY_GAP, bottom: lanes + MEMORY_GAP + MEMORY + 6,
+  return { height, width, lanes, strip, tall: height - 1 - strip, memory: lanes + MEMORY_GAP, bottom: lanes + MEMORY_GAP + MEMORY + 6,
     top: (row) => AXIS + row * height + Math.floor(row / plan.pp) * GROUP_GAP,
     x: (time) => GUTTER + (time - view.from) / (view.to - view.from) * (width - GUTTER - RIGHT) };
+}
+
+// The part of a plan that a window shows, and some more to scroll into: no more than that is drawn, and nothing (null)
+// where it shows none. What is no taller than a window is drawn wherever it is, for those who take a picture of the page.
+function windowOf(plan, place) {
+  const top = plan.box.getBoundingClientRect().top, seen = isPrinting ? place.bottom : window.innerHeight;
+  if (isPrinting) return [0, place.bottom];
+  if (place.bottom <= seen) return plan.window && plan.window[1] === place.bottom ? plan.window : [0, place.bottom];
+  const first = Math.max(-top, 0), last = Math.min(seen - top, place.bottom);
+  if (last < -SPARE || first > place.bottom + SPARE) return null;
+  const size = Math.min(seen + 2 * SPARE, place.bottom);
+  if (plan.window && plan.window[1] - plan.window[0] === size && plan.window[0] <= first && plan.window[1] >= last) return plan.window;
+  const from = Math.round(Math.min(Math.max(first - SPARE, 0), place.bottom - size));
+  return [from, from + size];
 }
 
 const timeAt = (x, width) => view.from + (x - GUTTER) / (width - GUTTER - RIGHT) * (view.to - view.from);
@@ -113,40 +121,73 @@ function ticks(from, to, most) {
 // --- drawing ---
 function draw(plan) {
   const place = layout(plan), scale = window.devicePixelRatio || 1, canvas = plan.canvas;
-  canvas.style.height = `${place.bottom}px`;
-  const wide = Math.round(place.width * scale), high = Math.round(place.bottom * scale);
+  plan.box.style.height = `${place.bottom}px`;
+  plan.window = windowOf(plan, place);
+  if (!plan.window) return;
+  const [from, to] = plan.window;
+  canvas.style.top = `${from}px`;
+  canvas.style.height = `${to - from}px`;
+  const wide = Math.round(place.width * scale), high = Math.round((to - from) * scale);
   if (canvas.width !== wide || canvas.height !== high) { canvas.width = wide; canvas.height = high; }
   const pen = canvas.getContext("2d");
-  pen.setTransform(scale, 0, 0, scale, 0, 0);
-  pen.clearRect(0, 0, place.width, place.bottom);
+  pen.setTransform(1, 0, 0, 1, 0, 0);
+  pen.clearRect(0, 0, wide, high);
+  const moments = ticks(view.from, view.to, Math.max(3, Math.floor((place.width - GUTTER - RIGHT) / 90)));
+  Object.assign(place, { scale, from: Math.max(from, AXIS), to: Math.min(to, place.lanes), rows: rowsIn(plan, place, from, to) });
+  drawRows(pen, plan, place, moments, from);
+  pen.setTransform(scale, 0, 0, scale, 0, -from * scale);
   pen.font = "11px system-ui, sans-serif";
   pen.textBaseline = "middle";
-  drawAxis(pen, plan, place);
-  pen.save();
-  pen.beginPath();
-  pen.rect(GUTTER, AXIS, place.width - GUTTER - RIGHT, place.lanes - AXIS);
-  pen.clip();
-  for (let row = 0; row < plan.rows; row++) drawRow(pen, plan, place, row);
-  if (pointed && pointed.plan === plan) drawPointed(pen, plan, place);
-  pen.restore();
-  drawMemory(pen, plan, place);
+  drawAxis(pen, place, moments);
+  if (pointed && pointed.plan === plan) {
+    pen.save();
+    pen.beginPath();
+    pen.rect(GUTTER, AXIS, place.width - GUTTER - RIGHT, place.lanes - AXIS);
+    pen.clip();
+    drawPointed(pen, plan, place);
+    pen.restore();
+  }
+  if (to > place.memory - 10) drawMemory(pen, plan, place, from);
   drawNames(pen, plan, place);
 }
 
-function drawAxis(pen, plan, place) {
+// The first row that reaches into a part of the plan, and the one behind the last.
+function rowsIn(plan, place, from, to) {
+  let first = 0, last = plan.rows;
+  while (first < last && place.top(first) + place.height <= from) first++;
+  while (last > first && place.top(last - 1) >= to) last--;
+  return [first, last];
+}
+
+// The pixels of all rows are kept, for pointing changes nothing in them.
+function drawRows(pen, plan, place, moments, from) {
+  if (place.to <= place.from) return;
+  const left = Math.round(GUTTER * place.scale), width = Math.round((place.width - GUTTER - RIGHT) * place.scale);
+  const height = Math.round((place.to - place.from) * place.scale);
+  if (width < 1 || height < 1) return;
+  const key = [view.from, view.to, width, height, place.from, place.height, byDocument].join();
+  if (plan.painted !== key) {
+    if (!plan.image || plan.image.width !== width || plan.image.height !== height) plan.image = new ImageData(width, height);
+    paintRows(plan, place, plan.image, moments.map((time) => Math.round((place.x(time) - GUTTER) * place.scale)));
+    plan.painted = key;
+  }
+  pen.putImageData(plan.image, left, Math.round((place.from - from) * place.scale));
+}
+
+function drawAxis(pen, place, moments) {
   pen.textAlign = "center";
-  const most = Math.max(2, Math.floor((place.width - GUTTER - RIGHT) / 100));
-  for (const time of ticks(view.from, view.to, most)) {
+  for (const time of moments) {
     const x = Math.round(place.x(time)) + 0.5;
     pen.fillStyle = colours.grid;
-    pen.fillRect(x, AXIS - 4, 1, place.bottom - AXIS - 2);
+    pen.fillRect(x, AXIS - 4, 1, 4);
+    pen.fillRect(x, place.lanes, 1, place.bottom - place.lanes - 6);
     pen.fillStyle = colours.quiet;
     pen.fillText(seconds(time, 6), x, 9);
   }
 }
 
 function drawNames(pen, plan, place) {
-  for (let row = 0; row < plan.rows; row++) {
+  for (let row = place.rows[0]; row < place.rows[1]; row++) {
     const y = place.top(row) + place.height / 2, stage = row % plan.pp;
     const is = pointed && pointed.plan === plan && pointed.row === row;
     if (stage === 0) {
@@ -165,94 +206,30 @@ function drawNames(pen, plan, place) {
   pen.fillText("busy", place.width - 4, 9);
 }
 
-function drawRow(pen, plan, place, row) {
-  const y = place.top(row), low = place.x(0), end = place.x(plan.makespan);
-  const strip = place.height >= 12 ? 3 : 2, tall = place.height - 1 - strip;
-  pen.fillStyle = colours.idle;
-  pen.fillRect(low, y, end - low, place.height - 1);
-  const last = plan.rowOffsets[row + 1];
-  let covered = -1e9, coveredSend = -1e9;
-  for (let i = firstShown(plan, row); i < last && plan.starts[i] < view.to; i++) {
-    const kind = plan.kinds[i], from = place.x(plan.starts[i]), to = place.x(plan.stops[i]);
-    const sends = isBeside(kind);
-    // What is narrower than a pixel is drawn once for each pixel that it reaches.
-    if (to <= (sends ? coveredSend : covered)) continue;
-    const width = Math.max(to - from, 0.8);
-    if (sends) coveredSend = from + width - 0.2; else covered = from + width - 0.2;
-    if (sends) {
-      pen.fillStyle = colours.kinds[kind];
-      pen.fillRect(from, y + tall, width, strip);
-    } else if (kind <= WEIGHT) {
-      const share = plan.works[i] / (plan.stops[i] - plan.starts[i]);
-      drawTask(pen, plan, i, from, share < 0.995 ? Math.max(width * share, 0.8) : width, y, tall);
-      if (share < 0.995) {
-        pen.fillStyle = colours.shades[kind][SHADES - 1];
-        pen.fillRect(from, y + tall / 2 - 0.5, width, 1);
-      }
-    }
-    else {
-      pen.fillStyle = colours.kinds[kind];
-      pen.fillRect(from, y, width, place.height - 1);
-    }
-  }
-}
-
-// Sends and computing overlap in a row, so ends don't rise: begin a longest task before the view.
-function firstShown(plan, row) {
-  const low = plan.rowOffsets[row], high = plan.rowOffsets[row + 1];
-  return firstAfter(plan.starts, low, high, view.from - plan.longestTask);
-}
-
-function drawTask(pen, plan, task, from, width, y, tall) {
-  const kind = plan.kinds[task], pass = passOf(plan, task), pack = plan.micropacks[task];
-  const first = pass.offsets[pack], last = pass.offsets[pack + 1];
-  if (first === last) {
-    pen.strokeStyle = colours.kinds[kind];
-    pen.strokeRect(from + 0.5, y + 0.5, Math.max(width - 1, 0.5), tall - 1);
-    return;
-  }
-  if (width < 3) {
-    pen.fillStyle = colourOf(kind, pass.documents[first]);
-    pen.fillRect(from, y, width, tall);
-    return;
-  }
-  const gap = width > 4 ? 0.75 : 0;
-  let covered = -1e9;
-  for (let j = first; j < last; j++) {
-    const left = from + pass.shares[j] * width, right = j + 1 < last ? from + pass.shares[j + 1] * width : from + width - gap;
-    if (right - covered < 0.7 && j > first) continue;
-    pen.fillStyle = colourOf(kind, pass.documents[j]);
-    pen.fillRect(left, y, Math.max(right - left, 0.7), tall);
-    covered = right;
-    if (j > first && right - left > 4) {
-      pen.fillStyle = colours.paper;
-      pen.fillRect(left, y, 0.6, tall);
-    }
-  }
-}
-
 // Everything of the document that is pointed at, in all rows and both passes.
 function drawPointed(pen, plan, place) {
   pen.strokeStyle = colours.ink;
   pen.lineWidth = 1.6;
-  const strip = place.height >= 12 ? 3 : 2, tall = place.height - 1 - strip;
   if (pointed.document < 0) {
+    if (pointed.task < 0) return;
     const y = place.top(pointed.row), from = place.x(plan.starts[pointed.task]);
     pen.strokeRect(from, y, Math.max(place.x(plan.stops[pointed.task]) - from, 1.5), place.height - 1);
     return;
   }
-  const found = plan.passes.map((pass) => slicesOf(pass, pointed.document));
-  for (let row = 0; row < plan.rows; row++) {
-    const last = plan.rowOffsets[row + 1];
-    for (let i = firstShown(plan, row); i < last && plan.starts[i] < view.to; i++) {
-      const kind = plan.kinds[i];
-      if (kind > WEIGHT) continue;
-      const slices = found[plan.ofBackward[i]].get(plan.micropacks[i]);
+  if (plan.ownOf !== pointed.document) {
+    plan.ownOf = pointed.document;
+    plan.own = plan.passes.map((pass) => slicesOf(pass, pointed.document));
+  }
+  for (let row = place.rows[0]; row < place.rows[1]; row++) {
+    const last = plan.laneOffsets[2 * row + 1];
+    for (let i = firstOf(plan, 2 * row, view.from); i < last && plan.starts[i] < view.to; i++) {
+      if (plan.kinds[i] > WEIGHT) continue;
+      const slices = plan.own[plan.ofBackward[i]].get(plan.micropacks[i]);
       if (!slices) continue;
       const pass = passOf(plan, i), from = place.x(plan.starts[i]), width = place.x(plan.starts[i] + plan.works[i]) - from;
       for (const j of slices) {
         const left = from + pass.shares[j] * width, right = from + endShare(pass, plan.micropacks[i], j) * width;
-        pen.strokeRect(left, place.top(row) + 0.5, Math.max(right - left - 0.8, 1.2), tall - 1);
+        pen.strokeRect(left, place.top(row) + 0.5, Math.max(right - left - 0.8, 1.2), place.tall - 1);
       }
     }
   }
@@ -270,7 +247,7 @@ function slicesOf(pass, id) {
   return found;
 }
 
-function drawMemory(pen, plan, place) {
+function drawMemory(pen, plan, place, windowTop) {
   const top = place.memory, bottom = top + MEMORY, most = Math.max(plan.limit, ...plan.peaks) * 1.06;
   const up = (value) => bottom - value / most * MEMORY;
   pen.textAlign = "right";
@@ -287,11 +264,7 @@ function drawMemory(pen, plan, place) {
   pen.clip();
   const highest = plan.peaks.indexOf(Math.max(...plan.peaks));
   const bold = pointed && pointed.plan === plan ? pointed.row : highest;
-  pen.lineWidth = 1;
-  pen.globalAlpha = Math.max(0.12, Math.min(0.6, 5 / plan.rows));
-  pen.strokeStyle = colours.quiet;
-  for (let row = 0; row < plan.rows; row++) if (row !== bold) drawCurve(pen, plan, place, row, up);
-  pen.globalAlpha = 1;
+  drawCurves(pen, plan, place, windowTop, most);
   pen.strokeStyle = colours.accent;
   pen.lineWidth = 1.7;
   drawCurve(pen, plan, place, bold, up);
@@ -310,6 +283,22 @@ function drawMemory(pen, plan, place) {
   pen.fillStyle = colours.accent;
   const away = Math.abs(up(plan.limit) - up(plan.peaks[bold])) < 13 ? up(plan.limit) + 13 : up(plan.peaks[bold]);
   pen.fillText(`${(plan.peaks[bold] / 1e9).toFixed(1)} GB`, place.width - RIGHT + 6, away);
+}
+
+// The curves of all stages, as pixels on a canvas of their own, which are kept until the view changes.
+function drawCurves(pen, plan, place, windowTop, most) {
+  const width = Math.round((place.width - GUTTER - RIGHT) * place.scale), height = Math.round(MEMORY * place.scale);
+  if (width < 1) return;
+  const key = [view.from, view.to, width, height].join();
+  if (!plan.curves) plan.curves = document.createElement("canvas");
+  if (plan.curvesOf !== key || !plan.painted) {
+    if (plan.curves.width !== width || plan.curves.height !== height) { plan.curves.width = width; plan.curves.height = height; }
+    const image = new ImageData(width, height);
+    paintMemory(plan, image, most, Math.max(0.12, Math.min(0.6, 5 / plan.rows)));
+    plan.curves.getContext("2d").putImageData(image, 0, 0);
+    plan.curvesOf = key;
+  }
+  pen.drawImage(plan.curves, GUTTER, place.memory, width / place.scale, MEMORY);
 }
 
 // A curve of steps; of the points within one pixel only the lowest and the highest are drawn.
@@ -344,4 +333,11 @@ function redraw() {
     isAsked = false;
     for (const plan of plans) if (plan.isShown) draw(plan);
   });
+}
+
+// Scrolling shows what is drawn already, until it comes to the end of that.
+function scrolled() {
+  for (const plan of plans) {
+    if (plan.isShown && windowOf(plan, layout(plan)) !== plan.window) { redraw(); return; }
+  }
 }

@@ -140,6 +140,7 @@ class PlanComparison:
             "lower_bound_ratio": self.bound_ratio(row),
             "tokens_per_s": self.tokens_per_s(row),
             "bubble_ratio": float(row.timeline.bubble_ratio),
+            "exposed_ratio": float(row.timeline.exposed_ratio),
             "imbalance": float(row.timeline.imbalance),
             "peak_bytes": float(row.timeline.peak_bytes),
             "planning_s": row.planning_s,

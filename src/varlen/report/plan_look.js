@@ -6,12 +6,14 @@ function taskAt(plan, x, y) {
   for (let row = 0; row < plan.rows; row++) {
     const top = place.top(row);
     if (y < top || y >= top + place.height) continue;
-    const strip = place.height >= 12 ? 3 : 2, inStrip = y - top >= place.height - 1 - strip;
+    const inStrip = y - top >= place.height - 1 - place.strip;
     const time = timeAt(x, place.width), slack = 2 * (view.to - view.from) / (place.width - GUTTER - RIGHT);
     let best = -1, distance = Infinity;
-    for (let i = firstShown(plan, row); i < plan.rowOffsets[row + 1] && plan.starts[i] <= time + slack; i++) {
-      const away = Math.max(plan.starts[i] - time, time - plan.stops[i], 0) + (isBeside(plan.kinds[i]) === inStrip ? 0 : slack);
-      if (away < distance && away <= 2 * slack) { best = i; distance = away; }
+    for (const lane of [2 * row, 2 * row + 1]) {
+      for (let i = firstOf(plan, lane, time - slack); i < plan.laneOffsets[lane + 1] && plan.starts[i] <= time + slack; i++) {
+        const away = Math.max(plan.starts[i] - time, time - plan.stops[i], 0) + (isBeside(plan.kinds[i]) === inStrip ? 0 : slack);
+        if (away < distance && away <= 2 * slack) { best = i; distance = away; }
+      }
     }
     return { plan, row, task: best, document: best < 0 ? -1 : documentAt(plan, best, time) };
   }
@@ -39,7 +41,8 @@ function say(found) {
   const rank = plan.ranks[Math.floor(row / plan.pp)];
   const chunk = plan.pp < plan.numChunks && kind !== SYNC ? `, chunk ${plan.chunks[task]}` : "";
   lines.push(line(`${NAMES[kind]}, rank ${rank}, stage ${row % plan.pp}${chunk}`, "head"));
-  lines.push(line(`${seconds(plan.stops[task] - plan.starts[task])}, from ${seconds(plan.starts[task], 6)} to ${seconds(plan.stops[task], 6)}`));
+  const stop = isBeside(kind) ? plan.starts[task] + plan.works[task] : plan.stops[task];
+  lines.push(line(`${seconds(stop - plan.starts[task])}, from ${seconds(plan.starts[task], 6)} to ${seconds(stop, 6)}`));
   const waits = plan.stops[task] - plan.starts[task] - plan.works[task];
   if (kind <= WEIGHT && waits > 0.005 * plan.works[task]) lines.push(line(`${seconds(waits)} of it waits for the ranks that share it`));
   if (pack >= 0) {
@@ -64,7 +67,7 @@ function sliceWords(plan, pass, j) {
 }
 
 function point(plan, event) {
-  const box = plan.canvas.getBoundingClientRect();
+  const box = plan.box.getBoundingClientRect();
   pointed = taskAt(plan, event.clientX - box.left, event.clientY - box.top);
   const is = pointed && pointed.task >= 0;
   tip.hidden = !is;
@@ -87,14 +90,20 @@ function look(from, to) {
   redraw();
 }
 
-function zoom(factor, at = (view.from + view.to) / 2) {
+// What all shown timelines have of the view: the shortest one would soon be out of sight if its middle were zoomed to.
+function middle() {
+  const ends = plans.filter((plan) => plan.isShown && plan.makespan > view.from).map((plan) => plan.makespan);
+  return (Math.max(view.from, 0) + Math.min(view.to, ...ends)) / 2;
+}
+
+function zoom(factor, at = middle()) {
   look(at - (at - view.from) / factor, at + (view.to - at) / factor);
 }
 
 const pan = (share) => look(view.from + share * (view.to - view.from), view.to + share * (view.to - view.from));
 
 function listen(plan) {
-  const canvas = plan.canvas, held = new Map();
+  const canvas = plan.box, held = new Map();
   const across = () => canvas.clientWidth - GUTTER - RIGHT;
   canvas.addEventListener("wheel", (event) => {
     const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
@@ -146,11 +155,14 @@ function build() {
     const name = document.createElement("b");
     name.textContent = plan.title;
     head.append(name, ` ${plan.note}`);
+    plan.box = document.createElement("div");
+    plan.box.className = "drawn";
+    plan.box.tabIndex = 0;
+    plan.box.setAttribute("role", "img");
+    plan.box.setAttribute("aria-label", `timeline of ${plan.title}: ${plan.note}`);
     plan.canvas = document.createElement("canvas");
-    plan.canvas.tabIndex = 0;
-    plan.canvas.setAttribute("role", "img");
-    plan.canvas.setAttribute("aria-label", `timeline of ${plan.title}: ${plan.note}`);
-    box.append(head, plan.canvas);
+    plan.box.append(plan.canvas);
+    box.append(head, plan.box);
     host.append(box);
     listen(plan);
     const toggle = document.querySelector(`[data-plan="${plan.method}"]`);
@@ -160,7 +172,6 @@ function build() {
       box.hidden = !plan.isShown;
       redraw();
     });
-    plan.longestTask = plan.starts.reduce((most, start, i) => Math.max(most, plan.stops[i] - start), 0);
   }
   const does = { in: () => zoom(ZOOM), out: () => zoom(1 / ZOOM), whole: () => look(0, longest), left: () => pan(-0.25), right: () => pan(0.25) };
   for (const button of document.querySelectorAll("[data-look]")) button.addEventListener("click", does[button.dataset.look]);
@@ -168,6 +179,12 @@ function build() {
   const recolour = () => { readColours(); redraw(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   new ResizeObserver(redraw).observe(host);
+  addEventListener("resize", redraw);
+  addEventListener("scroll", scrolled, { passive: true });
+  for (const name of ["beforeprint", "afterprint"]) addEventListener(name, () => {
+    isPrinting = name === "beforeprint";
+    for (const plan of plans) if (plan.isShown) draw(plan);
+  });
   recolour();
 }
 

@@ -19,6 +19,7 @@ from varlen.report.plan_words import (
     mesh_words,
     ratio,
     reading,
+    refusals,
     setting,
     size,
     truncation,
@@ -46,7 +47,11 @@ def plan_page(found: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     """
     planned = [row for row in found.methods if row.timeline is not None]
     title = f"varlen plan: {found.name}" if found.name else "varlen plan"
-    parts = [_style(), _opening(found), section("Methods", _methods(found), paragraph(reading(found)))]
+    parts = [
+        _style(),
+        _opening(found),
+        section("Methods", _methods(found), paragraph(reading(found)) if planned else ""),
+    ]
     if planned:
         drawn = [
             lanes(row.timeline, most_tasks // len(planned)) for row in planned if row.timeline is not None
@@ -80,7 +85,12 @@ def _opening(found: PlanComparison) -> str:
         (
             ("varlen", duration(best.step_s), f"a step, with {best.title}"),
             ("", ratio(found.bound_ratio(best)), f"times the lower bound, {duration(found.lower_bound_s)}"),
-            ("", share(float(best.timeline.bubble_ratio)), "of the GPUs' time is bubble"),
+            (
+                "",
+                share(float(best.timeline.bubble_ratio)),
+                "of the GPUs' time is bubble, and "
+                f"{share(float(best.timeline.exposed_ratio))} exposed communication",
+            ),
             (
                 "",
                 size(float(best.timeline.peak_bytes)),
@@ -92,13 +102,13 @@ def _opening(found: PlanComparison) -> str:
 
 def _methods(found: PlanComparison) -> str:
     """One row a method, then those that have no plan, and why."""
-    head = ("", "step", "over bound", "bubble", "imbalance", "peak", "recompute", "planned in")
+    head = ("", "step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in")
     rows = [
         ("varlen" if row is found.best else "", (row.title, *cells(found, row)))
         for row in found.methods
         if row.timeline is not None
     ]
-    refused = [(row.title, row.refusal) for row in found.methods if row.timeline is None]
+    refused = refusals(found)
     answered = [
         (row.title, row.plan.answered_by) for row in found.methods if row.plan and row.plan.answered_by
     ]
@@ -160,7 +170,8 @@ def _script(found: PlanComparison, planned: Sequence[MethodFigures], drawn: Sequ
     )  # numbers and titles of ours: no user's text
     room = files("varlen.report")
     code = "".join(
-        room.joinpath(name).read_text(encoding="utf-8") for name in ("plan_draw.js", "plan_look.js")
+        room.joinpath(name).read_text(encoding="utf-8")
+        for name in ("plan_paint.js", "plan_draw.js", "plan_look.js")
     )
     return (
         f'<script type="application/json" id="timeline-data">{content}</script>\n'
@@ -185,8 +196,8 @@ def _facts(found: PlanComparison) -> list[tuple[str, str]]:
     best = found.best
     if best is not None and best.plan is not None:
         plan = best.plan
-        counts = plan.forward.counts
-        rows.append(("MicroPacks of a rank", f"{int(counts.min()):,} to {int(counts.max()):,}"))
+        few, most = int(plan.forward.counts.min()), int(plan.forward.counts.max())
+        rows.append(("MicroPacks of a rank", f"{few:,}" if few == most else f"{few:,} to {most:,}"))
         rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
         rows.append(("tokens a second and GPU", f"{found.tokens_per_s(best) / found.mesh.num_gpus:,.0f}"))

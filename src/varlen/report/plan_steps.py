@@ -48,9 +48,13 @@ def step_documents(
     if documents < 1:
         raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")
     given = np.asarray(lengths)
-    given = given[given > 0]
     if not given.size:
-        raise SettingError("every document is empty; there is nothing to plan")
+        raise SettingError("there is no document, and nothing to plan; is it the right file?")
+    if not given.any():
+        raise SettingError(
+            f"every document is empty; there is nothing to plan ({many(given.size, 'length')}, all 0)"
+        )
+    given = given[given > 0]
     num_steps = -(-given.size // documents)
     if not 0 <= step < num_steps:
         raise SettingError(

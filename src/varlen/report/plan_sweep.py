@@ -190,6 +190,7 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
         "tokens_per_s": swept.tokens_per_s,
         "lower_bound_s": swept.bound_s,
         "bubble_ratio": float(row.timeline.bubble_ratio),
+        "exposed_ratio": float(row.timeline.exposed_ratio),
         "imbalance": float(row.timeline.imbalance),
         "peak_bytes": float(row.timeline.peak_bytes),
         "recompute": row.recompute,

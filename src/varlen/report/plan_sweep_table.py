@@ -20,7 +20,8 @@ def sweep_table(found: PlanSweep) -> RenderableType:
     parts: list[RenderableType] = ["", Text(sweep_headline(found), style="bold"), Text(job)]
     if found.best:
         parts += ["", Padding(_meshes(found), (0, 0, 0, 2))]
-    parts += ["", Text(f"Of {many(found.num_meshes, 'mesh', 'meshes')}, not among these:", style="dim")]
+    count = many(found.num_meshes, "mesh", "meshes")
+    parts += ["", Text(f"Of {count}, not among these:" if found.best else f"Of {count}:", style="dim")]
     parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in found.left_out]
     if found.are_bytes:
         parts.append(Text(BYTES, style="yellow"))
@@ -49,6 +50,7 @@ def _meshes(found: PlanSweep) -> Table:
         "tokens/s/GPU",
         "over bound",
         "bubble",
+        "exposed",
         "peak",
         "recompute",
     )
@@ -64,6 +66,7 @@ def _meshes(found: PlanSweep) -> Table:
             f"{swept.tokens_per_s / found.num_gpus:,.0f}",
             ratio(row.step_s / swept.bound_s),
             share(float(row.timeline.bubble_ratio)),
+            share(float(row.timeline.exposed_ratio)),
             size(float(row.timeline.peak_bytes)),
             f"{row.recompute} + offload" if row.offload else row.recompute,
             style="bold green" if place == 0 else "",

@@ -8,31 +8,39 @@ from rich.table import Table
 from rich.text import Text
 
 from varlen.report.plan_figures import MethodFigures, PlanComparison
-from varlen.report.plan_words import BYTES, duration, headline, ratio, reading, setting, size, truncation
+from varlen.report.plan_words import (
+    BYTES,
+    duration,
+    headline,
+    ratio,
+    reading,
+    refusals,
+    setting,
+    size,
+    truncation,
+)
 from varlen.report.words import share
 
 
 def plan_table(found: PlanComparison) -> RenderableType:
     """Return everything that `varlen plan` prints about one step."""
-    notes = [found.estimated, truncation(found), BYTES if found.are_bytes else ""]
-    return Group(
-        "",
-        Text(headline(found), style="bold"),
-        Text(setting(found)),
-        "",
-        Padding(_methods(found), (0, 0, 0, 2)),
-        *_refusals(found),
-        *(Text(note, style="yellow") for note in notes if note),
-        "",
-        Text(reading(found), style="dim"),
-    )
+    notes = [note for note in (found.estimated, truncation(found), BYTES if found.are_bytes else "") if note]
+    parts: list[RenderableType] = ["", Text(headline(found), style="bold"), Text(setting(found))]
+    if found.best is not None:
+        parts += ["", Padding(_methods(found), (0, 0, 0, 2))]
+    parts += _refusals(found)
+    if notes:
+        parts += ["", *(Text(note, style="yellow") for note in notes)]
+    if found.best is not None:
+        parts += ["", Text(reading(found), style="dim")]
+    return Group(*parts)
 
 
 def _methods(found: PlanComparison) -> Table:
     """One row a method that has a plan."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", overflow="fold")
-    for title in ("step", "over bound", "bubble", "imbalance", "peak", "recompute", "planned in"):
+    for title in ("step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in found.methods:
         if row.timeline is not None:
@@ -49,6 +57,7 @@ def cells(found: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
         duration(row.step_s),
         ratio(found.bound_ratio(row)),
         share(float(row.timeline.bubble_ratio)),
+        share(float(row.timeline.exposed_ratio)),
         ratio(float(row.timeline.imbalance)),
         size(float(row.timeline.peak_bytes)),
         kept,
@@ -57,11 +66,8 @@ def cells(found: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
 
 
 def _refusals(found: PlanComparison) -> list[RenderableType]:
-    """Why methods have no plan, one sentence each."""
-    refused = [row for row in found.methods if row.timeline is None]
-    if not refused:
-        return []
-    lines: list[RenderableType] = [""]
-    for row in refused:
-        lines.append(Padding(Text.assemble((row.title, "bold"), f": {row.refusal}"), (0, 0, 0, 2)))
-    return lines
+    """Why methods have no plan: each reason once, behind the methods that have it."""
+    lines: list[RenderableType] = [
+        Padding(Text.assemble((titles, "bold"), f": {why}"), (0, 0, 0, 2)) for titles, why in refusals(found)
+    ]
+    return ["", *lines] if lines else []

@@ -110,12 +110,25 @@ def truncation(found: PlanComparison) -> str:
     )
 
 
+def refusals(found: PlanComparison) -> list[tuple[str, str]]:
+    """Return why methods have no plan: each reason once, with the methods that have it."""
+    titles: dict[str, list[str]] = {}
+    for row in found.methods:
+        if row.timeline is None:
+            titles.setdefault(row.refusal, []).append(row.title)
+    if len(titles) == 1 and len(found.methods) > 1 and found.best is None:
+        return [("every method", why) for why in titles]
+    return [("; ".join(names), why) for why, names in titles.items()]
+
+
 def reading(found: PlanComparison) -> str:
     """Say what the columns mean."""
     return (
         f"Step: simulated seconds of one optimizer step. Bound: {duration(found.lower_bound_s)}, which no plan of "
         "this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
-        "Bubble: the share of GPU time in which nothing is computed. Imbalance: work of the busiest data-parallel "
-        f"rank over the mean. Peak: of the fullest GPU, of {size(found.limit_bytes)} that a plan may use. "
+        "Bubble: the share of GPU time spent waiting for other stages and ranks. Exposed: the share spent on "
+        "gradient sync and gathered parameters while nothing is computed. Imbalance: work of the busiest "
+        f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(found.limit_bytes)} that a plan "
+        "may use. "
         "Planned in: seconds on this machine."
     )

@@ -7,10 +7,10 @@ on the functions that run steps. Some shapes are held out: they tell how well th
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -24,27 +24,13 @@ from varlen.cost.machines import MACHINES
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_LAYER, INPUT_LAYER, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape
+from varlen.counts import many
 from varlen.errors import SettingError
-from varlen.runtime.probes import Probe, attention_probe, layer_probe, parts_of, quiet, run_once, run_round
+from varlen.runtime.budget import FEWEST_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS, Machine, choose
+from varlen.runtime.probes import Probe, quiet, run_once, run_round
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray
 
-QUERY_ROWS: Final = (32, 64, 91, 128, 181, 256, 362, 512, 725, 1024, 2048, 4096, 8192)
-"""Half octaves: multiples of the kernels' blocks, and others, as documents end anywhere."""
-KEY_LENGTHS: Final = (128, 181, 256, 362, 512, 725, 1024, 1449, 2048, 2897, 4096, 8192, 16384, 32768, 65536)
-LAYER_ROWS: Final = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-HELD_ROWS: Final = (50, 100, 150, 300, 430, 600, 850, 1700)
-HELD_KEYS: Final = (150, 300, 600, 850, 1250, 1700, 3400, 6800, 13600)
-DOCUMENTS: Final = (2, 4, 8)
-"""How many whole documents stand for more rows than keys."""
-LEAST_KEYS: Final = 512
-LEAST_ROWS: Final = 128
-"""The smallest table and curve are measured whatever the budget."""
-LEAST_ROUNDS: Final = 5
-MOST_HELD: Final = 10
-MOST_ROUNDS: Final = 101
-ATTENTION_SHARE: Final = 0.6
-"""Of the budget; the rest is for layers."""
 FLOPS_BACKWARD: Final = 2.0
 """Of matrix products, times those of the forward pass."""
 
@@ -115,6 +101,8 @@ def calibrate(
     dtype: torch.dtype | None = None,
     budget_s: float = 20.0,
     progress: Callable[[float], object] | None = None,
+    on_least: Callable[[float], object] = lambda _: None,
+    machine: Machine | None = None,
 ) -> Calibration:
     """Measure this machine's kernels at a model's widths.
 
@@ -123,8 +111,10 @@ def calibrate(
         device: "cuda" where there is one, else "cpu".
         dtype: of weights and activations; bfloat16 on CUDA, float32 on CPU.
         budget_s: seconds to measure for. A smaller one measures shorter documents and fewer rows, whose rates then
-            hold for longer ones; the smallest table is measured whatever it takes.
-        progress: called with the share of the work that is done, from 0 to 1.
+            hold for longer ones; the smallest set is measured whatever it takes.
+        progress: called with the share of the time that is over, from 0 to 1.
+        on_least: called with the seconds that the smallest set takes, as soon as they are seen to be over the budget.
+        machine: what shapes run on; this one.
 
     Raises:
         SettingError: a budget that isn't above 0, or a layer that doesn't fit into memory.
@@ -133,11 +123,34 @@ def calibrate(
         raise SettingError(f"budget_s={budget_s!r}; it must be above 0 seconds")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    bench = Bench.of(model, device=where, dtype=kind, budget_s=budget_s)
-    for done in range(bench.num_rounds):
+    now = time.perf_counter if machine is None else machine.now
+    began, said = now(), 0.0
+
+    def tell(share: float) -> None:
+        nonlocal said
+        if progress is not None and share > said:
+            progress(share)
+            said = share
+
+    bench = Bench.of(
+        model,
+        device=where,
+        dtype=kind,
+        budget_s=budget_s,
+        machine=machine,
+        progress=lambda: tell(min((now() - began) / budget_s, 0.99)),
+        on_least=on_least,
+    )
+    bench.rounds.append(bench.first)
+    taken = float(bench.first.sum())
+    while len(bench.rounds) < FEWEST_ROUNDS or (
+        len(bench.rounds) < MOST_ROUNDS and now() + taken <= began + budget_s
+    ):
+        before = now()
         bench.run_round()
-        if progress is not None:
-            progress((done + 1) / bench.num_rounds)
+        taken = now() - before
+        tell(min((now() - began) / budget_s, 0.99))
+    tell(1.0)
     return bench.calibration()
 
 
@@ -148,32 +161,49 @@ class Bench:
     model: ModelShape
     device: torch.device
     dtype: torch.dtype
+    machine: Machine
     probes: tuple[Probe, ...]
     num_held: int
     """How many of the probes, the last ones, are held out."""
+    first: FloatArray
+    """float64 `[probes, 2]`: seconds of the runs by which shapes were chosen; of `rounds` only where it is added."""
     num_rounds: int
-    """How many rounds the budget holds."""
+    """How many rounds more the budget holds."""
     rounds: list[FloatArray] = field(default_factory=list)
     """Of each round float64 `[probes, 2]`: seconds, forward and backward."""
 
     @classmethod
-    def of(cls, model: ModelShape, *, device: torch.device, dtype: torch.dtype, budget_s: float) -> Bench:
+    def of(
+        cls,
+        model: ModelShape,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget_s: float,
+        machine: Machine | None = None,
+        progress: Callable[[], object] = lambda: None,
+        on_least: Callable[[float], object] = lambda _: None,
+    ) -> Bench:
         """Choose shapes that the budget holds, and warm them up; see `calibrate`."""
-        _check_memory(model, device, dtype)
-        probes, num_held = _probes(model, device, dtype, budget_s)
-        once = sum(float(_warm(probe, device).sum()) for probe in probes)
+        began = time.perf_counter() if machine is None else machine.now()
+        if machine is None:
+            _check_memory(model, device, dtype)
+            machine = Machine.of(model, device, dtype)
+        chosen = choose(machine, began=began, budget_s=budget_s, on_least=on_least, progress=progress)
         return cls(
             model=model,
             device=device,
             dtype=dtype,
-            probes=tuple(probes),
-            num_held=num_held,
-            num_rounds=int(np.clip(round(budget_s / once), LEAST_ROUNDS, MOST_ROUNDS)),
+            machine=machine,
+            probes=chosen.probes,
+            num_held=chosen.num_held,
+            first=chosen.first,
+            num_rounds=chosen.num_rounds,
         )
 
     def run_round(self) -> None:
         """Time every probe once, in turns first to last and last to first."""
-        self.rounds.append(run_round(self.probes, self.device, is_back=len(self.rounds) % 2 == 1))
+        self.rounds.append(run_round(self.probes, self.machine.run, is_back=len(self.rounds) % 2 == 1))
 
     def calibration(self) -> Calibration:
         """Fit the rates of the rounds so far."""
@@ -209,51 +239,6 @@ def _memory_bytes(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _probes(
-    model: ModelShape, device: torch.device, dtype: torch.dtype, budget_s: float
-) -> tuple[list[Probe], int]:
-    """Return what is measured, as much as the budget holds, what is held out last; and how many those are."""
-    parts = parts_of(model, device, dtype)
-
-    def attention(cells: Sequence[tuple[int, int]]) -> list[Probe]:
-        return [attention_probe(model, rows, keys, device, dtype) for rows, keys in cells]
-
-    sample, layer = attention_probe(model, 256, 512, device, dtype), layer_probe(parts, 128)
-    rates = [probe.flops / max(sum(_warm(probe, device)), 1e-9) for probe in (sample, layer)]
-    keys, rows = list(KEY_LENGTHS), list(LAYER_ROWS)
-    while keys[-1] > LEAST_KEYS and _least_s(model, _cells(keys), rates[0]) > budget_s * ATTENTION_SHARE:
-        keys.pop()
-    per_row = layer.flops / layer.rows / rates[1]
-    while rows[-1] > LEAST_ROWS and LEAST_ROUNDS * per_row * 1.5 * sum(rows) > budget_s * (
-        1 - ATTENTION_SHARE
-    ):
-        rows.pop()
-    known = attention(_cells(keys)) + [layer_probe(parts, count) for count in rows]
-    within = [(r, k) for r, k in product(HELD_ROWS, HELD_KEYS) if r <= k < keys[-1] and r < keys[-1] / 2]
-    held = attention(within[:: max(1, len(within) // MOST_HELD)])
-    held += [layer_probe(parts, count) for count in HELD_ROWS if count < rows[-1]]
-    return known + held, len(held)
-
-
-def _cells(keys: Sequence[int]) -> list[tuple[int, int]]:
-    """Return rows and keys of what is measured: the last rows of a document, whole ones, several whole ones."""
-    most = keys[-1] / 2
-    last = [(r, k) for r, k in product(QUERY_ROWS, keys) if r <= min(k, most)]
-    return last + [(count * k, k) for count, k in product(DOCUMENTS, keys[::2]) if count * k <= most]
-
-
-def _least_s(model: ModelShape, cells: Sequence[tuple[int, int]], rate: float) -> float:
-    """Return what the least rounds of these cells take, at a rate of forward FLOPs in both passes."""
-    pairs = sum(r * (k - r / 2) if r <= k else r * k / 2 for r, k in cells)
-    return LEAST_ROUNDS * 1.3 * 4.0 * model.heads * model.head_dim * pairs / rate
-
-
-def _warm(probe: Probe, device: torch.device) -> FloatArray:
-    """Run a probe twice, and return the seconds of the second."""
-    run_once(probe, device)
-    return run_once(probe, device)
-
-
 def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
     """Fit all rates; what one device can't measure is the maker's, or assumed."""
     probes, device = bench.probes[: len(seconds)], bench.device
@@ -275,9 +260,9 @@ def _hardware(bench: Bench, seconds: FloatArray) -> Hardware:
         name=_device_name(device),
         source=(
             f"measured on {datetime.now(UTC).date()}: {_device_name(device)}, torch {torch.__version__}, "
-            f"{str(bench.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
-            f"{len(bench.rounds)} rounds; links are "
-            + ("a quarter of a memory copy's rate, assumed" if known is None else "the maker's")
+            f"{str(bench.dtype).removeprefix('torch.')}, {many(torch.get_num_threads(), 'thread')}, "
+            f"{many(len(bench.rounds), 'round')}; links between GPUs weren't measured: "
+            + ("assumed, a quarter of a memory copy's rate" if known is None else "the maker's figures")
         ),
         memory_bytes=_memory_bytes(device),
         memory_bytes_per_s=copied,

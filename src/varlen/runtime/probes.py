@@ -49,17 +49,19 @@ def quiet(rounds: npt.NDArray[np.float64]) -> FloatArray:
     return np.quantile(rounds, QUIET, axis=0, method="lower")
 
 
-def run_round(probes: Sequence[Probe], device: torch.device, *, is_back: bool = False) -> FloatArray:
+def run_round(
+    probes: Sequence[Probe], run: Callable[[Probe], FloatArray], *, is_back: bool = False
+) -> FloatArray:
     """Time every probe once, and return seconds of both passes, float64 `[probes, 2]`.
 
     Args:
         probes: what to time.
-        device: where they run.
+        run: what runs and times one, as `run_once` does.
         is_back: last to first, so that over two rounds no probe always follows the same one.
     """
     taken = np.zeros((len(probes), 2))
     for index in reversed(range(len(probes))) if is_back else range(len(probes)):
-        taken[index] = run_once(probes[index], device)
+        taken[index] = run(probes[index])
     return taken
 
 
@@ -74,6 +76,16 @@ def run_once(probe: Probe, device: torch.device) -> FloatArray:
     return clock.seconds()
 
 
+def pairs_of(rows: int, keys: int) -> float:
+    """Return the pairs of a query and a key that `attention_probe` computes.
+
+    >>> pairs_of(2, 3), pairs_of(6, 3)
+    (5.0, 12.0)
+    """
+    before = max(keys - rows, 0)
+    return max(1, rows // keys) * (keys * (keys + 1) - before * (before + 1)) / 2
+
+
 def attention_probe(
     model: ModelShape, rows: int, keys: int, device: torch.device, dtype: torch.dtype
 ) -> Probe:
@@ -86,8 +98,7 @@ def attention_probe(
         device: where it runs.
         dtype: of queries, keys and values.
     """
-    count = max(1, rows // keys)
-    spans = [(keys - rows, keys)] if rows <= keys else [(0, keys)] * count
+    spans = [(keys - rows, keys)] if rows <= keys else [(0, keys)] * (rows // keys)
     rows = sum(stop - start for start, stop in spans)
     scale = model.head_dim**-0.5
 
@@ -114,12 +125,11 @@ def attention_probe(
             slices.append(CachedSlice(cache=cache, start=start, stop=stop))
         return slices
 
-    pairs = sum((stop * (stop + 1) - start * (start + 1)) / 2 for start, stop in spans)
     return Probe(
         kind="attention",
         rows=rows,
         keys=keys,
-        flops=4.0 * model.heads * model.head_dim * pairs,
+        flops=4.0 * model.heads * model.head_dim * pairs_of(rows, keys),
         prepare=prepare,
         forward=lambda slices: attend(query, key, value, slices, layer=0, scale=scale),
         backward=lambda out: out.backward(gradient),

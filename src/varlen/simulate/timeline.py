@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from varlen.simulate.kinds import GATHER, GRADIENT_SYNC
 from varlen.simulate.trace import write_trace
 from varlen.step_plan import KINDS, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
@@ -77,7 +78,7 @@ class Timeline:
 
     @property
     def busy_s(self) -> FloatArray:
-        """float64 `[dp, pp]`: seconds in which each stage computes."""
+        """float64 `[dp, pp]`: seconds in which each stage computes; the rest is `exposed_s` and bubble."""
         dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
         computes = self.kinds < KINDS
         places = self.ranks[computes].astype(np.int64) * pp + self.stages[computes]
@@ -85,15 +86,46 @@ class Timeline:
         return busy.reshape(dp, pp)
 
     @property
+    def exposed_s(self) -> FloatArray:
+        """float64 `[dp, pp]`: seconds in which each stage computes nothing while a collective of its own runs.
+
+        Collectives are the gradient sync, and parameters gathered or gradients scattered that computing doesn't hide.
+        """
+        dp, pp = self.plan.mesh.dp, self.plan.mesh.pp
+        collects = (self.kinds == GRADIENT_SYNC) | (self.kinds == GATHER)
+        if not collects.any():
+            return np.zeros((dp, pp))
+        some = np.flatnonzero(collects | (self.kinds < KINDS))
+        places = self.ranks[some].astype(np.int64) * pp + self.stages[some]
+        # What computing and collectives cover together, less computing. Stages stand behind each other in time, so
+        # that one running maximum of ends serves all of them.
+        apart_s = places * self.makespan_s
+        begins, ends = apart_s + self.starts_s[some], apart_s + self.starts_s[some] + self.work_s[some]
+        order = np.lexsort((begins, places))
+        begins, ends = begins[order], ends[order]
+        covered_until = np.concatenate(([0.0], np.maximum.accumulate(ends)[:-1]))
+        more_s = np.maximum(ends - np.maximum(begins, covered_until), 0.0)
+        covered = np.bincount(places[order], more_s, dp * pp).reshape(dp, pp)
+        return np.maximum(covered - self.busy_s, 0.0)
+
+    @property
+    def exposed_ratio(self) -> float:
+        """The share of all stages' time in which they wait for collectives of their own; see `exposed_s`."""
+        return float(self.exposed_s.mean() / self.makespan_s) if self.makespan_s > 0 else 0.0
+
+    @property
     def bubble_ratios(self) -> FloatArray:
-        """float64 `[dp, pp]`: the share of the step in which each stage does not compute."""
+        """float64 `[dp, pp]`: the share of the step in which each stage neither computes nor runs a collective."""
         makespan = self.makespan_s
-        busy = self.busy_s
-        return 1 - busy / makespan if makespan > 0 else np.zeros_like(busy)
+        used = self.busy_s + self.exposed_s
+        return np.maximum(1 - used / makespan, 0.0) if makespan > 0 else np.zeros_like(used)
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of all stages' time in which they do not compute."""
+        """The share of all stages' time in which they wait for other stages and ranks.
+
+        Exposed communication isn't part of it: work, `exposed_ratio` and this add up to 1.
+        """
         return float(self.bubble_ratios.mean())
 
     @property
