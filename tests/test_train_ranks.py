@@ -114,7 +114,7 @@ def killed(store, tmp_path_factory):
 
 
 def all_finished(processes, folder):
-    end = time.monotonic() + 90
+    end = time.monotonic() + 240
     for process in processes:
         process.join(max(end - time.monotonic(), 0))
         process.kill()
@@ -191,14 +191,14 @@ def test_processes_that_tokenize_on_the_fly_train_what_one_trains(store, tmp_pat
 def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path, parallel):
     made = table(store, tmp_path / "run", **PLAIN, run__parallel=parallel)
     processes = start_ranks([made], 3, tmp_path, waits_at=4)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (tmp_path / "waits").exists():
         assert time.monotonic() < end, [process.exitcode for process in processes]
         time.sleep(0.02)
 
     processes[2].kill()
     for process in processes:
-        process.join(30)
+        process.join(90)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
