@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import weakref
 from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
@@ -165,8 +166,9 @@ def start_ranks(
     for rank in range(ranks):
         process = CONTEXT.Process(target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at))
         process.start()
-        process.held = held  # as long as the caller knows the process
         processes.append(process)
+    for port in held:
+        weakref.finalize(processes[0], port.close)  # when the caller has forgotten the processes
     return processes
 
 
