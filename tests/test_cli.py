@@ -20,8 +20,10 @@ VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
 
 
 def varlen(*arguments, **settings):
+    # As users have it: little work waits for no compiler.
+    usual = {name: value for name, value in os.environ.items() if name != "VARLEN_JIT"}
     return subprocess.run(
-        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=300, **settings
+        [*VARLEN, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=usual, **settings
     )
 
 

@@ -99,7 +99,7 @@ def killed(store, tmp_path_factory):
         folder=folder,
     )  # fmt: skip
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not (folder / "run/checkpoints/step-00000004").is_dir():
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < end, "the job is too slow"
@@ -107,7 +107,7 @@ def killed(store, tmp_path_factory):
         ranks = processes_naming(str(folder / "config.toml"))
         (victim,) = [process for process, env in ranks.items() if "RANK=1" in env and "LOCAL_RANK=1" in env]
         os.kill(victim, signal.SIGKILL)
-        _, said = job.communicate(timeout=60)
+        _, said = job.communicate(timeout=240)
     finally:
         job.kill()
     return folder, job.returncode, said
@@ -194,7 +194,7 @@ def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path):
         made = table(store, folder / "run", **PLAIN, run__parallel=folder.name)
         jobs[folder] = start_ranks([made], 3, folder, waits_at=4)
     for folder, processes in jobs.items():
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not (folder / "waits").exists():
             assert time.monotonic() < end, [process.exitcode for process in processes]
             time.sleep(0.02)
