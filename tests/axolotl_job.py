@@ -1,72 +1,13 @@
 """One rank of an axolotl run on a CPU: `axolotl_job.py CONFIG OUT [key=value ...]`; writes down what it trained.
 
 All that runs is axolotl's own: reading and checking the configuration, tokenizing, loading the model, building the
-trainer, training, saving. What it imports only for other work has stand-ins, which do nothing: GPU kernels (triton,
-bitsandbytes), reports (wandb, evaluate), the hub's connections, and a trainer that a newer TRL doesn't have.
+trainer, training, saving.
 """
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
-import types
 from pathlib import Path
-
-UNUSED = (
-    "axolotl.contribs",
-    "bitsandbytes",
-    "evaluate",
-    "fastcore",
-    "httpcore",
-    "httpx",
-    "triton",
-    "trl.experimental.prm",
-    "wandb",
-)
-
-
-class Nothing(types.ModuleType):
-    """A module, function, decorator or base class that does nothing."""
-
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing(f"{self.__name__}.{name}")
-
-    def __call__(self, *given, **named):
-        return given[0] if len(given) == 1 and not named and callable(given[0]) else self
-
-    def __mro_entries__(self, bases):
-        return ()
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds Nothing for what isn't used."""
-
-    def find_spec(self, name, path=None, target=None):
-        if any(name == unused or name.startswith(unused + ".") for unused in UNUSED):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return Nothing(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-def put_stand_ins():
-    """Let torch, transformers and TRL find out what there is, then put stand-ins for what axolotl asks for."""
-    import peft  # noqa: F401
-    from torch.utils._triton import has_triton
-    from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer  # noqa: F401
-    from trl.trainer.reward_trainer import DataCollatorForPreference  # noqa: F401
-
-    has_triton()
-    sys.meta_path.insert(0, StandIns())
 
 
 def write_down(out):
@@ -100,7 +41,7 @@ def main():
     """Train as `axolotl train` does."""
     config, out, *changes = sys.argv[1:]
     sys.argv[1:] = []
-    put_stand_ins()
+    import axolotl_libraries  # noqa: F401
     import torch
     from axolotl.cli.args import TrainerCliArgs
     from axolotl.cli.config import load_cfg

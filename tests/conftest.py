@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -56,6 +57,17 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip("no real data here: it is read from ../shared/data beside the checkout")
     return DATA
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_new_garbage() -> None:
+    """Leave what libraries hold out of garbage collections: Accelerate asks for one whenever a Trainer begins.
+
+    Each would look through millions of objects of torch, transformers and thousands of tests, for a second. What
+    is made from here on is collected as ever.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -44,6 +44,9 @@ class FaultyProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = (
+                True  # or each body waits until the client has said that it got the head
+            )
 
             def handle_any(self) -> None:
                 proxy._handle(self)

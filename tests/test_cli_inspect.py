@@ -5,7 +5,7 @@ import shlex
 
 import numpy as np
 import pytest
-from test_cli import one_sentence, varlen
+from test_cli import asked, one_sentence, varlen
 
 LENGTHS = np.random.default_rng(0).integers(1, 900, 2_000)
 TEXTS = ["abc" * (1 + n % 90) for n in range(300)]
@@ -64,22 +64,22 @@ def test_the_command_that_is_advised_packs_the_same_documents(texts):
 def test_it_says_when_bytes_are_counted_and_only_then(texts):
     np.savez(texts.parent / "tokens.npz", input_ids=np.arange(900), offsets=np.arange(0, 901, 30))
 
-    runs = [varlen("inspect", name, cwd=texts.parent).stdout for name in ("texts.jsonl", "tokens.npz")]
+    runs = [asked("inspect", name, cwd=texts.parent).stdout for name in ("texts.jsonl", "tokens.npz")]
 
     assert ["Bytes are counted here" in text for text in runs] == [True, False]
     assert all("varlen pack " in text for text in runs)
 
 
 def test_a_packed_set_is_not_to_be_packed_over_itself(texts):
-    assert varlen("pack", texts, "-o", "packed", cwd=texts.parent).returncode == 0
+    assert asked("pack", texts, "-o", "packed", cwd=texts.parent).returncode == 0
 
-    printed = varlen("inspect", "packed", cwd=texts.parent).stdout
+    printed = asked("inspect", "packed", cwd=texts.parent).stdout
 
     assert "\nvarlen pack packed -o packed-again --capacity" in printed
 
 
 def test_for_lengths_alone_there_is_no_command_to_pack(stored):
-    assert "varlen pack" not in varlen("inspect", stored).stdout
+    assert "varlen pack" not in asked("inspect", stored).stdout
 
 
 def test_one_json_object_is_printed_and_a_report_written_where_it_is_named(texts):
@@ -106,7 +106,7 @@ def test_supervised_tokens_of_chats_are_counted_and_files_of_all_kinds_may_be_mi
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (texts.parent / "chat.json").write_text(json.dumps([{"messages": chat}] * 50))
 
-    run = varlen("inspect", "texts.jsonl", "chat.json", "--no-eos", "--json", cwd=texts.parent)
+    run = asked("inspect", "texts.jsonl", "chat.json", "--no-eos", "--json", cwd=texts.parent)
 
     assert run.returncode == 0, run.stderr
     distribution = json.loads(run.stdout)["distribution"]
@@ -119,7 +119,7 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(texts):
     with texts.open("a") as file:
         file.write("{no json\n")
 
-    run = varlen("inspect", "texts.jsonl", "--on-error", "skip", "--json", cwd=texts.parent)
+    run = asked("inspect", "texts.jsonl", "--on-error", "skip", "--json", cwd=texts.parent)
 
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["distribution"]["documents"] == 300
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(texts):
 
 
 def test_a_tokenizer_that_is_no_file_is_named(texts):
-    run = varlen("inspect", texts, "--tokenizer", "no.json", cwd=texts.parent)
+    run = asked("inspect", texts, "--tokenizer", "no.json", cwd=texts.parent)
 
     assert "there is no tokenizer no.json" in one_sentence(run)
 
@@ -153,7 +153,7 @@ def test_bad_input_ends_in_one_sentence_and_leaves_nothing(stored, arguments, sa
     np.savez(stored.parent / "empty.npz", lengths=np.zeros(3, np.int64))
     before = sorted(stored.parent.iterdir())
 
-    run = varlen("inspect", *arguments, cwd=stored.parent)
+    run = asked("inspect", *arguments, cwd=stored.parent)
 
     assert said in one_sentence(without_progress(run))
     assert sorted(stored.parent.iterdir()) == before

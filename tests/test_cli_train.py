@@ -122,13 +122,13 @@ def test_ctrl_c_saves_at_the_end_of_a_step_and_leaves_nothing_behind(store, tmp_
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+        metrics, end = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
             assert run.poll() is None, run.communicate()
             assert time.monotonic() < end, "the run is too slow"
             time.sleep(0.02)
         os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to all processes of the run
-        _, said = run.communicate(timeout=60)
+        _, said = run.communicate(timeout=240)
     finally:
         run.kill()
 

@@ -21,8 +21,8 @@ def test_verdicts_are_printed_and_nothing_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_is_printed_as_json(tmp_path: Path) -> None:
-    run = varlen(
+def test_everything_is_printed_as_json() -> None:
+    run = asked(
         "verify",
         "llama",
         *QUICK,
@@ -31,7 +31,6 @@ def test_everything_is_printed_as_json(tmp_path: Path) -> None:
         "--dtype",
         "float64",
         "--json",
-        cwd=tmp_path,
     )
 
     found = json.loads(run.stdout)
@@ -41,7 +40,7 @@ def test_everything_is_printed_as_json(tmp_path: Path) -> None:
 
 
 def test_a_page_is_written_with_the_attention_drawn(tmp_path: Path) -> None:
-    run = varlen("verify", "falcon", *QUICK, "-o", "report.html", cwd=tmp_path)
+    run = asked("verify", "falcon", *QUICK, "-o", tmp_path / "report.html")
 
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert run.returncode == 0, run.stderr

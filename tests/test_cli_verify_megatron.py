@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from megatron_configs import packed
 from rich.console import Console
-from test_cli import one_sentence, varlen
+from test_cli import asked, one_sentence, varlen
 
 from varlen.adapters.megatron import check_config
 from varlen.cli.verify_megatron import print_report
@@ -52,7 +52,7 @@ def test_an_error_is_printed_with_the_value_that_works_and_ends_with_2(config: P
 
 def test_a_sound_configuration_ends_with_0(config: Path) -> None:
     config.write_text(YAML.replace("510", "512"), encoding="utf-8")
-    run = varlen("verify", "--megatron", config, "--dialect", "0.7", "--world-size", "16")
+    run = asked("verify", "--megatron", config, "--dialect", "0.7", "--world-size", "16")
 
     assert run.returncode == 0
     assert run.stdout == f"nothing found in {config}; Megatron-Bridge 0.7, offline packing to 1,024\n"
@@ -60,7 +60,7 @@ def test_a_sound_configuration_ends_with_0(config: Path) -> None:
 
 def test_processes_are_taken_into_account(config: Path) -> None:
     config.write_text(YAML.replace("510", "512"), encoding="utf-8")
-    run = varlen("verify", "--megatron", config, "--world-size", "24")
+    run = asked("verify", "--megatron", config, "--world-size", "24")
 
     assert run.returncode == 2
     assert "train.global_batch_size · " not in run.stdout
@@ -68,7 +68,7 @@ def test_processes_are_taken_into_account(config: Path) -> None:
 
 
 def test_everything_is_printed_as_json(config: Path) -> None:
-    run = varlen("verify", "--megatron", config, "--json")
+    run = asked("verify", "--megatron", config, "--json")
 
     found = json.loads(run.stdout)
     assert run.returncode == 2
@@ -98,7 +98,7 @@ def test_everything_is_printed_as_json(config: Path) -> None:
 def test_what_can_not_be_checked_is_one_sentence(
     arguments: tuple[str, ...], words: str, config: Path
 ) -> None:
-    run = varlen(*(str(config) if argument == "CFG" else argument for argument in arguments))
+    run = asked(*(str(config) if argument == "CFG" else argument for argument in arguments))
 
     assert words in one_sentence(run)
 

@@ -53,12 +53,15 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills a group of processes")
-def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(tmp_path: Path) -> None:
+def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VARLEN_JIT", raising=False)  # as readers have it: little work waits for no compiler
     (tmp_path / "data").mkdir()
     write_texts(tmp_path / "data" / "a.jsonl", count=400)
     index, init, shard, alone = four_commands()
     for command in (index, init):
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
     config = tmp_path / "config.toml"
     text = config.read_text()
     for name, value in (("steps", 400), ("checkpoint_every", 4), ("capacity", 256)):
@@ -71,14 +74,14 @@ def test_four_commands_lead_from_files_to_a_run_that_is_killed_and_goes_on(tmp_p
     begun = time.monotonic()
     while len(checkpoints(tmp_path)) < 2:
         assert job.poll() is None
-        assert time.monotonic() - begun < 90, "no checkpoint"
+        assert time.monotonic() - begun < 300, "no checkpoint"
         time.sleep(0.05)
     for pid in (*ranks_of(job.pid), job.pid):  # ranks have sessions of their own, and may outlive torchrun
         os.kill(pid, signal.SIGKILL)
     job.wait()
     last = int(checkpoints(tmp_path)[-1].removeprefix("step-")) + 6
     config.write_text(config.read_text().replace("steps = 400", f"steps = {last}"))
-    said = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    said = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     assert said.returncode == 0, said.stderr
     assert re.search(r"on 1 process .*going on after step \d+", said.stdout + said.stderr)

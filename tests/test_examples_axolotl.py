@@ -11,15 +11,15 @@ from ranks import ROOT, as_ranks
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries about each other
 EXAMPLE = EXAMPLES / "axolotl_plugin"
 JOB = ROOT / "tests" / "axolotl_job.py"
-LIBRARIES = "torch,peft,datasets,trl.trainer.reward_trainer"
+QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+STARTED = {"libraries": "axolotl_libraries", **QUIET}
 CHECKPOINT = 2
 
 
 def run(folder, out, *changes):
     """Run axolotl on two ranks; returns what each trained: the step and the documents of every batch."""
     (folder / out).mkdir()
-    quiet = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    as_ranks(JOB, "config.yml", out, "max_grad_norm=0", *changes, folder=folder, libraries=LIBRARIES, **quiet)
+    as_ranks(JOB, "config.yml", out, "max_grad_norm=0", *changes, folder=folder, **STARTED)
     files = [folder / out / f"seen-{rank}.jsonl" for rank in (0, 1)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
     """The example's folder, what a whole run trained, and what one trained that went on in the middle."""
     folder = tmp_path_factory.mktemp("axolotl")
     shutil.copy(EXAMPLE / "config.yml", folder)
-    python(EXAMPLE / "prepare.py", cwd=folder)
+    python(EXAMPLE / "prepare.py", cwd=folder, **STARTED)
     whole = run(folder, "whole")
     shutil.copy(folder / "run" / f"checkpoint-{CHECKPOINT}" / "trainer_state.json", folder)
     rest = run(folder, "rest", f'resume_from_checkpoint="run/checkpoint-{CHECKPOINT}"')

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import ONE_THREAD
+from ranks import both
 from trainers import Recorder, furthest, gradients_of, logged, losses_one_by_one
 
 import varlen as vl
@@ -34,14 +31,9 @@ def example(root: Path, name: str) -> Any:
 
 def run(root: Path, name: str, *words: Any) -> str:
     """Run an example as a newcomer does; returns what it printed."""
-    command = [sys.executable, str(root / "examples" / f"{name}.py"), *map(str, words)]
-    paths = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
-    usual = {name: value for name, value in os.environ.items() if name != "VARLEN_JIT"}
-    usual |= {"PYTHONPATH": paths, **ONE_THREAD}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=usual)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "copied" not in done.stderr  # by a loader whose ring is too small
-    return done.stdout
+    printed, said = both(root / "examples" / f"{name}.py", *words, ranks=1)
+    assert "copied" not in said  # by a loader whose ring is too small
+    return printed
 
 
 def first_step(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -228,8 +228,8 @@ def test_a_mixture_goes_on_with_the_bytes_of_before_when_one_of_its_sources_has_
 
 def test_a_loader_waits_for_a_part_no_longer_than_for_a_batch_and_names_it(tmp_path, data, monkeypatch):
     index_until(data, tmp_path / "store", 3, monkeypatch)
-    settings = {"capacity": 256, "global_batch_size": 2, "deadline_s": 2.0}
-    missing = r"part.* of \d+ parts aren't indexed after 2 s of waiting"
+    settings = {"capacity": 256, "global_batch_size": 2, "deadline_s": 1.0}
+    missing = r"part.* of \d+ parts aren't indexed after 1 s of waiting"
     with pytest.raises(SourceError, match=missing):
         PackedLoader(tmp_path / "store", **settings, scope="all")
     for worker in ("thread", "process"):

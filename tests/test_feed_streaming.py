@@ -214,13 +214,14 @@ def test_epochs_without_any_document_end_and_endless_ones_too(tmp_path):
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_a_file_that_can_not_be_cut_gives_each_document_once_in_each_of_many_epochs(tmp_path, lanes):
+@pytest.mark.parametrize("epochs", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_file_that_can_not_be_cut_gives_each_document_once_in_each_of_many_epochs(tmp_path, epochs, lanes):
     texts = some_texts(8, 1500, longest=1500)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     source = open_source(tmp_path / "a.jsonl.gz")
-    made = run(feed_of(source, lanes=lanes, size=lanes, capacity=4096, epochs=50, window_packs=32))
-    assert Counter(piece for _, _, piece in pieces(made)) == Counter(50 * tokens_of(texts))
+    made = run(feed_of(source, lanes=lanes, size=lanes, capacity=4096, epochs=epochs, window_packs=32))
+    assert Counter(piece for _, _, piece in pieces(made)) == Counter(epochs * tokens_of(texts))
 
 
 def test_data_that_trains_nothing_is_refused_and_not_read_for_ever(tmp_path):

@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import varlen
+import varlen as vl
+from varlen import jit
 
 KERNEL = '''
 """One kernel that adds, and what became of its cache."""
@@ -249,16 +254,12 @@ def test_small_work_waits_for_no_compiler_until_there_is_much_of_it(machine: Mac
     assert (report["few"][2], report["many"][2]) == (False, True)
 
 
-MANY_PIECES = """
-import json, sys
-import varlen as vl
-{call}
-print(json.dumps({{"total": 5, "loaded": "numba" in sys.modules}}))
-"""
+class Compiled(Exception):
+    """A kernel was asked for."""
 
 
 @pytest.mark.parametrize(
-    ("call", "loaded"),
+    ("call", "compiles"),
     [
         ('vl.pack([1_000_000], 100, "first_fit", "split")', True),
         ('vl.pack([1_000_000], 100, "balanced", "split")', True),
@@ -271,8 +272,19 @@ print(json.dumps({{"total": 5, "loaded": "numba" in sys.modules}}))
     ],
 )
 def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
-    machine: Machine, call: str, loaded: bool
+    monkeypatch: pytest.MonkeyPatch, call: str, compiles: bool
 ) -> None:
-    report = machine.run(MANY_PIECES.format(call=call), VARLEN_JIT=None)
+    found = jit._found
 
-    assert report["loaded"] == loaded
+    def reference_of(room: str, file: str, name: str) -> Any:
+        if file != "reference":
+            raise Compiled
+        return found(room, file, name)
+
+    monkeypatch.delenv("VARLEN_JIT", raising=False)
+    monkeypatch.setattr(jit, "sys", SimpleNamespace(modules={}))  # numba isn't loaded
+    monkeypatch.setattr(jit, "_spent_s", 0.0)
+    monkeypatch.setattr(jit, "_found", reference_of)
+
+    with pytest.raises(Compiled) if compiles else nullcontext():
+        exec(call, {"vl": vl})

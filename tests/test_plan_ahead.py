@@ -72,7 +72,7 @@ def test_a_step_never_waits_and_says_that_the_quick_answer_was_taken(tmp_path: P
         begun = time.monotonic()
         plan = planner.take(2)
 
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 20  # whoever waited for its plan would wait for 300 s
         assert plan.method == "sliced"
         assert plan.answered_by == f"quick, its plan was not there: one by one in process {os.getpid()}"
         (tmp_path / "gate").touch()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,12 +259,10 @@ def test_a_seed_that_is_no_number_is_refused() -> None:
 
 
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_rank(tmp_path: Path) -> Iterator[None]:
     from torch import distributed
 
-    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(20000 + os.getpid() % 20000))):
-        monkeypatch.setenv(name, value)
-    distributed.init_process_group("gloo", rank=0, world_size=1)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 

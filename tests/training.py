@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import weakref
 from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
@@ -144,10 +145,12 @@ def start_training(made: dict[str, Any], kill_at: int | None = None) -> Any:
     return process
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def held_port() -> socket.socket:
+    """Hold a port until the socket is closed, so that nothing else is given it; who listens may share it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def start_ranks(
@@ -157,12 +160,15 @@ def start_ranks(
 
     What ends a rank by an error stands in `folder` then. A rank waits for its end where step `waits_at` begins.
     """
-    ports = [free_port() for _ in runs]  # a store each: the first rank takes its own along when a run ends
-    processes = []
+    held = [held_port() for _ in runs]  # a store each: the first rank takes its own along when a run ends
+    ports = [int(port.getsockname()[1]) for port in held]
+    processes: list[Any] = []
     for rank in range(ranks):
         process = CONTEXT.Process(target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at))
         process.start()
         processes.append(process)
+    for port in held:
+        weakref.finalize(processes[0], port.close)  # when the caller has forgotten the processes
     return processes
 
 
