@@ -30,7 +30,7 @@ def engine_speed(key: str, rounds: int) -> dict[str, Any]:
     cell = timed_cell(key)
     lengths, _ = cell.drawn()
     plan = planned("micropack", lengths, cell, cell.cost(), Search())
-    cost = cell.cost().replace(recompute=plan.recompute, offload=plan.offload)
+    cost = cell.cost().as_planned(plan)
     graph = build_graph(plan, durations(plan, cost), np.ones(plan.mesh.dp * plan.mesh.pp), True, True)
     count = len(graph.kinds)
     starts, stops, deciders = np.empty(count), np.empty(count), np.empty(count, np.int32)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from benchmarks.plan_grid import LEAST_ROWS, Cell, Int32Array
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError
-from varlen.plan.api import plan_step
+from varlen.plan.api import plan_step, repairs
 from varlen.plan.bound import lower_bound
 from varlen.plan.search import Search
 from varlen.simulate.api import simulate
-from varlen.step_plan import Recompute, StepPlan
+from varlen.step_plan import StepPlan
 
 METHODS = ("as_run", "packed", "balanced", "dynamic_cp", "sliced", "micropack")
 """`as_run`: packs at the capacity, round robin, 1F1B; all others at their best setting."""
@@ -80,9 +80,7 @@ def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search:
         call, method=name, capacity=cell.capacity, tuned=True, search=replace(search, repairs=False)
     )
     best, best_s, refusal = None, np.inf, PlanError("nothing was tried")
-    stronger = get_args(Recompute)[get_args(Recompute).index(cost.recompute) :]
-    for recompute, offload in [*((recompute, cost.offload) for recompute in stronger), (stronger[-1], "kv")]:
-        more = cost.replace(recompute=recompute, offload=offload)
+    for more in repairs(cost):
         if lower_bound(lengths, more, cell.mesh, least_rows=1).seconds >= best_s:
             break  # what has to be recomputed takes longer than the whole step does with less of it
         try:
@@ -103,7 +101,7 @@ def figures(plan: StepPlan, cost: CostModel, lengths: Int32Array) -> dict[str, A
 
     The bound is that of the recomputation that the plan needs to fit: a plan that recomputes more has more to do.
     """
-    used = cost.replace(recompute=plan.recompute, offload=plan.offload)
+    used = cost.as_planned(plan)
     timeline = simulate(plan, used)
     bound = lower_bound(lengths, used, plan.mesh, least_rows=LEAST_ROWS)
     return {
@@ -118,6 +116,7 @@ def figures(plan: StepPlan, cost: CostModel, lengths: Int32Array) -> dict[str, A
         "micropacks": int(plan.forward.counts.max()),
         "merged": plan.num_merged,
         "recompute": plan.recompute,
+        "recompute_share": plan.recompute_share,
         "offload": plan.offload,
         "answered_by": plan.answered_by,
     }

@@ -146,6 +146,9 @@ class StepPlan:
     """Whether weight gradients are tasks of their own (zero-bubble schedules; Qi et al. 2023, arXiv 2401.10241)."""
     method: PlanMethod = "micropack"
     recompute: Recompute = "none"
+    recompute_share: float = 1.0
+    """With recompute="full": the share of each chunk's layers, rounded up, that are computed again; the others
+    recompute selectively."""
     offload: Offload = "none"
     answered_by: str = ""
     """Which candidate won, for people: `"micropack: 24 MicroPacks a rank, graded, merged 2 of 512"`."""

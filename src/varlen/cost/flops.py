@@ -65,19 +65,22 @@ def slice_flops(model: ModelShape, starts: npt.ArrayLike, stops: npt.ArrayLike) 
     return np.stack([attention + linear, BACKWARD_RATIO * attention + 2.0 * linear], axis=-1)
 
 
-def step_flops(model: ModelShape, lengths: npt.ArrayLike, recompute: Recompute = "none") -> Flops:
+def step_flops(
+    model: ModelShape, lengths: npt.ArrayLike, recompute: Recompute = "none", recompute_share: float = 1.0
+) -> Flops:
     """Return FLOPs of training on whole documents once.
 
     Args:
         model: the model.
         lengths: `[num_documents]`.
         recompute: "full" computes every layer's forward pass again, the head's not.
+        recompute_share: of the layers.
     """
     stops = np.asarray(lengths, np.float64)
     each, products = _forward(model, np.zeros_like(stops), stops)
     attention, linear = float(each.sum()), float(products.sum())
     head = 2.0 * model.head_parameters * float(stops.sum())
-    again = 1.0 if recompute == "full" else 0.0
+    again = recompute_share if recompute == "full" else 0.0
     attended = attention * (1.0 + BACKWARD_RATIO + again)
     return Flops(
         model=3.0 * (attention + linear),

@@ -106,11 +106,14 @@ def memory_of(
     offload: Offload,
     limit_bytes: float,
     kernels: Kernels = "fused",
+    *,
+    recompute_share: float = 1.0,
 ) -> Memory:
     """Count the bytes of one GPU of each stage; see `Memory`.
 
     - "none" keeps all activations, "selective" all but norm outputs and the SwiGLU product, "full" a layer's
-      input, and keys and values for later slices; one layer's activations then live while it runs.
+      input, and keys and values for later slices; one layer's activations then live while it runs. With a
+      `recompute_share` below 1 so many layers of a chunk, rounded up, do, and the others as under "selective".
     - While a layer's backward pass runs, gradients of its widest activations live beside it.
     - With kernels="eager" layers leave `eager_bytes` more, and what passes is transformers' own.
     - With offload="kv" keys, values and their gradients of `LAYERS_ON_DEVICE` layers are on the GPU, of the others
@@ -124,17 +127,15 @@ def memory_of(
     if kernels == "eager":
         whole += eager_bytes(model) / tp
         gradients = 4 * model.active_ffn / tp
-    one = {
-        "none": whole,
-        "selective": whole - reused_bytes(model) / tp,
-        "full": 2 * model.hidden / tp + kv,
-    }[recompute]
+    kept = whole - (reused_bytes(model) / tp if recompute != "none" else 0.0)
+    num_again = np.ceil(recompute_share * layers - 1e-9) * (recompute == "full")
+    held = (2 * model.hidden / tp + kv) * num_again + kept * (layers - num_again)
     again, ends = whole, 4 * model.hidden / tp * stages.has_head
     if kernels == "eager":
         # Keys and values stand in the cache already, and a layer's input and output beside what they leave; what
         # the final norm takes is made again.
         again += 4 * model.hidden / tp - expanded
-        ends = ends * (recompute != "full")
+        ends = ends * (num_again < layers)
     passing = gradients + {"none": 0.0, "selective": reused_bytes(model) / tp, "full": again}[recompute]
     near = np.minimum(layers, LAYERS_ON_DEVICE) if offload == "kv" else layers
     linear_inputs: float = 4 * model.hidden + 2 * model.heads * model.value_head_dim + 2 * model.active_ffn
@@ -142,7 +143,7 @@ def memory_of(
     linear_gradients += (4 if model.gated else 2) * model.active_ffn
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
-        held_bytes=one * layers - kv * (layers - near) + ends,
+        held_bytes=held - kv * (layers - near) + ends,
         gradient_bytes=2 * kv * near,
         passing_bytes=np.full(len(layers), passing),
         kept_for_weight_bytes=layers * ((linear_inputs + linear_gradients) / tp + expanded),

@@ -20,7 +20,7 @@ from varlen.cost.rates import Rates
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import Stages, stages_of
 from varlen.errors import SettingError
-from varlen.step_plan import Mesh, Offload, Recompute
+from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
 Mode = Literal["calibrated", "flops"]
@@ -39,6 +39,9 @@ class CostModel:
     hardware: Hardware
     recompute: Recompute = "none"
     """Which activations are computed again in the backward pass."""
+    recompute_share: float = 1.0
+    """With recompute="full": the share of each chunk's layers, rounded up, that are computed again; the others
+    recompute selectively. Seconds count the share itself."""
     offload: Offload = "none"
     """What waits in host memory: "kv" leaves keys, values and their gradients of two layers on the GPU. Each slice
     then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
@@ -69,6 +72,11 @@ class CostModel:
                 )
         if not 0 < self.memory_fraction <= 1:
             raise SettingError(f"memory_fraction={self.memory_fraction!r}; it must be above 0 and at most 1")
+        if not 0 < self.recompute_share <= 1 or (self.recompute_share < 1 and self.recompute != "full"):
+            raise SettingError(
+                f"recompute_share={self.recompute_share!r} with recompute={self.recompute!r}; it must be above 0 and "
+                "at most 1, and only recompute='full' can be shared"
+            )
         for name in ("tp_overlap", "exchange_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"{name}={getattr(self, name)!r}; it must be from 0 to 1")
@@ -80,6 +88,16 @@ class CostModel:
             changes: fields and their new values.
         """
         return dataclasses.replace(self, **changes)
+
+    def as_planned(self, plan: StepPlan) -> CostModel:
+        """Return the same model with what a plan recomputes and offloads.
+
+        Args:
+            plan: the plan.
+        """
+        return self.replace(
+            recompute=plan.recompute, recompute_share=plan.recompute_share, offload=plan.offload
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -113,7 +131,16 @@ class CostModel:
             stages: layers of each chunk; without, as `stages` cuts them.
         """
         cut = self.stages(mesh) if stages is None else stages
-        return memory_of(self.model, mesh, cut, self.recompute, self.offload, self.limit_bytes, self.kernels)
+        return memory_of(
+            self.model,
+            mesh,
+            cut,
+            self.recompute,
+            self.offload,
+            self.limit_bytes,
+            self.kernels,
+            recompute_share=self.recompute_share,
+        )
 
     def send_s(self, mesh: Mesh) -> tuple[float, float]:
         """Return latency and seconds per row of a stage boundary, the same in both passes.
@@ -148,7 +175,7 @@ class CostModel:
         Args:
             lengths: `[num_documents]`.
         """
-        return step_flops(self.model, lengths, self.recompute)
+        return step_flops(self.model, lengths, self.recompute, self.recompute_share)
 
     def rates(self, mesh: Mesh, best: bool = False) -> Rates:
         """Return what the pricing kernels take.
@@ -183,7 +210,7 @@ class CostModel:
             head_flops=2.0 * model.head_parameters / mesh.tp,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
-            recompute=float(self.recompute == "full"),
+            recompute=self.recompute_share if self.recompute == "full" else 0.0,
             reuse_s=self._reuse_s(mesh),
             collective_s=self._collective_s(mesh),
             cp=float(mesh.cp),
@@ -235,9 +262,10 @@ class CostModel:
 
     def _reuse_s(self, mesh: Mesh) -> float:
         """Seconds per row and layer to compute norms and the product again: three reads and writes of each."""
-        if self.recompute != "selective" or self.mode == "flops":
+        share = {"none": 0.0, "selective": 1.0, "full": 1.0 - self.recompute_share}[self.recompute]
+        if self.mode == "flops":
             return 0.0
-        return 3.0 * memories.reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
+        return share * 3.0 * memories.reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
 
     def _collective_s(self, mesh: Mesh) -> float:
         """Seconds per row, layer and pass: two all-gathers and two reduce-scatters of a row among tp GPUs.

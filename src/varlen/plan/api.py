@@ -24,11 +24,13 @@ from varlen.plan.micropack import micropack
 from varlen.plan.refusal import refusal
 from varlen.plan.scored import as_run, best_plan, score
 from varlen.plan.search import Search
-from varlen.step_plan import Mesh, PlanMethod, Recompute, StepPlan
+from varlen.step_plan import Mesh, PlanMethod, StepPlan
 from varlen.types import FloatArray, Int32Array
 
+SHARES = (0.25, 0.5, 1.0)
+"""Shares of the layers that recompute fully, where selective recomputation leaves memory short."""
 _LEAST_CAPACITY_STEP = 128
-_WORTH_A_TRY = 1.08
+_WORTH_A_TRY = 1.04
 """Times its lower bound that a plan takes, about: more recomputation is tried where so much would still be faster."""
 _WORTH_OFFLOADING = 1.13
 """The same of keys and values in host memory, which seldom brings much."""
@@ -95,7 +97,7 @@ def plan_step(
         raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
     best: StepPlan | None = None
     least_s = math.inf
-    for tried in _repairs(cost, used):
+    for tried in repairs(cost) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
         if best and lower_bound(held, tried, mesh).seconds * slack >= least_s:
             break
@@ -147,16 +149,20 @@ def _capacity(lengths: Int32Array, capacity: int | None) -> int:
     return int(capacity)
 
 
-def _repairs(cost: CostModel, search: Search) -> Iterator[CostModel]:
-    """The cost model as given, then with more recomputation, then with keys and values in host memory."""
+def repairs(cost: CostModel) -> Iterator[CostModel]:
+    """Yield the cost model as given, then with more recomputation, then with keys and values in host memory.
+
+    Args:
+        cost: what is recomputed and offloaded at least.
+    """
     yield cost
-    if not search.repairs:
-        return
-    stronger: tuple[Recompute, ...] = get_args(Recompute)[get_args(Recompute).index(cost.recompute) + 1 :]
-    for recompute in stronger:
-        yield replace(cost, recompute=recompute)
+    if cost.recompute == "none":
+        yield replace(cost, recompute="selective")
+    for share in SHARES:
+        if cost.recompute != "full" or cost.recompute_share < share:
+            yield replace(cost, recompute="full", recompute_share=share)
     if cost.offload == "none":
-        yield replace(cost, recompute=get_args(Recompute)[-1], offload="kv")
+        yield replace(cost, recompute="full", recompute_share=1.0, offload="kv")
 
 
 def _planned(
@@ -170,7 +176,15 @@ def _planned(
 ) -> tuple[StepPlan, bool] | None:
     """The plan of one method that fits into memory, or None; and whether more memory might make a faster one."""
     if method == "micropack":
-        return micropack(lengths, cost, mesh, search)
+        found = micropack(lengths, cost, mesh, search)
+        # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
+        if mesh.sharding != "parameters" or not search.merges:
+            return found
+        candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
+        plan = best_plan(candidates, lengths, cost, mesh, method)
+        if plan and (found is None or score(plan, cost) < score(found[0], cost)):
+            return plan, True
+        return found
     if method == "sliced":
         plain = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
         return micropack(lengths, cost, mesh, plain, method="sliced")
@@ -207,7 +221,7 @@ def _refusal(
     search: Search,
 ) -> str:
     """Why no plan fits, and what would."""
-    repairs = list(_repairs(cost, search))
+    tried = list(repairs(cost)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
     # None of these makes a step take less memory; and slices of shared documents are of other sizes anyway.
@@ -216,7 +230,7 @@ def _refusal(
     sparing = replace(sparing, micropacks_per_stage=sizes)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        found = (_planned(some, tried, on, method, capacity, tuned, sparing) for tried in repairs[::-1])
+        found = (_planned(some, one, on, method, capacity, tuned, sparing) for one in tried[::-1])
         return any(plan is not None for plan in found)
 
-    return refusal(lengths, repairs, mesh, holds, most_ranks)
+    return refusal(lengths, tried, mesh, holds, most_ranks)

@@ -93,6 +93,7 @@ def step_plan(
         splits_backward=splits,
         method=method,
         recompute=cost.recompute,
+        recompute_share=cost.recompute_share,
         offload=cost.offload,
         answered_by=answered_by,
     )

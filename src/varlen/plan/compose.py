@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,8 +169,13 @@ def compose(
         1.0,
         rates,
     )
+    followers, leaders = _beside_others(documents, np.bincount(of, minlength=chained)[:shared], budget)
+    is_first = ~np.isin(of, followers)
+    of, starts, stops = of[is_first], starts[is_first], stops[is_first]
     first_own = int(np.searchsorted(of, shared))
     sizes = documents.work[of] / np.bincount(of, minlength=chained)[of]
+    led = np.searchsorted(of, leaders)
+    np.add.at(sizes, led, documents.work[followers])
     shorts = documents.work[chained:]
     free = max(num_micropacks - of.size, int(first_own == of.size and shorts.size > 0))
     heads, tails = grading.heads, grading.tails
@@ -191,8 +197,41 @@ def compose(
         order = np.concatenate([np.arange(first_own), order, np.arange(of.size, filled.size)])
         of, starts, stops = (part[order[: of.size]] for part in (of, starts, stops))
         pack_of, filled = np.argsort(order)[pack_of], np.zeros_like(filled)
-    table = np.stack([documents.lengths, documents.num_ranks, documents.document_ids])
+    # Documents that lead no MicroPack stand behind those that do.
+    order = np.concatenate(
+        [np.delete(np.arange(chained), followers), followers, np.arange(chained, documents.work.size)]
+    )
+    places = np.empty(order.size, np.int32)
+    places[order] = np.arange(order.size)
+    table = np.stack([documents.lengths, documents.num_ranks, documents.document_ids])[:, order]
     offsets, slices, chains = _kernel("arrange")(
-        np.stack([of, starts, stops]), pack_of, filled, heads, tails, in_step, table
+        np.stack([places[of], starts, stops]), np.append(led, pack_of), filled, heads, tails, in_step, table
     )
     return Composition(slice_offsets=offsets, slices=slices, chains=chains)
+
+
+def _beside_others(
+    documents: RankDocuments, num_slices: IntArray, budget: float
+) -> tuple[IntArray, IntArray]:
+    """Shared documents that stand in the MicroPack of another one, and that other one, int64 `[followers]` each.
+
+    Those that aren't cut and that the same ranks share are dealt to as few MicroPacks as budgets hold; all of these
+    ranks deal them alike.
+
+    Args:
+        documents: of the rank.
+        num_slices: int64 `[shared documents]`.
+        budget: seconds of a shared MicroPack.
+    """
+    followers, leaders = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    whole = np.flatnonzero(num_slices == 1)
+    ranks = documents.num_ranks[whole]
+    for size in np.unique(ranks).tolist():
+        mine = whole[ranks == size]
+        work = documents.work[mine]
+        count = max(1, math.ceil(float(work.sum()) / budget))
+        if count < mine.size:
+            chosen = _kernel("fill_lightest")(work, np.zeros(count))
+            followers.append(mine[count:])
+            leaders.append(mine[chosen[count:]])
+    return np.concatenate(followers), np.concatenate(leaders)

@@ -14,11 +14,20 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import blocks_of, padded, pipeline_of_block
+from varlen.plan.bound import lower_bound
 from varlen.plan.compose import Composition, RankDocuments, compose
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
-from varlen.plan.settings import EVEN, GRADINGS, SHARINGS, Setting, far_settings, first_setting, neighbours
+from varlen.plan.settings import (
+    EVEN,
+    GRADINGS,
+    SHARINGS,
+    Setting,
+    far_settings,
+    first_setting,
+    neighbours,
+)
 from varlen.simulate.dispatch import Dispatched, dispatch
 from varlen.simulate.stage_costs import StageCosts, stage_costs
 from varlen.step_plan import Mesh, PlanMethod, StepPlan
@@ -40,8 +49,8 @@ _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
-_VERY_SLOW = 1.12
-"""The same before it is looked at thoroughly."""
+_FAR_OVER = 1.12
+"""Times its lower bound that a step may take before it is looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
 
@@ -181,23 +190,25 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
         mesh: the GPUs.
         search: what may be tried.
     """
-    best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, None)
-    if best and best.slowness > _VERY_SLOW:
-        _improve(best, search, math.inf, Look.THOROUGH)
-    if best and search.asymmetric:
+    floor_s = lower_bound(lengths, cost, mesh).seconds
+    best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, floor_s)
+    # Kept activations belong to the slices that made them: only what is computed again may be cut anew.
+    if best and search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1:
         _compose_apart(best, search)
     if not search.splits_backward:
         return best
     plain = stage_costs(cost, mesh)
     if best is None or (best.is_full and best.slowness > _SLOW):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        return _searched(lengths, plain, search, best)
+        return _searched(lengths, plain, search, floor_s, best)
     documents = [rank for block in best.blocks for rank in block.documents]
     way = Answer(best.groups, plain, _blocks(documents, best.groups, plain))
-    return _better(way, best, search)
+    return _better(way, best, search, Look.CLOSE)
 
 
-def _searched(lengths: Int32Array, costs: StageCosts, search: Search, best: Answer | None) -> Answer | None:
+def _searched(
+    lengths: Int32Array, costs: StageCosts, search: Search, floor_s: float, best: Answer | None = None
+) -> Answer | None:
     """The best way to share documents, if it beats the best so far."""
     ways = [
         Answer(groups, costs, _blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
@@ -207,19 +218,22 @@ def _searched(lengths: Int32Array, costs: StageCosts, search: Search, best: Answ
     for way in ways:
         _improve(way, search, incumbent_s, Look.QUICK)
         incumbent_s = min(incumbent_s, way.makespan_s)
-    looked_at = 0
+    kept = []
     for way in sorted(ways, key=lambda way: way.makespan_s):
-        best = _better(way, best, search)
-        looked_at += way.is_complete
-        if looked_at == _KEPT:
+        best = _better(way, best, search, Look.CLOSE)
+        kept += [way] if way.is_complete else []
+        if len(kept) == _KEPT:
             break
+    if best and best.makespan_s > _FAR_OVER * floor_s:
+        for way in sorted(kept, key=lambda way: way.makespan_s):
+            best = _better(way, best, search, Look.THOROUGH)
     return best
 
 
-def _better(way: Answer, best: Answer | None, search: Search) -> Answer | None:
-    """Look closely at a way and return the faster of the two."""
-    incumbent_s = best.makespan_s if best else math.inf
-    _improve(way, search, incumbent_s, Look.CLOSE)
+def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Answer | None:
+    """Look at a way and return the faster of the two."""
+    incumbent_s = best.makespan_s if best and best is not way else math.inf
+    _improve(way, search, incumbent_s, look)
     return way if way.is_complete and way.makespan_s < incumbent_s else best
 
 

@@ -40,7 +40,7 @@ _ARRAYS: Final = (
     "task_offsets",
     *(f"{of}.{field.name}" for of in _PASSES for field in fields(MicroPacks)),
 )
-_SETTINGS: Final = ("splits_backward", "method", "recompute", "offload", "answered_by")
+_SETTINGS: Final = ("splits_backward", "method", "recompute", "recompute_share", "offload", "answered_by")
 _MOST_PACKED: Final = 1100
 """What zlib packs into one byte is at most 1,032 of them."""
 _KEPT: Final = 64
@@ -147,6 +147,9 @@ def _check_settings(settings: dict[str, Any]) -> None:
     for name, values in allowed.items():
         if settings[name] not in get_args(values):
             raise PlanError(f"{name} {settings[name]!r}; there are {', '.join(get_args(values))}")
+    share = settings["recompute_share"]
+    if not isinstance(share, float) or not 0 < share <= 1:
+        raise PlanError(f"recompute_share {share!r}; it must be above 0 and at most 1")
     if not isinstance(settings["splits_backward"], bool) or not isinstance(settings["answered_by"], str):
         raise PlanError(
             f"splits_backward {settings['splits_backward']!r}, answered by {settings['answered_by']!r}"

@@ -105,6 +105,7 @@ def unordered(
         splits_backward=candidate.splits_backward,
         method=method,
         recompute=cost.recompute,
+        recompute_share=cost.recompute_share,
         offload=cost.offload,
         answered_by=candidate.label,
     )

@@ -46,7 +46,9 @@ class MethodFigures:
     @property
     def recompute(self) -> str:
         """What the plan recomputes, or ""."""
-        return "" if self.plan is None else self.plan.recompute
+        if self.plan is None or self.plan.recompute_share == 1:
+            return "" if self.plan is None else self.plan.recompute
+        return f"{self.plan.recompute}, {self.plan.recompute_share:.0%} of layers"
 
     @property
     def offload(self) -> str:
@@ -148,6 +150,7 @@ class PlanComparison:
             "merged_documents": row.plan.num_merged,
             "splits_backward": row.plan.splits_backward,
             "recompute": row.plan.recompute,
+            "recompute_share": row.plan.recompute_share,
             "offload": row.plan.offload,
             "answered_by": row.plan.answered_by,
         }

@@ -193,7 +193,8 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
         "exposed_ratio": float(row.timeline.exposed_ratio),
         "imbalance": float(row.timeline.imbalance),
         "peak_bytes": float(row.timeline.peak_bytes),
-        "recompute": row.recompute,
+        "recompute": row.plan.recompute,
+        "recompute_share": row.plan.recompute_share,
         "offload": row.plan.offload,
         "planning_s": row.planning_s,
     }

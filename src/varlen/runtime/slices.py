@@ -131,10 +131,10 @@ def _check_plan(plan: StepPlan) -> None:
             f"a plan for {mesh.num_gpus} GPUs{', its backward passes split' if plan.splits_backward else ''}; "
             "run_step runs whole backward passes on one"
         )
-    if plan.recompute == "selective" or plan.offload != "none":
+    if plan.recompute == "selective" or plan.recompute_share < 1 or plan.offload != "none":
         raise PlanError(
-            f'recompute="{plan.recompute}" and offload="{plan.offload}"; run_step knows "none" and "full", and '
-            "keeps everything on the device"
+            f'recompute="{plan.recompute}" of {plan.recompute_share:.0%} of the layers and offload="{plan.offload}"; '
+            'run_step knows "none" and "full", and keeps everything on the device'
         )
     if plan.recompute == "none":
         apart = set(_keys(plan.backward)) ^ set(_keys(plan.forward))

@@ -56,7 +56,7 @@ def simulate(
 
     Cost: about a microsecond a task, and some hundred bytes.
     """
-    priced = cost.replace(recompute=plan.recompute, offload=plan.offload)
+    priced = cost.as_planned(plan)
     return run_plan(
         plan,
         durations(plan, priced),
