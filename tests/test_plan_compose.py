@@ -221,6 +221,18 @@ def test_documents_of_a_rank_alone_fill_what_shared_slices_leave() -> None:
         assert beside.any() == mixes
 
 
+def test_short_documents_that_the_same_ranks_share_stand_in_one_micropack() -> None:
+    documents = rank_of([60_000, *[3000] * 24, *[500] * 9], [4, *[4] * 24, *[1] * 9])
+    budget = float(documents.work.sum()) / 10
+    made = composed(documents, 10, budget=budget, in_step=True)
+    packs = np.repeat(np.arange(made.num_micropacks), np.diff(made.slice_offsets))
+    short = (made.slices[2] == 4) & (made.slices[1] - made.slices[0] == 3000)
+    needed = float(documents.work[documents.lengths == 3000].sum()) / budget
+
+    assert short.sum() == 24
+    assert np.unique(packs[short]).size == int(np.ceil(needed)) < 24
+
+
 def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
     composition = Composition(
         slice_offsets=np.arange(6, dtype=np.int32),

@@ -68,6 +68,15 @@ def test_a_plan_comes_back_as_it_was(seed: int) -> None:
     assert plan_fingerprint(back) == plan_fingerprint(plan)
 
 
+def plain(content: bytes | bytearray) -> tuple[bytes, bytes] | None:
+    """What the bytes of a plan hold, behind what stands in front of it; None where they can't be unpacked."""
+    start = len(_MAGIC) + _FRONT.size
+    try:
+        return bytes(content[:start]), zlib.decompress(content[start:])
+    except zlib.error:
+        return None
+
+
 @settings(max_examples=300)
 @given(st.integers(0, 30), st.integers(0, 10**9))
 def test_damaged_bytes_are_refused_in_a_sentence(seed: int, dice: int) -> None:
@@ -89,6 +98,11 @@ def test_damaged_bytes_are_refused_in_a_sentence(seed: int, dice: int) -> None:
     if bytes(content) == whole:
         return
 
+    if plain(content) == plain(
+        whole
+    ):  # one of the few bits behind the last code of a zlib stream, which say nothing
+        assert same(random_plan(seed), plan_from_bytes(bytes(content)))
+        return
     with pytest.raises(PlanError, match=r"no plan of varlen|this varlen reads format"):
         plan_from_bytes(bytes(content))
 
@@ -157,7 +171,7 @@ def test_a_plan_of_a_thousand_documents_on_a_thousand_stages_takes_less_than_100
 
 def test_the_fingerprint_is_the_same_on_every_machine() -> None:
     assert (
-        plan_fingerprint(random_plan(2)) == "0bd2a86b09bb1f6abc8511f965b8e4d3a24261701982453a54ffb2fd68b2f445"
+        plan_fingerprint(random_plan(2)) == "59241e8e08d7da95e0fae20c44a7e1d254bf4bd9afe0ac0e79fa18d3793d71f9"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -182,6 +183,21 @@ def test_memory_that_is_short_is_repaired_by_more_recomputation_and_said() -> No
     assert vl.simulate(plan, cost).peak_bytes <= cost.limit_bytes
     with pytest.raises(PlanError, match=r"documents of up to [\d,]+ tokens would fit, or a mesh of cp=\d"):
         vl.plan_step(lengths, cost=cost, mesh=mesh, search=vl.Search(repairs=False))
+
+
+def test_where_memory_wants_half_the_layers_recomputed_only_they_are() -> None:
+    mesh, lengths = vl.Mesh(dp=2, pp=4, tp=4), long_tailed(96, 60_000)
+    whole = cost_of("llama-2-70b", memory_fraction=0.8)
+    whole = whole.replace(model=replace(whole.model, max_positions=None))
+    least = whole.replace(recompute="none")
+
+    plan = vl.plan_step(lengths, cost=least, mesh=mesh)
+    timeline = vl.simulate(plan, least)
+    all_layers = vl.simulate(vl.plan_step(lengths, cost=whole, mesh=mesh), whole)
+
+    assert (plan.recompute, plan.recompute_share) == ("full", 0.5)
+    assert timeline.peak_bytes <= least.limit_bytes
+    assert timeline.makespan_s < 0.98 * all_layers.makespan_s
 
 
 @pytest.mark.parametrize(("dp", "way_out"), [(1, "pp or tp$"), (2, "pp or tp, or sharding='parameters'")])

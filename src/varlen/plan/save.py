@@ -103,8 +103,8 @@ def plan_from_bytes(content: bytes) -> StepPlan:
         content: what it returned.
 
     Raises:
-        PlanError: bytes of something else, of a later version, or with a bit that has changed. No more memory is
-            taken than some 1,000 times the bytes.
+        PlanError: bytes of something else, of a later version, or with a bit changed of what they say. No more memory
+            is taken than some 1,000 times the bytes.
     """
     content = bytes(content)
     start = len(_MAGIC)

@@ -30,7 +30,8 @@ class Search:
     merges: bool = True
     """Let neighbouring ranks share the longest documents (DP-Merge)."""
     asymmetric: bool = True
-    """Compose backward MicroPacks apart from forward ones where the simulator gains 1 % or more."""
+    """Compose backward MicroPacks apart from forward ones where the simulator gains 1 % or more, and all layers
+    recompute fully: kept activations belong to the slices that made them."""
     exact: bool = False
     """Improve the assignment of documents to ranks with HiGHS; deterministic, and rarely worth its time."""
     repairs: bool = True
