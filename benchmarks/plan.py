@@ -21,6 +21,7 @@ from benchmarks.parts import asked_for, opened, parser, rounded
 from benchmarks.plan_ablation import ABLATION_CELLS, TIMES, ablated, planning_times
 from benchmarks.plan_engine import engine_speed
 from benchmarks.plan_grid import Cell, equal_rates, grid
+from benchmarks.plan_interleaved import interleaved, interleaved_cells
 from benchmarks.plan_methods import measured
 from benchmarks.table import RESULTS
 
@@ -55,12 +56,18 @@ def _engine(is_quick: bool) -> list[Job]:
     return [(key, engine_speed, (key, 2 if is_quick else 7)) for key in ("8192 on 64x16",)]
 
 
+def _interleaved(is_quick: bool) -> list[Job]:
+    cells = interleaved_cells()[:2] if is_quick else interleaved_cells()
+    return [(cell.key, interleaved, (cell,)) for cell in cells]
+
+
 PARTS = {
     "times": _times,
     "engine": _engine,
     "equal_rates": _equal_rates,
     "ablation": _ablation,
     "grid": _grid,
+    "interleaved": _interleaved,
 }
 """By name; what is timed comes first, one process at a time, before two run side by side."""
 TIMED = ("times", "engine")

@@ -103,6 +103,11 @@ def page(result: dict[str, Any]) -> str:
         "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart.",
         "## Equal rates",
         _equal(records_of(result, "equal_rates")),
+        "## Interleaved stages",
+        _interleaved(records_of(result, "interleaved")),
+        "Several chunks of layers a GPU fill a pipeline sooner, which helps most where a step has little work beside "
+        "filling: micropack in every cell above of dp x pp of at least 64. Everything else on this page is with one "
+        "chunk a GPU, for all methods.",
         "## Worst cells",
         "Furthest from the bound:",
         _worst(cells, lambda record: record["methods"][_CHIEF].get("ratio", 0.0)),
@@ -254,10 +259,35 @@ def _equal(records: list[Record]) -> str:
     return _table(("cells", "number", "over bound", "speed-up over packed, tuned"), rows)
 
 
+def _interleaved(records: list[Record]) -> str:
+    """Return ratios and times by chunks of layers a GPU."""
+    rows = []
+    for count in sorted({count for record in records for count in record["chunks"]}):
+        plans = [(record["chunks"]["1"], record["chunks"][count], record["is_large"]) for record in records]
+        both = [(one, other, large) for one, other, large in plans if "ratio" in one and "ratio" in other]
+        rows.append(
+            (
+                count,
+                f"{len(both)}",
+                _spread([other["ratio"] for _, other, large in both if large]),
+                _spread([one["step_s"] / other["step_s"] for one, other, _ in both]),
+                _number(middle([other["peak_gb"] for _, other, _ in both])),
+            )
+        )
+    return _table(("chunks a GPU", "cells", "over bound, large enough", "speed-up over one", "peak GB"), rows)
+
+
 def _worst(cells: list[Record], badness: Any) -> str:
     """Return the cells of which something is largest."""
     fitting = where(cells, lambda record: "step_s" in record["methods"][_CHIEF])
     return _cells(sorted(fitting, key=badness, reverse=True)[:WORST])
+
+
+def _recomputed(figures: dict[str, Any]) -> str:
+    """Say what is recomputed, of how many layers, and offloaded."""
+    share = figures.get("recompute_share", 1)
+    text = f"{figures.get('recompute', '-')}" + (f", {share:.0%} of layers" if share < 1 else "")
+    return text + (" + offload" if figures.get("offload", "none") != "none" else "")
 
 
 def _cells(records: list[Record]) -> str:
@@ -267,7 +297,7 @@ def _cells(records: list[Record]) -> str:
         ours = record["methods"][_CHIEF]
         seconds = f"{_number(ours.get('step_s'))} s" if "step_s" in ours else "-"
         row = [record["key"].replace("/", ", "), f"{record['tokens'] / 1e6:.2f} M", seconds]
-        row += [_number(ours.get("ratio")), _number(ours.get("bubble")), ours.get("recompute", "-")]
+        row += [_number(ours.get("ratio")), _number(ours.get("bubble")), _recomputed(ours)]
         rows.append([*row, *(_number(speedup(record, name)) for name in OTHERS)])
     head = ("cell", "tokens", "step", "over bound", "bubble", "recompute", *(TITLES[name] for name in OTHERS))
     return _table(head, rows)

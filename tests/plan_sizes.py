@@ -32,6 +32,7 @@ def large_plan(dp: int = 64, pp: int = 16, count: int = 48, documents: int = 102
         task_offsets=np.arange(dp * pp + 1, dtype=np.int32) * 3 * count,
         mesh=Mesh(dp=dp, pp=pp),
         splits_backward=True,
+        recompute="full",
     )
 
 

@@ -41,6 +41,7 @@ def random_plan(seed: int, *, most_documents: int = 8, mesh: Mesh | None = None)
         task_offsets=np.array(offsets, np.int32),
         mesh=mesh,
         splits_backward=splits,
+        recompute="full",
     )
 
 

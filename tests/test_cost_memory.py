@@ -232,8 +232,13 @@ def test_gpus_of_several_nodes_synchronize_over_the_network() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"recompute_share": 0.5}, "recompute_share=0.5 with recompute='none'; .* only recompute='full'"),
-        ({"recompute": "full", "recompute_share": 0}, "recompute_share=0 with .* must be above 0"),
+        (
+            {"recompute_share": 0.5},
+            "recompute_share=0.5 with recompute='none'; .* and 1 unless recompute='full'",
+        ),
+        ({"recompute": "full", "recompute_share": "half"}, "recompute_share='half' .* must be a number"),
+        ({"recompute": "full", "recompute_share": True}, "recompute_share=True .* must be a number"),
+        ({"recompute": "full", "recompute_share": 0}, "recompute_share=0 with .* must be a number above 0"),
         ({"recompute": "some"}, "cost recompute='some'; there are none, selective, full"),
         ({"offload": "all"}, "cost offload='all'; there are none, kv"),
         ({"mode": "guess"}, "cost mode='guess'; there are calibrated, flops"),

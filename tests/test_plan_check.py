@@ -72,6 +72,7 @@ def shared_plan(**changes: Any) -> StepPlan:
         tasks=np.array([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1], np.uint8),
         task_offsets=np.array([0, 5, 11], np.int32),
         mesh=Mesh(dp=2),
+        recompute="full",
     )
     return replace(plan, **changes)
 
@@ -273,6 +274,19 @@ def test_a_document_stands_on_an_aligned_power_of_two_of_ranks(first: int, num: 
         PlanError, match=f"stands on {num} ranks from rank {first}; it must be a power of two"
     ):
         check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"recompute": "none"}, "recompute='none', recompute_share=1"),
+        ({"recompute": "selective"}, "recompute='selective'"),
+        ({"recompute_share": 0.5}, "recompute='full', recompute_share=0.5"),
+    ],
+)
+def test_passes_cut_apart_are_found_where_layers_keep_activations(kept: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=rf"stands in one pass alone \(3 do\); .* {said}"):
+        check_plan(shared_plan(**kept))
 
 
 def test_a_micropack_over_the_capacity_is_found_and_a_shared_slice_counts_by_its_part() -> None:

@@ -151,9 +151,10 @@ class StepPlan:
     recompute selectively."""
     offload: Offload = "none"
     answered_by: str = ""
-    """Which candidate won, for people: `"micropack: 24 MicroPacks a rank, graded, merged 2 of 512"`."""
+    """Which candidate won, for people: `"24 to 24 MicroPacks a rank, … 2 of 512 documents shared"`."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute_share", float(self.recompute_share))
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):

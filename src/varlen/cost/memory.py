@@ -98,6 +98,17 @@ def reused_bytes(model: ModelShape) -> float:
     return 4 * model.hidden + 2 * model.active_ffn
 
 
+def layers_again(layers: FloatArray, share: float) -> FloatArray:
+    """Return how many layers of each chunk a share of them is: whole ones, rounded up.
+
+    Args:
+        layers: `[chunks]`, of any shape.
+        share: above 0, at most 1.
+    """
+    again: FloatArray = np.ceil(share * layers - 1e-9)
+    return again
+
+
 def memory_of(
     model: ModelShape,
     mesh: Mesh,
@@ -128,7 +139,7 @@ def memory_of(
         whole += eager_bytes(model) / tp
         gradients = 4 * model.active_ffn / tp
     kept = whole - (reused_bytes(model) / tp if recompute != "none" else 0.0)
-    num_again = np.ceil(recompute_share * layers - 1e-9) * (recompute == "full")
+    num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held = (2 * model.hidden / tp + kv) * num_again + kept * (layers - num_again)
     again, ends = whole, 4 * model.hidden / tp * stages.has_head
     if kernels == "eager":

@@ -41,7 +41,7 @@ class CostModel:
     """Which activations are computed again in the backward pass."""
     recompute_share: float = 1.0
     """With recompute="full": the share of each chunk's layers, rounded up, that are computed again; the others
-    recompute selectively. Seconds count the share itself."""
+    recompute selectively. Layers all take as long, with the share of the stage that recomputes most."""
     offload: Offload = "none"
     """What waits in host memory: "kv" leaves keys, values and their gradients of two layers on the GPU. Each slice
     then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
@@ -72,11 +72,14 @@ class CostModel:
                 )
         if not 0 < self.memory_fraction <= 1:
             raise SettingError(f"memory_fraction={self.memory_fraction!r}; it must be above 0 and at most 1")
-        if not 0 < self.recompute_share <= 1 or (self.recompute_share < 1 and self.recompute != "full"):
+        share = self.recompute_share
+        is_number = isinstance(share, int | float | np.floating) and not isinstance(share, bool)
+        if not is_number or not 0 < share <= 1 or (share < 1 and self.recompute != "full"):
             raise SettingError(
-                f"recompute_share={self.recompute_share!r} with recompute={self.recompute!r}; it must be above 0 and "
-                "at most 1, and only recompute='full' can be shared"
+                f"recompute_share={share!r} with recompute={self.recompute!r}; it must be a number above 0 and at "
+                "most 1, and 1 unless recompute='full'"
             )
+        object.__setattr__(self, "recompute_share", float(share))
         for name in ("tp_overlap", "exchange_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"{name}={getattr(self, name)!r}; it must be from 0 to 1")
@@ -210,7 +213,7 @@ class CostModel:
             head_flops=2.0 * model.head_parameters / mesh.tp,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
-            recompute=self.recompute_share if self.recompute == "full" else 0.0,
+            recompute=self._share_again(mesh) if self.recompute == "full" else 0.0,
             reuse_s=self._reuse_s(mesh),
             collective_s=self._collective_s(mesh),
             cp=float(mesh.cp),
@@ -260,11 +263,17 @@ class CostModel:
             "gemm_backward_s": gemm,
         }
 
+    def _share_again(self, mesh: Mesh) -> float:
+        """Share of a stage's layers that recompute fully, whole layers of each chunk, on the stage with the most."""
+        layers = stages_of(self.model, mesh).layers.reshape(-1, mesh.pp)
+        again = memories.layers_again(layers, self.recompute_share)
+        return float((again.sum(axis=0) / layers.sum(axis=0)).max())
+
     def _reuse_s(self, mesh: Mesh) -> float:
         """Seconds per row and layer to compute norms and the product again: three reads and writes of each."""
-        share = {"none": 0.0, "selective": 1.0, "full": 1.0 - self.recompute_share}[self.recompute]
-        if self.mode == "flops":
+        if self.mode == "flops" or self.recompute == "none":
             return 0.0
+        share = 1.0 if self.recompute == "selective" else 1.0 - self._share_again(mesh)
         return share * 3.0 * memories.reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
 
     def _collective_s(self, mesh: Mesh) -> float:

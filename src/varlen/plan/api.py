@@ -99,7 +99,7 @@ def plan_step(
     least_s = math.inf
     for tried in repairs(cost) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
-        if best and lower_bound(held, tried, mesh).seconds * slack >= least_s:
+        if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
             break
         found = _planned(held, tried, mesh, method, limit, tuned, used)
         if found is None:
@@ -178,11 +178,13 @@ def _planned(
     if method == "micropack":
         found = micropack(lengths, cost, mesh, search)
         # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
-        if mesh.sharding != "parameters" or not search.merges:
+        if mesh.sharding != "parameters" or not (search.merges and search.orders):
             return found
         candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
         plan = best_plan(candidates, lengths, cost, mesh, method)
-        if plan and (found is None or score(plan, cost) < score(found[0], cost)):
+        if plan is None or plan.num_ranks.max() > search.most_merged_ranks:
+            return found
+        if found is None or score(plan, cost) < score(found[0], cost):
             return plan, True
         return found
     if method == "sliced":
@@ -230,7 +232,7 @@ def _refusal(
     sparing = replace(sparing, micropacks_per_stage=sizes)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        found = (_planned(some, one, on, method, capacity, tuned, sparing) for one in tried[::-1])
-        return any(plan is not None for plan in found)
+        return _planned(some, tried[-1], on, method, capacity, tuned, sparing) is not None
 
-    return refusal(lengths, tried, mesh, holds, most_ranks)
+    is_limited = not search.repairs and len(list(repairs(cost))) > 1
+    return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)

@@ -42,10 +42,10 @@ def lower_bound(
     cost: CostModel,
     mesh: Mesh,
     *,
-    least_rows: int = 2048,
+    least_rows: int = 1,
     most_merged_ranks: int | None = None,
 ) -> Bound:
-    """Return what no plan of a step goes below, whose MicroPacks hold at least `least_rows` rows.
+    """Return what no plan of a step goes below, whose MicroPacks hold at least `least_rows` rows a GPU.
 
     Work is counted at the highest rate over all rows and without launches, so that with rates that depend on rows
     no plan reaches it. Weight gradients may run whenever, so that a pipeline needs no time to drain.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError
-from varlen.plan.check_tasks import check_tasks
+from varlen.plan.check_tasks import check_kept, check_tasks
 from varlen.simulate.api import simulate
 from varlen.step_plan import KINDS, MicroPacks, StepPlan
 from varlen.types import FloatArray, IntArray
@@ -33,7 +33,8 @@ def check_plan(
     a pass on each rank that shares it, forward slices first to last and backward ones last to first (so both
     passes hold the same documents and tokens on the same ranks); ranks that share a document cut it alike and meet
     in the same MicroPacks; ranks run equally many MicroPacks where parameters are sharded; targets add up
-    (`targets_per_document`); each stage runs each MicroPack once in each of its chunks; and no task waits for
+    (`targets_per_document`); passes are cut apart only where all layers recompute; each stage runs each MicroPack
+    once in each of its chunks; and no task waits for
     itself.
 
     Args:
@@ -58,6 +59,7 @@ def check_plan(
         if capacity is not None:
             _check_capacity(plan, name, capacity)
         _check_targets(plan, name)
+    check_kept(plan)
     check_tasks(plan)
     if cost is not None:
         peaks = (

@@ -25,6 +25,41 @@ class _Waits(NamedTuple):
     """int64 for each kind of task, by number: how many those are."""
 
 
+def check_kept(plan: StepPlan) -> None:
+    """Require that both passes run the same MicroPacks, unless all layers recompute: what is kept belongs to them.
+
+    Args:
+        plan: the plan; each token stands in one slice of each pass.
+
+    Raises:
+        PlanError: a MicroPack stands in one pass alone.
+
+    Cost: O(slices).
+    """
+    if plan.recompute == "full" and plan.recompute_share == 1:
+        return
+    apart = _contents(plan.forward) ^ _contents(plan.backward)
+    if apart:
+        rank, slices = min(apart)
+        document, start, stop = slices[0]
+        raise PlanError(
+            f"rank {rank} runs tokens {start:,} to {stop:,} of document {document} in a MicroPack that stands in one "
+            f"pass alone ({len(apart):,} do); passes may be cut apart only where all layers recompute, and here "
+            f"recompute={plan.recompute!r}, recompute_share={plan.recompute_share:g}"
+        )
+
+
+def _contents(packs: MicroPacks) -> set[tuple[int, tuple[tuple[int, int, int], ...]]]:
+    """Rank and slices (document, start, stop) of each MicroPack that holds any."""
+    slices = list(zip(packs.document_ids.tolist(), packs.starts.tolist(), packs.stops.tolist()))
+    offsets, ranks = packs.slice_offsets.tolist(), packs.ranks.tolist()
+    return {
+        (rank, tuple(sorted(slices[first:stop])))
+        for rank, first, stop in zip(ranks, offsets, offsets[1:])
+        if stop > first
+    }
+
+
 def check_tasks(plan: StepPlan) -> None:
     """Require that each stage has the tasks that it needs, and that none of them waits, by way of others, for itself.
 

@@ -137,6 +137,7 @@ def compose(
     """Make the MicroPacks of one rank (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
 
     A document over 1.15 budgets is cut into slices of equal cost, each the start of a MicroPack of its own (Slim);
+    shared ones that aren't cut stand together in as few MicroPacks as budgets hold;
     those that are left go, from much work to little, each to the MicroPack with the least (Graham 1969, "Bounds on
     Multiprocessing Timing Anomalies"): to slices with room (Mix) and to free MicroPacks (Pack). Order: small
     MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones falling.

@@ -51,6 +51,8 @@ _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 _FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
+_KEPT_LONGER = 2
+"""Those of them that are looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
 
@@ -190,7 +192,7 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
         mesh: the GPUs.
         search: what may be tried.
     """
-    floor_s = lower_bound(lengths, cost, mesh).seconds
+    floor_s = lower_bound(lengths, cost, mesh, least_rows=search.least_rows).seconds
     best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, floor_s)
     # Kept activations belong to the slices that made them: only what is computed again may be cut anew.
     if best and search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1:
@@ -225,7 +227,7 @@ def _searched(
         if len(kept) == _KEPT:
             break
     if best and best.makespan_s > _FAR_OVER * floor_s:
-        for way in sorted(kept, key=lambda way: way.makespan_s):
+        for way in sorted(kept, key=lambda way: way.makespan_s)[:_KEPT_LONGER]:
             best = _better(way, best, search, Look.THOROUGH)
     return best
 

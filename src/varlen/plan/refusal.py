@@ -19,7 +19,13 @@ Holds = Callable[[Int32Array, Mesh], bool]
 
 
 def refusal(
-    lengths: Int32Array, repairs: Sequence[CostModel], mesh: Mesh, holds: Holds, most_ranks: int
+    lengths: Int32Array,
+    repairs: Sequence[CostModel],
+    mesh: Mesh,
+    holds: Holds,
+    most_ranks: int,
+    *,
+    is_limited: bool,
 ) -> str:
     """Say why no plan fits, and what would.
 
@@ -29,6 +35,7 @@ def refusal(
         mesh: the GPUs.
         holds: asked of single documents, and of the longest on wider meshes.
         most_ranks: data-parallel ranks that may share a document.
+        is_limited: whether there would be more to try.
 
     Cost: some twenty plans of one document.
     """
@@ -43,8 +50,11 @@ def refusal(
             + (f", or sharding='parameters' (now {mesh.sharding!r})" if can_shard else "")
         )
     longest = int(lengths.max())
-    tried = f"recompute={repairs[-1].recompute!r}, offload={repairs[-1].offload!r}"
+    most = repairs[-1]
+    share = f" of {most.recompute_share:.0%} of layers" if most.recompute_share < 1 else ""
+    tried = f"recompute={most.recompute!r}{share}, offload={most.offload!r}"
     tried = f"up to {tried}" if len(repairs) > 1 else tried
+    tried += ", and Search(repairs=False) tries no more" if is_limited else ""
     fits = _longest(longest, mesh, holds)
     if fits == longest:
         return (

@@ -148,8 +148,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
         if settings[name] not in get_args(values):
             raise PlanError(f"{name} {settings[name]!r}; there are {', '.join(get_args(values))}")
     share = settings["recompute_share"]
-    if not isinstance(share, float) or not 0 < share <= 1:
-        raise PlanError(f"recompute_share {share!r}; it must be above 0 and at most 1")
+    if not isinstance(share, float) or not 0 < share <= 1 or (share < 1 and settings["recompute"] != "full"):
+        raise PlanError(
+            f"recompute_share {share!r}; it must be above 0, at most 1, and 1 unless all recomputes"
+        )
     if not isinstance(settings["splits_backward"], bool) or not isinstance(settings["answered_by"], str):
         raise PlanError(
             f"splits_backward {settings['splits_backward']!r}, answered by {settings['answered_by']!r}"

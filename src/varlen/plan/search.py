@@ -24,7 +24,7 @@ class Search:
     grades: bool = True
     """Make the first and last MicroPacks of a rank smaller, so that pipelines fill and drain faster."""
     orders: bool = True
-    """Run long documents before short ones; off: documents as they stand in the step."""
+    """Run long documents before short ones, and try forwards first; off: documents as they stand in the step."""
     splits_backward: bool = True
     """Run weight gradients as tasks of their own, which fill bubbles (zero-bubble schedules)."""
     merges: bool = True
@@ -56,6 +56,8 @@ class Search:
         if not isinstance(ranks, int | np.integer) or ranks < 1 or ranks & (ranks - 1):
             raise SettingError(f"search most_merged_ranks={ranks!r}; it must be a power of two")
         sizes = self.micropacks_per_stage
+        if not isinstance(sizes, tuple) or not all(isinstance(size, int | float) for size in sizes):
+            raise SettingError(f"search micropacks_per_stage={sizes!r}; it must be a tuple of numbers")
         rises = all(one < next_one for one, next_one in itertools.pairwise(sizes))
         if not sizes or not rises or not 0 < sizes[0] <= sizes[-1] < math.inf:
             raise SettingError(

@@ -84,7 +84,8 @@ def neighbours(best: Setting, search: Search, *, shares: bool) -> Iterator[Setti
         yield from (replace(best, sharing=place) for place in range(len(SHARINGS)))
     if search.grades:
         yield from (replace(best, grading=place) for place in range(len(GRADINGS)))
-    yield replace(best, forward_first=not best.forward_first)
+    if search.orders:
+        yield replace(best, forward_first=not best.forward_first)
 
 
 def far_settings(search: Search, *, shares: bool) -> Iterator[Setting]:
@@ -99,6 +100,6 @@ def far_settings(search: Search, *, shares: bool) -> Iterator[Setting]:
         [place for place in sizes if place < len(search.micropacks_per_stage)],
         gradings if search.grades else gradings[:1],
         sharings if shares else (0,),
-        orders,
+        orders if search.orders else (False,),
     ):
         yield Setting(size, grading, sharing, forward_first)

@@ -133,8 +133,8 @@ def _check_plan(plan: StepPlan) -> None:
         )
     if plan.recompute == "selective" or plan.recompute_share < 1 or plan.offload != "none":
         raise PlanError(
-            f'recompute="{plan.recompute}" of {plan.recompute_share:.0%} of the layers and offload="{plan.offload}"; '
-            'run_step knows "none" and "full", and keeps everything on the device'
+            f'recompute="{plan.recompute}", recompute_share={plan.recompute_share:g} and offload="{plan.offload}"; '
+            'run_step knows "none" and "full" of all layers, and keeps everything on the device'
         )
     if plan.recompute == "none":
         apart = set(_keys(plan.backward)) ^ set(_keys(plan.forward))

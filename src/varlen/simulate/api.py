@@ -40,7 +40,7 @@ def simulate(
 
     Args:
         plan: what to run.
-        cost: what everything takes; the plan's `recompute` and `offload` stand before those of the cost model.
+        cost: what everything takes; what the plan recomputes and offloads stands before that of the cost model.
         slowdown: `[dp * pp]` factors of at least 0 on the seconds of each stage of each rank, for GPUs that are
             slower than others; without, 1.
         overlap: whether GPUs compute while they send and gather.
