@@ -64,9 +64,9 @@ def of_method(
 def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search: Search) -> StepPlan:
     """Return the plan of a step by one method.
 
-    Ours, and packs as users run them, come as a user gets them, with the least recomputation that fits. Others are
-    planned at every recomputation, and with keys and values offloaded; the fastest plan counts: some fit with little
-    recomputation only in tiny packs.
+    Ours, and packs as users run them, come as a user gets them: more is recomputed where that fits or is faster.
+    Others are planned at every recomputation, and with keys and values offloaded; the fastest plan counts: some fit
+    with little recomputation only in tiny packs.
 
     Raises:
         PlanError: memory holds no plan.
@@ -99,7 +99,7 @@ def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search:
 def figures(plan: StepPlan, cost: CostModel, lengths: Int32Array) -> dict[str, Any]:
     """Simulate a plan and return its figures as plain data.
 
-    The bound is that of the recomputation that the plan needs to fit: a plan that recomputes more has more to do.
+    The bound is that of what the plan recomputes: a plan that recomputes more has more to do.
     """
     used = cost.as_planned(plan)
     timeline = simulate(plan, used)

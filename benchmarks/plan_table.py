@@ -86,7 +86,8 @@ def page(result: dict[str, Any]) -> str:
         ),
         "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. The bound counts work "
         "at the highest rates over all rows, without launches, so that no plan reaches it; filling the pipeline with "
-        "the smallest unit is part of it.",
+        "the smallest unit is part of it. It counts what the plan recomputes: a plan that recomputes more, to fit or "
+        "because it is faster so, has more to do.",
         "## Methods",
         _methods(cells),
         "Step time over the bound, where the method fits; bubble, imbalance (busiest rank over the mean), peak "

@@ -54,20 +54,6 @@ def test_selective_recomputation_drops_norm_outputs_and_the_product() -> None:
     np.testing.assert_allclose(none.held_bytes - some.held_bytes, layers * (4 * 4096 + 2 * 14336), rtol=1e-12)
 
 
-@pytest.mark.parametrize(("share", "layers"), [(0.1, 1), (1 / 9, 1), (0.25, 3), (0.5, 5), (1.0, 9)])
-def test_a_share_of_a_chunks_layers_rounded_up_recomputes_fully(share: float, layers: int) -> None:
-    some, none = (
-        COST.replace(recompute=way, recompute_share=part).memory(Mesh(pp=4))
-        for way, part in (("full", share), ("selective", 1.0))
-    )
-    whole = COST.replace(recompute="full").memory(Mesh(pp=4))
-
-    expected = none.held_bytes[1] + layers / 9 * (whole.held_bytes[1] - none.held_bytes[1])
-    assert COST.stages(Mesh(pp=4)).layers[1] == 9
-    assert some.held_bytes[1] == pytest.approx(expected)
-    assert some.passing_bytes[1] == whole.passing_bytes[1]
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_offload_leaves_keys_and_values_of_two_layers(recompute: str) -> None:
     cost = COST.replace(recompute=recompute)

@@ -258,18 +258,6 @@ def test_selective_recomputation_takes_a_few_percent_at_most() -> None:
     assert 1 < ratio < 1.06
 
 
-def test_recomputing_some_layers_takes_their_share_between_selective_and_full() -> None:
-    rates = [
-        COST.replace(recompute=way, recompute_share=share).rates(Mesh(tp=4))  # type: ignore[arg-type]
-        for way, share in (("selective", 1.0), ("full", 0.25), ("full", 1.0))
-    ]
-
-    none, some, whole = (one(8_192, 16_384, each)[INPUT_LAYER] for each in rates)
-
-    assert none < some < whole
-    assert some == pytest.approx(0.75 * none + 0.25 * whole)
-
-
 def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange() -> None:
     rates = OPEN.rates(Mesh(dp=8, tp=2))
     quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2), launch_s=0.0)

@@ -180,7 +180,8 @@ def test_the_fingerprint_tells_apart_what_is_run_and_not_what_people_read() -> N
     prints = {plan_fingerprint(plan)}
     for change in (
         {"mesh": Mesh(dp=2, pp=2, tp=2)},
-        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"recompute_share": 0.5},
         {"splits_backward": not plan.splits_backward},
     ):
         prints.add(plan_fingerprint(replace(plan, **change)))
@@ -188,7 +189,7 @@ def test_the_fingerprint_tells_apart_what_is_run_and_not_what_people_read() -> N
     tasks[0] += 1
     prints.add(plan_fingerprint(replace(plan, tasks=tasks)))
 
-    assert len(prints) == 5
+    assert len(prints) == 6
     assert plan_fingerprint(replace(plan, answered_by="someone")) == plan_fingerprint(plan)
 
 

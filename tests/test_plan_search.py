@@ -15,6 +15,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"least_rows": 1.5}, "least_rows=1.5; it must be a whole number"),
     ({"most_merged_ranks": 3}, "most_merged_ranks=3; it must be a power of two"),
     ({"most_merged_ranks": 2.0}, "most_merged_ranks=2.0; it must be a power of two"),
+    ({"micropacks_per_stage": 4}, "micropacks_per_stage=4; it must be a tuple of numbers"),
+    ({"micropacks_per_stage": ("a",)}, "it must be a tuple of numbers"),
     ({"micropacks_per_stage": ()}, r"micropacks_per_stage=\(\); it must hold numbers above 0"),
     ({"micropacks_per_stage": (0, 1)}, "must hold numbers above 0"),
     ({"micropacks_per_stage": (5, 1)}, r"=\(5, 1\); .* each above the one before"),

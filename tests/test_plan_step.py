@@ -25,8 +25,7 @@ METHODS = get_args(PlanMethod)
 def cost_of(model: str = "llama-2-7b", **settings: Any) -> vl.CostModel:
     return vl.CostModel(
         model=vl.ModelShape.named(model),
-        hardware=vl.Hardware.named("h100"),
-        **({"recompute": "full"} | settings),
+        **({"recompute": "full", "hardware": vl.Hardware.named("h100")} | settings),
     )
 
 
@@ -226,12 +225,39 @@ def test_packs_alone_are_tuned_only_if_asked_to_be(method: Any) -> None:
     assert (plan_to_bytes(plain) == plan_to_bytes(tuned)) == (method != "packed")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "mesh"),
+    [
+        ([16_384] * 8, vl.Mesh(dp=1, pp=8, cp=4, tp=4)),
+        ([1630, 1415], vl.Mesh(dp=2, pp=2, tp=4)),
+        ([40, 3000, 700], vl.Mesh(dp=4, pp=4, cp=2, tp=2)),
+    ],
+)
+def test_no_plan_of_few_rows_a_gpu_is_faster_than_the_bound(lengths: list[int], mesh: vl.Mesh) -> None:
+    cost = cost_of(mode="flops", recompute="none")
+    cost = cost.replace(model=replace(cost.model, max_positions=None))
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
+
+    assert vl.simulate(plan, cost).makespan_s >= lower_bound(plan.lengths, cost, mesh).seconds
+
+
+def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded() -> None:
+    mesh, roomy = vl.Mesh(dp=8, sharding="parameters"), replace(vl.Hardware.named("h100"), memory_bytes=2e12)
+    cost = cost_of(hardware=roomy)
+    cost = cost.replace(model=replace(cost.model, max_positions=None))
+
+    plan = vl.plan_step([60_000] + [300] * 20, cost=cost, mesh=mesh, search=vl.Search(most_merged_ranks=2))
+
+    assert plan.num_ranks.max() <= 2
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lengths": []}, LengthsError, "no token"),
     ({"lengths": [0, 0]}, LengthsError, "2 documents have no token among them"),
     ({"lengths": [5, -1]}, LengthsError, "-1"),
     ({"lengths": [5.5]}, LengthsError, "5.5"),
     ({"method": "micropacks"}, SettingError, "did you mean 'micropack'"),
+    ({"search": {}}, SettingError, "search is a dict; it must be a vl.Search"),
     ({"capacity": 0}, SettingError, "capacity=0"),
     ({"capacity": 50}, OverlongDocumentError, r"document 0 has 100 tokens and a pack holds 50 \(1 documents"),
     ({"mesh": vl.Mesh(dp=1, pp=33, tp=1)}, SettingError, "33"),

@@ -76,8 +76,8 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: memory holds no plan; says what would.
 
-    Cost: "micropack" takes under 0.1 s for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16; several
-    times that where memory is short, since more recomputation is then planned too.
+    Cost: "micropack" takes under 0.1 s for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16. Where
+    memory is short and plans stand far over their bound, each step of recomputation is searched thoroughly: seconds.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -86,7 +86,9 @@ def plan_step(
     50700
     """
     held = _checked(lengths, cost)
-    used = search or Search()
+    used = Search() if search is None else search
+    if not isinstance(used, Search):
+        raise SettingError(f"search is a {type(search).__name__}; it must be a vl.Search")
     if method not in get_args(PlanMethod):
         near = get_close_matches(str(method), get_args(PlanMethod), n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""

@@ -229,7 +229,10 @@ def _as_thresholds(thresholds: npt.ArrayLike) -> Int32Array:
         LengthsError: they don't rise.
         SettingError: there are none.
     """
-    bounds = as_lengths(thresholds)
+    try:
+        bounds = as_lengths(thresholds)
+    except LengthsError as error:
+        raise LengthsError(f"thresholds are lengths from which documents wait: {error}") from None
     if not bounds.size:
         raise SettingError("thresholds is empty; give at least one length from which documents wait")
     falling = np.flatnonzero(np.diff(bounds) <= 0)
