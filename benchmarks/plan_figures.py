@@ -97,13 +97,19 @@ def middle(values: list[float]) -> float | None:
 def verdicts(result: dict[str, Any]) -> list[Verdict]:
     """Return every target with its verdict, from all cells that were run."""
     cells, equal = records_of(result, "grid"), records_of(result, "equal_rates")
-    return [*_of_bounds(cells, equal), *_of_peers(cells), *_of_times(result)]
+    woven = {record["key"]: record["chunks"] for record in records_of(result, "interleaved")}
+    return [*_of_bounds(cells, equal, woven), *_of_peers(cells), *_of_times(result)]
 
 
-def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
+def _of_bounds(cells: list[Record], equal: list[Record], woven: dict[str, Record]) -> list[Verdict]:
     """Step times over their bounds, and memory."""
     large = ratios(where(cells, lambda record: record["is_large"]))
     even = ratios(equal)
+    best = [
+        min([*ratios([record]), *(one["ratio"] for one in woven[record["key"]].values() if "ratio" in one)])
+        for record in cells
+        if record["is_large"] and record["key"] in woven
+    ]
     ours = [record["methods"]["micropack"] for record in cells if "step_s" in record["methods"]["micropack"]]
     over = sum(not figure["fits"] for figure in ours)
     return [
@@ -120,6 +126,13 @@ def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
             target=1.30,
             is_least=False,
             cells=len(large),
+        ),
+        Verdict(
+            what="the same of dp x pp of 64 and more, at the best of 1 to 3 chunks of layers a GPU, worst",
+            value=max(best, default=None),
+            target=1.30,
+            is_least=False,
+            cells=len(best),
         ),
         Verdict(
             what="step time over the bound, equal rates, 4x4, worst",

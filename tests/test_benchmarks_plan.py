@@ -97,6 +97,19 @@ def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst() -> None:
     assert verdict("large enough cells, median", [*good, record(ratio=1.31)]).met is True
 
 
+def test_interleaved_stages_count_where_they_are_faster() -> None:
+    cells = [record(ratio=1.4), record(ratio=1.2)]
+    cells[1]["key"] = "another"
+    chunks = [{"1": {"ratio": 1.4}, "2": {"ratio": 1.25}, "3": {"refused": "no"}}, {"2": {"ratio": 1.5}}]
+    woven = [{"key": cell["key"], "chunks": each} for cell, each in zip(cells, chunks)]
+
+    found = verdict("chunks of layers a GPU", cells, interleaved=woven)
+
+    assert (found.value, found.met, found.cells) == (1.25, True, 2)
+    assert verdict("chunks of layers a GPU", cells).value is None
+    assert verdict("the same, worst", cells, interleaved=woven).met is False
+
+
 def test_a_plan_over_the_limit_of_memory_misses() -> None:
     over = record()
     over["methods"]["micropack"]["fits"] = False
