@@ -51,10 +51,10 @@ _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 _FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
-_KEPT_LONGER = 2
-"""Those of them that are looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
+_KEPT_LONGER = 2
+"""Those of them that are looked at thoroughly, where the best is still far over its bound."""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
 def _searched(
     lengths: Int32Array, costs: StageCosts, search: Search, floor_s: float, best: Answer | None = None
 ) -> Answer | None:
-    """The best way to share documents, if it beats the best so far."""
+    """The best way to share documents, if it beats the best so far; `floor_s` is the step's lower bound."""
     ways = [
         Answer(groups, costs, _blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
         for groups in _groupings(lengths, costs, search)
