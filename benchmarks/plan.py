@@ -20,9 +20,8 @@ from benchmarks.machine import load, machine, versions
 from benchmarks.parts import asked_for, opened, parser, rounded
 from benchmarks.plan_ablation import ABLATION_CELLS, TIMES, ablated, planning_times
 from benchmarks.plan_engine import engine_speed
-from benchmarks.plan_grid import Cell, equal_rates, grid
-from benchmarks.plan_interleaved import interleaved, interleaved_cells
-from benchmarks.plan_methods import measured
+from benchmarks.plan_grid import Cell, equal_rates, grid, interleaved
+from benchmarks.plan_methods import METHODS, measured
 from benchmarks.table import RESULTS
 
 FOLDER = RESULTS / "plan" / "methods"
@@ -57,8 +56,11 @@ def _engine(is_quick: bool) -> list[Job]:
 
 
 def _interleaved(is_quick: bool) -> list[Job]:
-    cells = interleaved_cells()[:2] if is_quick else interleaved_cells()
-    return [(cell.key, interleaved, (cell,)) for cell in cells]
+    """Packs as users run them have one chunk of layers a GPU; all other methods are tuned."""
+    cells = interleaved(grid()[:6] if is_quick else grid())
+    return [
+        (cell.key, measured, (cell, tuple(name for name in METHODS if name != "as_run"))) for cell in cells
+    ]
 
 
 PARTS = {
@@ -86,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     result |= {"date": today, "machine": machine(), "versions": versions(), "total_cells": len(grid(16))}
     for name in asked.parts:
         processes = 1 if name in TIMED else asked.processes
-        if asked.only and name in ("grid", "equal_rates"):
+        if asked.only and name in ("grid", "interleaved", "equal_rates"):
             _renew(name, tuple(asked.only), result, out, processes)
         elif not asked.only:
             _run(name, PARTS[name](asked.quick), result, out, processes)

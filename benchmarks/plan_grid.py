@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,18 @@ PER_GROUP = 1
 """Cells that are run of each set, capacity and mesh, out of 16."""
 LEAST_ROWS = 2048
 """Of the unit that the bound fills pipelines with."""
+MORE_CHUNKS = (2, 3)
+"""Chunks of layers a GPU, beside one: interleaved stages."""
 
 Int32Array = npt.NDArray[np.int32]
+_USUAL = {
+    "mode": "calibrated",
+    "recompute": "none",
+    "memory_fraction": 0.92,
+    "heads_exponent": 0.0,
+    "virtual_stages": 1,
+}
+"""What a cell's key doesn't name."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -65,6 +75,7 @@ class Cell:
     recompute: Recompute = "none"
     memory_fraction: float = 0.92
     heads_exponent: float = 0.0
+    virtual_stages: int = 1
 
     @property
     def key(self) -> str:
@@ -77,16 +88,15 @@ class Cell:
             self.mesh_text,
             self.seed,
         ]
-        others = {"mode": "calibrated", "recompute": "none", "memory_fraction": 0.92, "heads_exponent": 0.0}
         parts += [
-            f"{name}={getattr(self, name)}" for name, usual in others.items() if getattr(self, name) != usual
+            f"{name}={getattr(self, name)}" for name, usual in _USUAL.items() if getattr(self, name) != usual
         ]
         return "/".join(map(str, parts))
 
     @property
     def mesh(self) -> Mesh:
         """The GPUs."""
-        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp)
+        return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, virtual_stages=self.virtual_stages)
 
     @property
     def mesh_text(self) -> str:
@@ -165,6 +175,15 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
             )
             cells[cell.key] = cell
     return list(cells.values())
+
+
+def interleaved(cells: list[Cell]) -> list[Cell]:
+    """Return the cells with more chunks of layers a GPU than one.
+
+    Args:
+        cells: with one.
+    """
+    return [replace(cell, virtual_stages=chunks) for cell in cells for chunks in MORE_CHUNKS]
 
 
 def equal_rates() -> list[Cell]:

@@ -18,6 +18,7 @@ from varlen.plan.micropack import best_answer, micropack
 from varlen.plan.save import plan_fingerprint
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Pipeline
+from varlen.simulate.durations import durations
 from varlen.simulate.pipelines import pipelines_of
 from varlen.simulate.stage_costs import stage_costs
 from varlen.step_plan import PlanMethod, Recompute, Sharding
@@ -71,7 +72,8 @@ def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
     assert made is not None
     costs = stage_costs(cost, mesh, splits=made[0].splits_backward)
 
-    for rank, found in enumerate(pipelines_of(made[0], cost)):
+    told = pipelines_of(made[0], costs, durations(made[0], cost))
+    for rank, found in enumerate(map(told, range(mesh.dp))):
         own = pipeline_of_rank(answer.forward[rank], answer.backward[rank], costs)
         held = found.rows_backward[0, 0] > 0
         for field in fields(Pipeline):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 import varlen as vl
-from varlen.plan.baselines.packed import packed
-from varlen.plan.scored import unordered
+from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
+from varlen.plan.baselines.packed import packed, packed_candidates
+from varlen.plan.candidate import Candidate
+from varlen.plan.scored import best_plan, score, unordered
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import dispatch
-from varlen.simulate.pipelines import pipelines_of
+from varlen.simulate.durations import durations
+from varlen.simulate.pipelines import loads_s, pipelines_of
+from varlen.simulate.stage_costs import stage_costs
 
 COST = vl.CostModel(
     model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"
@@ -26,7 +31,10 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
     plan = unordered(packed(lengths, mesh, 9088), lengths, COST, mesh, "packed")
     assert virtual_stages == 1 or (np.diff(plan.forward.slice_offsets) == 0).any()
 
-    made = [dispatch(pipeline) for pipeline in pipelines_of(plan, COST)]
+    seconds = durations(plan, COST)
+    pipeline = pipelines_of(plan, stage_costs(COST, mesh), seconds)
+    made = [dispatch(pipeline(rank)) for rank in range(mesh.dp)]
+    loads = loads_s(plan, seconds)
     ordered = dataclasses.replace(
         plan,
         tasks=np.concatenate([one.codes.ravel() for one in made]),
@@ -38,3 +46,27 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
     sync_s = COST.gradient_sync_s(mesh).max()
 
     assert max(one.makespan_s for one in made) == pytest.approx(timeline.makespan_s - sync_s, rel=1e-3)
+    assert all(load <= one.makespan_s for one, load in zip(made, loads))
+    for rank, load in enumerate(loads):
+        ahead, back = (slice(*x.rank_offsets[rank : rank + 2]) for x in (plan.forward, plan.backward))
+        chunks = seconds.forward[:, ahead].sum(1) + seconds.backward[:, back].sum(1)
+        assert load == pytest.approx(max(chunks[stage :: mesh.pp].sum() for stage in range(mesh.pp)))
+
+
+@pytest.mark.parametrize("candidates_of", [packed_candidates, dynamic_cp_candidates])
+def test_candidates_that_are_left_out_were_slower(candidates_of: Callable[..., Iterator[Candidate]]) -> None:
+    mesh = vl.Mesh(dp=4, pp=2, tp=8)
+    for seed in range(5):
+        lengths = np.exp(np.random.default_rng(seed).uniform(4, 10, 40)).astype(np.int32)
+        # Seconds of attention alone are enough to make candidates differ.
+        work = np.outer(lengths.astype(float) ** 2, [1, 1 / 2, 1 / 4])
+        given = work if candidates_of is dynamic_cp_candidates else work[:, 0]
+        candidates = list(candidates_of(lengths, given, mesh, int(lengths.max())))
+
+        found = best_plan(candidates, lengths, COST, mesh, "packed")
+
+        alone = [best_plan([candidate], lengths, COST, mesh, "packed") for candidate in candidates]
+        seconds = [score(plan, COST) if plan else np.inf for plan in alone]
+        assert found is not None
+        assert len(candidates) > 5
+        assert score(found, COST) <= min(seconds) * (1 + 1e-3)

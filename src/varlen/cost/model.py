@@ -98,9 +98,10 @@ class CostModel:
         Args:
             plan: the plan.
         """
-        return self.replace(
-            recompute=plan.recompute, recompute_share=plan.recompute_share, offload=plan.offload
-        )
+        planned = (plan.recompute, plan.recompute_share, plan.offload)
+        if planned == (self.recompute, self.recompute_share, self.offload):
+            return self  # whose rates are known by now
+        return self.replace(recompute=planned[0], recompute_share=planned[1], offload=planned[2])
 
     @property
     def fingerprint(self) -> str:

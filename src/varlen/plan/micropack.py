@@ -14,7 +14,6 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import blocks_of, padded, pipeline_of_block
-from varlen.plan.bound import lower_bound
 from varlen.plan.compose import Composition, RankDocuments, compose
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
@@ -49,7 +48,7 @@ _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
-_FAR_OVER = 1.12
+FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
@@ -151,7 +150,13 @@ class Answer:
 
 
 def micropack(
-    lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search, *, method: PlanMethod = "micropack"
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    search: Search,
+    *,
+    method: PlanMethod = "micropack",
+    look: Look = Look.CLOSE,
 ) -> tuple[StepPlan, bool] | None:
     """Plan a step by slices and MicroPacks; return it and whether more memory might make a faster one.
 
@@ -161,11 +166,12 @@ def micropack(
         mesh: the GPUs.
         search: what may be tried.
         method: what the plan says of itself.
+        look: how closely the best candidates are looked at.
 
     Returns:
         None where memory holds no candidate.
     """
-    best = best_answer(lengths, cost, mesh, search)
+    best = best_answer(lengths, cost, mesh, search, look)
     if best is None:
         return None
     plan = step_plan(
@@ -183,7 +189,9 @@ def micropack(
     return plan, best.is_full
 
 
-def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search) -> Answer | None:
+def best_answer(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search, look: Look = Look.CLOSE
+) -> Answer | None:
     """Look quickly at every way to share documents, then closely at the best; None where nothing fits.
 
     Args:
@@ -191,9 +199,9 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
         cost: seconds and bytes.
         mesh: the GPUs.
         search: what may be tried.
+        look: how closely the best ways are looked at.
     """
-    floor_s = lower_bound(lengths, cost, mesh, least_rows=search.least_rows).seconds
-    best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, floor_s)
+    best = _searched(lengths, stage_costs(cost, mesh, splits=search.splits_backward), search, look)
     # Kept activations belong to the slices that made them: only what is computed again may be cut anew.
     if best and search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1:
         _compose_apart(best, search)
@@ -202,16 +210,16 @@ def best_answer(lengths: Int32Array, cost: CostModel, mesh: Mesh, search: Search
     plain = stage_costs(cost, mesh)
     if best is None or (best.is_full and best.slowness > _SLOW):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        return _searched(lengths, plain, search, floor_s, best)
+        return _searched(lengths, plain, search, look, best)
     documents = [rank for block in best.blocks for rank in block.documents]
     way = Answer(best.groups, plain, _blocks(documents, best.groups, plain))
     return _better(way, best, search, Look.CLOSE)
 
 
 def _searched(
-    lengths: Int32Array, costs: StageCosts, search: Search, floor_s: float, best: Answer | None = None
+    lengths: Int32Array, costs: StageCosts, search: Search, look: Look, best: Answer | None = None
 ) -> Answer | None:
-    """The best way to share documents, if it beats the best so far; `floor_s` is the step's lower bound."""
+    """The best way to share documents, if it beats the best so far."""
     ways = [
         Answer(groups, costs, _blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
         for groups in _groupings(lengths, costs, search)
@@ -226,9 +234,9 @@ def _searched(
         kept += [way] if way.is_complete else []
         if len(kept) == _KEPT:
             break
-    if best and best.makespan_s > _FAR_OVER * floor_s:
+    if look is Look.THOROUGH:
         for way in sorted(kept, key=lambda way: way.makespan_s)[:_KEPT_LONGER]:
-            best = _better(way, best, search, Look.THOROUGH)
+            best = _better(way, best, search, look)
     return best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,13 +13,17 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.candidate import Candidate
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import dispatch
-from varlen.simulate.pipelines import pipelines_of
-from varlen.simulate.schedules import interleaved, one_f_one_b
+from varlen.simulate.dispatch import Dispatched, dispatch
+from varlen.simulate.durations import durations
+from varlen.simulate.pipelines import loads_s, pipelines_of
+from varlen.simulate.schedules import Schedule, interleaved, one_f_one_b
+from varlen.simulate.stage_costs import stage_costs
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROOM_FOR_ROUNDING = 1 + 1e-9
+_KEPT_ORDERS = 4096
+"""Of 1F1B, by stages, chunks and MicroPacks."""
 
 
 def best_plan(
@@ -27,7 +32,7 @@ def best_plan(
     """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
 
     Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
-    of them run in one order.
+    of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
 
     Args:
         candidates: of one method.
@@ -38,14 +43,9 @@ def best_plan(
     """
     best, least_s = None, math.inf
     for candidate in candidates:
-        plan = unordered(candidate, lengths, cost, mesh, method)
-        if plan.num_merged or mesh.sharding == "parameters":
-            plan = _one_f_one_b(plan)
-            taken_s = score(plan, cost)
-        else:
-            plan, taken_s = _dispatched(plan, cost)
-        if taken_s < least_s:
-            best, least_s = plan, taken_s
+        found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
+        if found:
+            best, least_s = found
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
     plain = _one_f_one_b(best)
@@ -122,24 +122,42 @@ def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
     )
 
 
+def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, float] | None:
+    """A plan that has no tasks yet with its tasks, and its seconds; None if it takes `least_s` or longer."""
+    seconds, mesh = durations(plan, cost), plan.mesh
+    loads = loads_s(plan, seconds)
+    if loads.max() >= least_s * ROOM_FOR_ROUNDING:
+        return None
+    if plan.num_merged or mesh.sharding == "parameters":
+        plan = _one_f_one_b(plan)
+        taken_s = score(plan, cost)
+        return (plan, taken_s) if taken_s < least_s else None
+    pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
+    found: list[Dispatched | None] = [None] * mesh.dp
+    for rank in np.argsort(-loads, kind="stable").tolist():
+        one = dispatch(pipeline(rank))
+        if one.makespan_s >= least_s:
+            return None
+        found[rank] = one
+    made = [one for one in found if one]
+    sizes = np.repeat([one.codes.shape[1] for one in made], mesh.pp)
+    ordered = _with_tasks(plan, [one.codes.ravel() for one in made], sizes)
+    return ordered, max(one.makespan_s for one in made)
+
+
+@functools.lru_cache(maxsize=_KEPT_ORDERS)
+def _order(pp: int, virtual: int, count: int) -> Schedule:
+    """1F1B, interleaved where stages hold several chunks."""
+    return one_f_one_b(pp, count) if virtual == 1 else interleaved(pp, virtual, count)
+
+
 def _one_f_one_b(plan: StepPlan) -> StepPlan:
     """The plan with the tasks of 1F1B on every rank."""
     mesh = plan.mesh
-    if mesh.virtual_stages == 1:
-        orders = [one_f_one_b(mesh.pp, count) for count in plan.forward.counts.tolist()]
-    else:
-        orders = [interleaved(mesh.pp, mesh.virtual_stages, count) for count in plan.forward.counts.tolist()]
+    orders = [_order(mesh.pp, mesh.virtual_stages, count) for count in plan.forward.counts.tolist()]
     return _with_tasks(
         plan, [order.tasks for order in orders], np.concatenate([np.diff(order.offsets) for order in orders])
     )
-
-
-def _dispatched(plan: StepPlan, cost: CostModel) -> tuple[StepPlan, float]:
-    """The plan with dispatched tasks, and the slowest rank's makespan, where ranks share nothing."""
-    found = [dispatch(pipeline) for pipeline in pipelines_of(plan, cost)]
-    sizes = np.repeat([one.codes.shape[1] for one in found], plan.mesh.pp)
-    ordered = _with_tasks(plan, [one.codes.ravel() for one in found], sizes)
-    return ordered, max(one.makespan_s for one in found)
 
 
 def _with_tasks(plan: StepPlan, tasks: list[TaskArray], sizes: npt.NDArray[np.integer]) -> StepPlan:

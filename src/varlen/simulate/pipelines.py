@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from varlen.cost.model import CostModel
 from varlen.simulate.computes import last_forwards
 from varlen.simulate.dispatch import Pipeline
-from varlen.simulate.durations import Durations, durations, gathers_s
+from varlen.simulate.durations import Durations, gathers_s
 from varlen.simulate.memory import accumulators
-from varlen.simulate.stage_costs import StageCosts, stage_costs
+from varlen.simulate.stage_costs import StageCosts
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -54,23 +55,45 @@ def pipeline_of(
     )
 
 
-def pipelines_of(plan: StepPlan, cost: CostModel) -> list[Pipeline]:
-    """Return what each data-parallel rank's pipeline has to do, where ranks share nothing.
+def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
+    """Return how long each data-parallel rank's busiest stage computes, float64 `[dp]`: no order of tasks is faster.
 
     Args:
         plan: its tasks aren't read.
-        cost: what everything takes.
+        seconds: of them.
+    """
+    pp, dp = plan.mesh.pp, plan.mesh.dp
+    passes = [(plan.forward, seconds.forward), (plan.backward, seconds.backward)]
+    if plan.splits_backward:
+        passes.append((plan.backward, seconds.weight))
+    stages = np.zeros((pp, dp))
+    for micropacks, taken in passes:
+        sums = np.zeros((taken.shape[0], taken.shape[1] + 1))
+        np.cumsum(taken, axis=1, out=sums[:, 1:])
+        of_chunks = np.diff(sums[:, micropacks.rank_offsets], axis=1)
+        stages += of_chunks.reshape(-1, pp, dp).sum(axis=0)
+    loads: FloatArray = stages.max(axis=0)
+    return loads
+
+
+def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Callable[[int], Pipeline]:
+    """Return what tells each data-parallel rank's pipeline, where ranks share nothing.
+
+    Args:
+        plan: its tasks aren't read.
+        costs: of its mesh.
+        seconds: of its tasks.
 
     Raises:
         PlanError: a rank runs the backward of a document and not its forward.
     """
-    costs = stage_costs(cost, plan.mesh, splits=plan.splits_backward)
-    seconds, after = durations(plan, cost), last_forwards(plan)
+    after = last_forwards(plan)
     opened, closed = accumulators(plan)
-    pipelines = []
-    for rank in range(plan.mesh.dp):
+
+    def of(rank: int) -> Pipeline:
         ahead = slice(*plan.forward.rank_offsets[rank : rank + 2].tolist())
         back = slice(*plan.backward.rank_offsets[rank : rank + 2].tolist())
         own = np.maximum(after[back] - ahead.start, -1).astype(np.int32)
-        pipelines.append(pipeline_of(costs, seconds, own, opened[back], closed[back], ahead, back))
-    return pipelines
+        return pipeline_of(costs, seconds, own, opened[back], closed[back], ahead, back)
+
+    return of

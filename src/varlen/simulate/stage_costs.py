@@ -13,6 +13,8 @@ from varlen.cost.rates import Rates
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
 
+KEPT = 64
+"""Of the last meshes and cost models asked for."""
 _price = functools.partial(jit.kernel, "varlen.cost", "kernels", "price")
 
 
@@ -40,6 +42,7 @@ class StageCosts:
     """Whether weight gradients are tasks of their own."""
 
 
+@functools.lru_cache(maxsize=KEPT)
 def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCosts:
     """Ask a cost model for all that a step on a mesh needs.
 
@@ -50,6 +53,8 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
 
     Raises:
         SettingError: the mesh doesn't divide the model.
+
+    Cost: a millisecond at first; the last ones asked for are kept.
     """
     stages, memory = cost.stages(mesh), cost.memory(mesh)
     latency, per_row = cost.send_s(mesh)
