@@ -40,8 +40,9 @@ from varlen.cost.rates import (
 from varlen.cost.shape import ModelShape
 from varlen.runtime.calibrate import Bench
 from varlen.runtime.clock import bytes_meter
+from varlen.runtime.place import TaskRun
 from varlen.runtime.probes import quiet
-from varlen.runtime.slices import StepRun, run_step
+from varlen.runtime.slices import run_step
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Recompute, StepPlan
 
 CONFIG: dict[str, Any] = {
@@ -168,14 +169,14 @@ def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
     model, ids = decoder(CONFIG, torch.float32).to(device), tokens(CONFIG).to(device)
     shape = ModelShape.from_config(model.config)
     bench = Bench.of(shape, device=device, dtype=torch.float32, budget_s=BUDGET_S)
-    runs: dict[str, list[StepRun]] = {each.name: [] for each in found}
+    runs: dict[str, list[TaskRun]] = {each.name: [] for each in found}
     for each in found:
         run_step(model, ids, each.plan)
     rounds = max(ROUNDS, bench.num_rounds)
     for number in range(rounds):
         bench.run_round()
         for each in found if number < ROUNDS else ():
-            runs[each.name].append(run_step(model, ids, each.plan))
+            runs[each.name].append(run_step(model, ids, each.plan).places[0])
     calibration = bench.calibration()
     steps = [
         _compared(
@@ -197,7 +198,7 @@ def timed(found: list[Case], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _compared(each: Case, cost: CostModel, runs: dict[str, list[StepRun]]) -> dict[str, Any]:
+def _compared(each: Case, cost: CostModel, runs: dict[str, list[TaskRun]]) -> dict[str, Any]:
     """Return one step's tasks, predicted beside measured."""
     rounds = np.stack([run.seconds for run in runs[each.name]])
     packs = {FORWARD: each.plan.forward, BACKWARD: each.plan.backward}
@@ -254,7 +255,7 @@ def remembered(found: list[Case], device: torch.device) -> list[dict[str, Any]]:
     for each in found:
         with bytes_meter(device) as meter:
             before = meter.live
-            run = run_step(model, ids, each.plan, meter=meter)
+            run = run_step(model, ids, each.plan, meter=meter).places[0]
         measured = int(run.peak_bytes.max()) - before
         predicted = predicted_bytes(shape, each.plan)
         rows.append(

@@ -108,10 +108,10 @@ def test_tasks_run_in_the_order_of_the_plan() -> None:
 
     run = run_step(tiny("llama"), tokens_of([5, 9]), plan)
 
-    assert run.kinds.tolist() == [0, 0, 1, 0, 1, 1]
-    assert run.micropacks.tolist() == [0, 1, 0, 2, 1, 2]
-    assert (run.seconds > 0).all()
-    assert not run.live_bytes.any()
+    assert run.places[0].kinds.tolist() == [0, 0, 1, 0, 1, 1]
+    assert run.places[0].micropacks.tolist() == [0, 1, 0, 2, 1, 2]
+    assert (run.places[0].seconds > 0).all()
+    assert not run.places[0].live_bytes.any()
 
 
 def test_labels_say_what_is_learned_and_an_empty_micropack_runs() -> None:
@@ -155,9 +155,9 @@ def test_every_byte_of_a_step_is_given_back(recompute: Recomputed) -> None:
         run = run_step(model, tokens, plan, meter=meter)
         left = meter.live
 
-    kept = run.live_bytes
+    kept = run.places[0].live_bytes
     assert kept[0] < kept[1] > kept[2] > kept[3]
-    assert (run.peak_bytes >= kept).all()
+    assert (run.places[0].peak_bytes >= kept).all()
     assert left < 2000  # losses, labels and positions
 
 
@@ -167,7 +167,7 @@ def test_recomputation_keeps_layer_inputs_keys_and_values_alone() -> None:
     with bytes_meter(tokens.device) as meter:
         run = run_step(model, tokens, plan, meter=meter)
 
-    assert run.live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
+    assert run.places[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
 
 
 def test_tracked_bytes_follow_storages_and_not_views() -> None:
@@ -188,8 +188,8 @@ def test_tracked_bytes_follow_storages_and_not_views() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (one_gpu_plan([8], [[(0, 0, 8)]], mesh=Mesh(dp=2)), "2 GPUs"),
-        (one_gpu_plan([8], [[(0, 0, 8)]], splits_backward=True), "backward passes split"),
+        (one_gpu_plan([8], [[(0, 0, 8)]], mesh=Mesh(cp=2)), "cp=2"),
+        (one_gpu_plan([8], [[(0, 0, 8)]], splits_backward=True), "splits_backward=True"),
         (one_gpu_plan([8], [[(0, 0, 8)]], recompute="selective"), 'recompute="selective"'),
         (
             one_gpu_plan([8], [[(0, 0, 8)]], [[(0, 3, 8)], [(0, 0, 3)]]),
@@ -197,7 +197,7 @@ def test_tracked_bytes_follow_storages_and_not_views() -> None:
         ),
     ],
 )
-def test_a_plan_that_one_device_cannot_run_is_refused(plan: Any, words: str) -> None:
+def test_a_plan_that_one_process_cannot_run_is_refused(plan: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         run_step(tiny("llama"), tokens_of([8]), plan)
 
@@ -239,7 +239,7 @@ def test_peak_memory_is_what_the_cost_model_says(case: Case) -> None:
         run = run_step(model, tokens, case.plan, meter=meter)
 
     predicted = predicted_bytes(ModelShape.from_config(model.config), case.plan)
-    assert run.peak_bytes.max() == pytest.approx(predicted, rel=0.02)
+    assert run.places[0].peak_bytes.max() == pytest.approx(predicted, rel=0.02)
 
 
 def test_tokens_that_do_not_match_the_plan_are_refused() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,15 @@ HEAD_ROWS = 1024
 """Rows whose logits are there at once."""
 IGNORED = -100
 """The label of a token with nothing to learn."""
+
+
+class Positions(NamedTuple):
+    """Where the rows of a MicroPack stand in their documents."""
+
+    ids: torch.Tensor
+    """int64 `[1, rows]`."""
+    embeddings: Any
+    """What layers turn them into."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +74,21 @@ class Parts:
             head=head,
         )
 
-    def positions(self, slices: Sequence[CachedSlice]) -> tuple[torch.Tensor, Any]:
-        """Return int64 `[1, rows]`, where each row stands in its document, and what layers turn positions into."""
-        weight = self.embedding.weight
-        ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])[None].to(weight.device)
-        return ids, self.rotary(weight[:1], position_ids=ids)
+    def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
+        """Return what layers are told of where rows stand in their documents.
+
+        Args:
+            slices: whose rows they are.
+            like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
+        """
+        ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])[None].to(like.device)
+        return Positions(ids, self.rotary(like, position_ids=ids))
 
     def run_layer(
         self,
         layer: int,
         hidden: torch.Tensor,
-        positions: tuple[torch.Tensor, Any],
+        positions: Positions,
         slices: Sequence[CachedSlice],
     ) -> torch.Tensor:
         """Run one layer on the rows of a MicroPack.
@@ -86,12 +99,11 @@ class Parts:
             positions: of the rows, by `positions`.
             slices: whose rows these are.
         """
-        ids, embeddings = positions
         out = self.layers[layer](
             hidden,
             attention_mask=None,
-            position_ids=ids,
-            position_embeddings=embeddings,
+            position_ids=positions.ids,
+            position_embeddings=positions.embeddings,
             use_cache=False,
             slices=slices,
         )
@@ -117,49 +129,47 @@ class Parts:
         _gradient(weight).index_add_(0, input_ids, rows)
 
     def head_backward(
-        self, hidden: torch.Tensor, labels: torch.Tensor, num_targets: int
+        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run norm, head and loss forward and backward, some rows at a time, so that few logits are ever there.
 
         Args:
             hidden: `[1, rows, hidden]`, out of the last layer.
             labels: int64 `[rows]`: the token after each; -100 where there is none to learn.
-            num_targets: of the whole step: the loss is the sum over targets divided by it.
+            weights: `[rows]`: of each row's loss in that of the step; 0 where there is no label.
 
         Returns:
-            The rows' part of the loss, a scalar, and the gradient of `hidden`.
+            The cross-entropy of each row, `[rows]`, 0 without a label, and the gradient of `hidden`.
         """
         gradient = torch.empty_like(hidden)
-        loss = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, hidden.shape[1], HEAD_ROWS):
             rows = slice(first, first + HEAD_ROWS)
             part = hidden[0, rows].detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.norm(part)
-            part_loss, by_normed = self._loss_backward(normed.detach(), labels[rows], num_targets)
+            losses[rows], by_normed = self._loss_backward(normed.detach(), labels[rows], weights[rows])
             normed.backward(by_normed)
             assert part.grad is not None
             gradient[0, rows] = part.grad
-            loss += part_loss
-        return loss, gradient
+        return losses, gradient
 
     def _loss_backward(
-        self, normed: torch.Tensor, labels: torch.Tensor, num_targets: int
+        self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a chunk's loss and the gradient of the head's input, and add to the head's own gradient.
+        """Return a chunk's losses and the gradient of the head's input, and add to the head's own gradient.
 
         Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
         takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
         """
         logits = nn.functional.linear(normed, self.head.weight.detach(), _detached(self.head.bias))
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        known = labels != IGNORED
         targets = labels.clamp_min(0)[:, None]
         wide -= wide.amax(-1, keepdim=True)
         at_target = wide.gather(1, targets)[:, 0]
         total = wide.exp_().sum(-1)
-        loss = ((total.log() - at_target) * known).sum() / num_targets
-        weights = known.to(wide.dtype) / num_targets
+        losses = (total.log() - at_target) * (labels != IGNORED)
+        weights = weights.to(wide.dtype)
         wide *= (weights / total)[:, None]
         wide.scatter_add_(1, targets, -weights[:, None])
         by_logits = logits.copy_(wide)
@@ -168,7 +178,7 @@ class Parts:
             _gradient(weight).addmm_(by_logits.T, normed)
         if bias is not None and bias.requires_grad:
             _gradient(bias).add_(by_logits.sum(0))
-        return loss, by_logits @ weight.detach()
+        return losses, by_logits @ weight.detach()
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -168,7 +168,7 @@ def layer_probe(parts: Parts, rows: int) -> Probe:
     hidden = torch.randn(1, rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
     gradient = torch.randn_like(hidden)
     piece = [CachedSlice(cache=DocumentCache(rows), start=0, stop=rows)]
-    positions = parts.positions(piece)
+    positions = parts.positions(piece, hidden)
     matrices = sum(p.numel() for p in parts.layers[0].parameters() if p.ndim == 2)
     return Probe(
         kind="layer",

@@ -1,78 +1,58 @@
-"""`run_step`: the two passes of a planned step on one device, MicroPack by MicroPack, with exact gradients.
+"""`run_step`: a planned step in one process, all ranks and stages of its mesh taking turns, with exact gradients.
 
-Without recomputation every MicroPack keeps its graph, so both passes are cut alike. With full recomputation a layer's
-inputs and the keys and values of its documents are kept, and the backward slices, which may be cut elsewhere, run one
-layer forward and backward at a time.
+What several GPUs would run side by side runs here one task after the other: on one GPU a plan for one, and on a
+laptop a plan for any number of stages and ranks, to see that it runs and that its gradients are those of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen.errors import DocumentsError, PlanError
-from varlen.runtime.attention import CachedSlice
-from varlen.runtime.cache import DocumentCache
+from varlen.cost.memory import layers_again
+from varlen.cost.shape import ModelShape
+from varlen.cost.stages import stages_of
+from varlen.errors import DeadlockError, DocumentsError, PlanError
+from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import IGNORED, Parts
-from varlen.step_plan import BACKWARD, FORWARD, MicroPacks, StepPlan
-from varlen.types import FloatArray
-
-Key = tuple[tuple[int, int, int], ...]
-"""A MicroPack as its slices: document, start, stop."""
+from varlen.runtime.place import Place, TaskRun, keys_of
+from varlen.step_plan import Mesh, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepRun:
-    """What one step on one device took; its gradients are in the model."""
+    """What a step in one process took; its gradients are in the model."""
 
     loss: float
     """Sum of target losses over targets."""
     num_targets: int
-    kinds: npt.NDArray[np.uint8]
-    """uint8 `[num_tasks]`: FORWARD or BACKWARD, in the order run."""
-    micropacks: npt.NDArray[np.int32]
-    """int32 `[num_tasks]`: index in that pass's MicroPacks."""
-    seconds: FloatArray
-    """float64 `[num_tasks]`. Norm, head and loss run, forward and backward, at the start of backward tasks."""
-    live_bytes: npt.NDArray[np.int64]
-    """int64 `[num_tasks]`: bytes of tensors alive after each task; 0 where no meter was given."""
-    peak_bytes: npt.NDArray[np.int64]
-    """int64 `[num_tasks]`: the most alive at once during each."""
+    places: Sequence[TaskRun]
+    """`[dp * pp]`: what each stage of each rank ran."""
 
 
-@dataclass(slots=True)
-class _Document:
-    """What a document leaves between its tasks."""
+class LocalWires:
+    """Between the stages of one process: what was given lies here until it is taken."""
 
-    cache: DocumentCache
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    """With recomputation: `[tokens, hidden]` into every layer."""
-    forward_to: int = 0
-    """Tokens that have run forward."""
-    backward_from: int = -1
-    """Tokens that haven't run backward; -1 before the first backward slice."""
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int, int], torch.Tensor] = {}
 
+    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Keep rows, as `Wires.give`."""
+        self._waiting[kind, micropack, chunk] = rows
 
-@dataclass(slots=True)
-class _Step:
-    """One step while it runs."""
+    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return rows, as `Wires.take`."""
+        return self._waiting.pop((kind, micropack, chunk))
 
-    parts: Parts
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    offsets: npt.NDArray[np.int64]
-    num_targets: int
-    recomputes: bool
-    documents: dict[int, _Document] = field(default_factory=dict)
-    graphs: dict[Key, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Without recomputation, by MicroPack: what went into the first layer and what came out of the last."""
-    losses: list[torch.Tensor] = field(default_factory=list)
+    def has(self, message: tuple[int, int, int] | None) -> bool:
+        """Return whether a message is there, or none is needed."""
+        return message is None or message in self._waiting
 
 
 def run_step(
@@ -83,25 +63,82 @@ def run_step(
     labels: torch.Tensor | None = None,
     meter: Meter | None = None,
 ) -> StepRun:
-    """Run a step's forward and backward tasks in the plan's order, and add to every parameter's gradient.
+    """Run a step's tasks in the plan's order, and add to every parameter's gradient.
 
     The gradients are those of the mean loss over the step's targets, as the uncut documents would give them.
 
     Args:
         model: a transformers decoder of `Parts`; its attention is set to that of slices.
         input_ids: int64 `[num_tokens]`, documents one behind the other in the order of `plan.lengths`.
-        plan: of one GPU.
+        plan: in which no ranks share documents; tp and cp are 1.
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
         meter: counts bytes task by task; already entered.
 
     Raises:
         DocumentsError: tokens or labels don't match the plan, or nothing is to learn.
-        PlanError: a plan for several GPUs or of split backward passes, one whose recomputation isn't "none" or
-            "full", passes cut apart without recomputation, or slices out of turn.
+        PlanError: ranks share documents, passes are cut apart without recomputation, or slices stand out of turn.
+        DeadlockError: stages wait for each other.
         ModelError: a family that isn't run in slices.
     """
-    _check_plan(plan)
+    check_plan(plan)
+    parts = Parts.of(model)
+    data = step_data(plan, input_ids, labels)
+    mesh, device = plan.mesh, input_ids.device
+    layers = layers_of(model, mesh)
+    chunks = [chunk_steps(parts, layers, data, plan) for _ in range(mesh.dp)]
+    wires = [LocalWires() for _ in range(mesh.dp)]
+    places = [
+        Place(
+            plan, rank, stage, chunks[rank][stage :: mesh.pp], wires[rank], clock=Clock(device), meter=meter
+        )
+        for rank in range(mesh.dp)
+        for stage in range(mesh.pp)
+    ]
+    take_turns(places, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+    losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
+    return StepRun(
+        loss=float(torch.stack(losses).sum()),
+        num_targets=int((data.labels != IGNORED).sum()),
+        places=[place.told() for place in places],
+    )
+
+
+def take_turns(places: Sequence[Place], wires: Sequence[LocalWires]) -> None:
+    """Run the tasks of places, each as far as messages let it, until all are done.
+
+    Args:
+        places: of one process.
+        wires: of each.
+
+    Raises:
+        DeadlockError: none can go on.
+    """
+    while any(place.next_task for place in places):
+        has_run = False
+        for place, of_place in zip(places, wires):
+            while place.next_task and of_place.has(place.needs()):
+                place.run_next()
+                has_run = True
+        if not has_run:
+            waiting = [number for number, place in enumerate(places) if place.next_task]
+            raise DeadlockError(
+                f"{len(waiting):,} stages wait for each other; the first has come to {places[waiting[0]].next_task} "
+                "(kind, chunk, MicroPack); varlen.plan.check.check_plan names the circle"
+            )
+
+
+def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | None) -> StepData:
+    """Return the tokens of a step, each target weighing the same.
+
+    Args:
+        plan: of the step.
+        input_ids: int64 `[num_tokens]`.
+        labels: as for `run_step`.
+
+    Raises:
+        DocumentsError: they don't match the plan, or nothing is to learn.
+    """
     offsets = np.concatenate([[0], np.cumsum(plan.lengths, dtype=np.int64)])
     if input_ids.shape != (plan.num_tokens,) or (labels is not None and labels.shape != input_ids.shape):
         seen = [tuple(x.shape) for x in (input_ids, labels) if x is not None]
@@ -109,11 +146,36 @@ def run_step(
             f"tokens and labels of shapes {seen}; the plan has {plan.num_tokens:,} tokens in a row"
         )
     labels = next_tokens(input_ids, offsets) if labels is None else labels
-    num_targets = int((labels != IGNORED).sum())
+    known = labels != IGNORED
+    num_targets = int(known.sum())
     if num_targets == 0:
         raise DocumentsError(f"none of {plan.num_tokens:,} tokens has a label to learn; leave this step out")
-    step = _Step(Parts.of(model), input_ids, labels, offsets, num_targets, plan.recompute == "full")
-    return _run(step, plan, Clock(input_ids.device), meter)
+    return StepData(input_ids=input_ids, labels=labels, weights=known.double() / num_targets, offsets=offsets)
+
+
+def layers_of(model: Any, mesh: Mesh) -> list[range]:
+    """Return the layers of each chunk, as the cost model cuts them.
+
+    Args:
+        model: a transformers model.
+        mesh: how it is cut.
+    """
+    sizes = stages_of(ModelShape.from_config(model.config), mesh).layers.astype(int)
+    return [range(stop - size, stop) for size, stop in zip(sizes.tolist(), np.cumsum(sizes).tolist())]
+
+
+def chunk_steps(parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan) -> list[ChunkStep]:
+    """Return the chunks of one rank's pipeline.
+
+    Args:
+        parts: the model taken apart.
+        layers: of each chunk.
+        data: of the step.
+        plan: says what is computed again.
+    """
+    share = plan.recompute_share if plan.recompute == "full" else 0.0
+    again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
+    return [ChunkStep(parts, each, data, layers_again=count) for each, count in zip(layers, again)]
 
 
 def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -124,158 +186,30 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
     return labels
 
 
-def _check_plan(plan: StepPlan) -> None:
-    mesh = plan.mesh
-    if mesh.num_gpus > 1 or plan.splits_backward:
-        raise PlanError(
-            f"a plan for {mesh.num_gpus} GPUs{', its backward passes split' if plan.splits_backward else ''}; "
-            "run_step runs whole backward passes on one"
-        )
-    if plan.recompute == "selective" or plan.recompute_share < 1 or plan.offload != "none":
-        raise PlanError(
-            f'recompute="{plan.recompute}", recompute_share={plan.recompute_share:g} and offload="{plan.offload}"; '
-            'run_step knows "none" and "full" of all layers, and keeps everything on the device'
-        )
-    if plan.recompute == "none":
-        apart = set(_keys(plan.backward)) ^ set(_keys(plan.forward))
-        if apart:
-            raise PlanError(
-                f"{len(apart)} MicroPacks stand in one pass alone, such as {min(apart)}; passes may be cut apart "
-                'only with recompute="full"'
-            )
+def check_plan(plan: StepPlan) -> None:
+    """Refuse what slices don't run.
 
-
-def _keys(packs: MicroPacks) -> list[Key]:
-    """Return MicroPacks as tuples of their slices."""
-    rows = list(zip(packs.document_ids.tolist(), packs.starts.tolist(), packs.stops.tolist()))
-    bounds = packs.slice_offsets.tolist()
-    return [tuple(rows[first:last]) for first, last in zip(bounds, bounds[1:])]
-
-
-def _run(step: _Step, plan: StepPlan, clock: Clock, meter: Meter | None) -> StepRun:
-    packs = {kind: _keys(pass_) for kind, pass_ in enumerate((plan.forward, plan.backward))}
-    done = [0, 0]
-    micropacks, live, peak = [], [], []
-    clock.mark()
-    for kind in plan.tasks.tolist():
-        if meter is not None:
-            meter.begin_peak()
-        key = packs[kind][done[kind]]
-        if key:
-            (_forward if kind == FORWARD else _backward)(step, key)
-        clock.mark()
-        micropacks.append(done[kind])
-        done[kind] += 1
-        live.append(meter.live if meter is not None else 0)
-        peak.append(meter.peak if meter is not None else 0)
-    return StepRun(
-        loss=float(torch.stack(step.losses).sum()),
-        num_targets=step.num_targets,
-        kinds=plan.tasks.copy(),
-        micropacks=np.array(micropacks, np.int32),
-        seconds=clock.seconds(),
-        live_bytes=np.array(live, np.int64),
-        peak_bytes=np.array(peak, np.int64),
-    )
-
-
-def _slices(step: _Step, key: Key, kind: int) -> list[CachedSlice]:
-    """Return a MicroPack's slices with the caches of their documents, which the first slice makes.
+    Args:
+        plan: of a step.
 
     Raises:
-        PlanError: a slice that isn't its document's next one in this pass.
+        PlanError: says what, and what would run.
     """
-    slices = []
-    for number, start, stop in key if kind == FORWARD else reversed(key):
-        length = int(step.offsets[number + 1] - step.offsets[number])
-        document = step.documents.setdefault(number, _Document(DocumentCache(length)))
-        if kind == FORWARD:
-            expected, document.forward_to = document.forward_to == start, stop
-        else:
-            left = length if document.backward_from < 0 else document.backward_from
-            expected, document.backward_from = document.forward_to == length and left == stop, start
-        if not expected:
-            raise PlanError(
-                f"{'forward' if kind == FORWARD else 'backward'} slice {start:,}-{stop:,} of document {number}, of "
-                f"{length:,} tokens, is out of turn; slices run forward first to last, then backward last to first"
-            )
-        slices.append(CachedSlice(cache=document.cache, start=start, stop=stop))
-    return slices if kind == FORWARD else slices[::-1]
-
-
-def _rows(step: _Step, key: Key, of: torch.Tensor) -> torch.Tensor:
-    """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
-    parts = [of[int(step.offsets[d]) + start : int(step.offsets[d]) + stop] for d, start, stop in key]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _forward(step: _Step, key: Key) -> None:
-    slices, parts = _slices(step, key, FORWARD), step.parts
-    positions = parts.positions(slices)
-    hidden = first = parts.embed(_rows(step, key, step.input_ids))
-    if not step.recomputes:
-        first.requires_grad_()
-        for layer in range(len(parts.layers)):
-            hidden = parts.run_layer(layer, hidden, positions, slices)
-        step.graphs[key] = (first, hidden)
-        return
-    with torch.no_grad():
-        for layer in range(len(parts.layers)):
-            _keep(step, key, layer, hidden)
-            # The last layer's output is made again with its graph; its keys and values are needed now.
-            hidden = parts.run_layer(layer, hidden, positions, slices)
-
-
-def _keep(step: _Step, key: Key, layer: int, hidden: torch.Tensor) -> None:
-    """Keep what goes into a layer, in one buffer a document."""
-    row = 0
-    for document, start, stop in key:
-        kept = step.documents[document]
-        if len(kept.inputs) == layer:
-            kept.inputs.append(hidden.new_empty(kept.cache.length, hidden.shape[-1]))
-        kept.inputs[layer][start:stop] = hidden[0, row : row + stop - start]
-        row += stop - start
-
-
-def _backward(step: _Step, key: Key) -> None:
-    slices = _slices(step, key, BACKWARD)
-    ids, labels = _rows(step, key, step.input_ids), _rows(step, key, step.labels)
-    if step.recomputes:
-        gradient = _recomputed(step, key, slices, labels)
-    else:
-        first, hidden = step.graphs.pop(key)
-        loss, gradient = step.parts.head_backward(hidden, labels, step.num_targets)
-        step.losses.append(loss)
-        torch.autograd.backward(hidden, gradient)
-        assert first.grad is not None
-        gradient = first.grad
-    step.parts.embed_backward(ids, gradient)
-    for document, start, _ in key:
-        if start == 0:
-            del step.documents[document]
-
-
-def _recomputed(step: _Step, key: Key, slices: Sequence[CachedSlice], labels: torch.Tensor) -> torch.Tensor:
-    """Run a MicroPack's layers forward again and backward, last to first; return the gradient of their input."""
-    parts = step.parts
-    positions, gradient = parts.positions(slices), None
-    for layer in reversed(range(len(parts.layers))):
-        pieces = [step.documents[document].inputs[layer][start:stop] for document, start, stop in key]
-        hidden = _joined(pieces).requires_grad_()
-        out = parts.run_layer(layer, hidden, positions, slices)
-        if gradient is None:
-            loss, gradient = parts.head_backward(out, labels, step.num_targets)
-            step.losses.append(loss)
-        torch.autograd.backward(out, gradient)
-        assert hidden.grad is not None
-        gradient = hidden.grad
-        for document, start, _ in key:
-            kept = step.documents[document].inputs
-            kept[layer] = kept[layer][:start].clone()
-    assert gradient is not None
-    return gradient
-
-
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `[1, rows, hidden]`; one piece alone is not copied."""
-    return (pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))[None].detach()
+    if plan.mesh.tp > 1 or plan.mesh.cp > 1 or plan.num_merged:
+        raise PlanError(
+            f"a plan of tp={plan.mesh.tp}, cp={plan.mesh.cp} and {plan.num_merged:,} shared documents; one process "
+            "runs documents that no GPUs share"
+        )
+    if plan.splits_backward or plan.recompute == "selective" or plan.offload != "none":
+        raise PlanError(
+            f'splits_backward={plan.splits_backward}, recompute="{plan.recompute}" and offload="{plan.offload}"; '
+            'run_step knows whole backward passes, "none" and "full", and keeps everything on the device'
+        )
+    if plan.recompute == "none" or plan.recompute_share < 1:
+        for rank in range(plan.mesh.dp):
+            apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
+            if apart:
+                raise PlanError(
+                    f"{len(apart)} MicroPacks stand in one pass alone, such as {min(apart)}; passes may be cut apart "
+                    'only with recompute="full" of all layers'
+                )
