@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.inputs import REAL_LENGTHS
+from benchmarks.plan_figures import MORE_CHUNKS
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
@@ -44,8 +45,6 @@ PER_GROUP = 1
 """Cells that are run of each set, capacity and mesh, out of 16."""
 LEAST_ROWS = 2048
 """Of the unit that the bound fills pipelines with."""
-MORE_CHUNKS = (2, 3)
-"""Chunks of layers a GPU, beside one: interleaved stages."""
 
 Int32Array = npt.NDArray[np.int32]
 _USUAL = {

@@ -97,17 +97,26 @@ def test_one_slow_cell_is_enough_to_miss_a_target_on_the_worst() -> None:
     assert verdict("large enough cells, median", [*good, record(ratio=1.31)]).met is True
 
 
-def test_interleaved_stages_count_where_they_are_faster() -> None:
-    cells = [record(ratio=1.4), record(ratio=1.2)]
-    cells[1]["key"] = "another"
-    chunks = [{"1": {"ratio": 1.4}, "2": {"ratio": 1.25}, "3": {"refused": "no"}}, {"2": {"ratio": 1.5}}]
-    woven = [{"key": cell["key"], "chunks": each} for cell, each in zip(cells, chunks)]
+def test_every_tuned_method_has_the_chunks_of_layers_that_suit_it() -> None:
+    cell = record(ratio=1.4)
+    ours, theirs = cell["methods"]["micropack"], cell["methods"]["sliced"]
+    faster = {**ours, "step_s": 0.9 * ours["step_s"], "ratio": 1.25}
+    theirs_faster = {**theirs, "step_s": 0.5 * theirs["step_s"]}
+    woven = [
+        {
+            "key": f"{cell['key']}/virtual_stages=2",
+            "methods": {"micropack": faster, "sliced": {"refused": "no"}},
+        },
+        {"key": f"{cell['key']}/virtual_stages=3", "methods": {"micropack": ours, "sliced": theirs_faster}},
+    ]
 
-    found = verdict("chunks of layers a GPU", cells, interleaved=woven)
-
-    assert (found.value, found.met, found.cells) == (1.25, True, 2)
-    assert verdict("chunks of layers a GPU", cells).value is None
-    assert verdict("the same, worst", cells, interleaved=woven).met is False
+    assert verdict("the same, worst", [cell]).value == 1.4
+    assert verdict("the same, worst", [cell], interleaved=woven).value == 1.25
+    alone = verdict("over that of sliced", [cell]).value
+    assert alone is not None
+    both = verdict("over that of sliced", [cell], interleaved=woven).value
+    assert both == pytest.approx(alone * 0.9 / 0.5)
+    assert "| tuned | 1 | 1.25" in page_of.page(result([cell], interleaved=woven))
 
 
 def test_a_plan_over_the_limit_of_memory_misses() -> None:

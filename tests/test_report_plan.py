@@ -1,6 +1,7 @@
 """Comparing plans, drawing steps and sweeping meshes: every figure is that of the plan that was simulated."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -212,8 +213,13 @@ def test_a_sweep_finds_what_planning_every_mesh_finds():
         for mesh in meshes(COST, 8, "optimizer"):
             best = compare(step, cost=COST, mesh=mesh, methods=("micropack",)).best
             if best is not None:
-                rates.append(step.num_tokens / best.step_s)
-    assert [one.tokens_per_s for one in found.best] == sorted(rates, reverse=True)[:3]
+                rates.append((step.num_tokens / best.step_s, step, mesh))
+    fastest = sorted(rates, key=lambda rate: -rate[0])[:3]
+    for place, (rate, step, mesh) in enumerate(fastest):
+        more = [replace(mesh, virtual_stages=chunks) for chunks in (2, 3)] if mesh.pp > 1 else []
+        others = [compare(step, cost=COST, mesh=one, methods=("micropack",)).best for one in more]
+        fastest[place] = (max([rate, *(step.num_tokens / one.step_s for one in others if one)]), step, mesh)
+    assert [one.tokens_per_s for one in found.best] == sorted((rate for rate, *_ in fastest), reverse=True)
     counted = sum(count for _, count in found.left_out)
     assert counted + len(found.best) == found.num_meshes == 2 * len(list(meshes(COST, 8, "optimizer")))
 

@@ -154,5 +154,8 @@ def _next_command(found: PlanSweep) -> str:
             return "More GPUs may hold it, or --sharding parameters."
         return "More GPUs, a smaller --capacity or fewer --documents may hold it."
     mesh = found.best[0].mesh
-    options = [f"--{axis} {getattr(mesh, axis)}" for axis in ("pp", "cp", "tp") if getattr(mesh, axis) > 1]
+    axes = ("pp", "cp", "tp", "virtual_stages")
+    options = [
+        f"--{axis.replace('_', '-')} {getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1
+    ]
     return f"To look at the fastest: --gpus {found.num_gpus} {' '.join(options)} -o report.html, without --sweep."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from varlen.cost.check import divides
@@ -17,6 +17,8 @@ from varlen.report.plan_steps import StepDocuments
 from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
+MORE_CHUNKS = (2, 3)
+"""Chunks of layers a stage, beside one, that the fastest meshes are tried with: interleaved stages."""
 WIDEST_CP = 16
 """Wider context parallelism brings next to nothing over DP-Merge, and exchanges more."""
 STATES, NO_PLAN, BOUND, DIVIDED = (
@@ -89,7 +91,7 @@ def sweep(
     """Plan one step on every division of some GPUs, and keep the fastest.
 
     Meshes are planned by rising lower bound, and the rest is left out once no bound is under the slowest of the
-    best: those can't be among them.
+    best: those can't be among them. The best are then planned with 2 and 3 chunks of layers a stage too.
 
     Args:
         steps: one step at each capacity to try.
@@ -138,6 +140,9 @@ def sweep(
         best.sort(key=lambda swept: -swept.tokens_per_s)
         left_out["slower than the ten fastest"] += len(best) > most
         del best[most:]
+    on_progress(len(waiting), len(waiting), "planning with more chunks a stage")
+    best = [_of_most_chunks(swept, method, cost, repairs) for swept in best]
+    best.sort(key=lambda swept: -swept.tokens_per_s)
     on_progress(len(waiting), len(waiting), "planned")
     return PlanSweep(
         name=name,
@@ -150,6 +155,20 @@ def sweep(
         left_out=tuple((why, count) for why, count in left_out.most_common() if count),
         are_bytes=are_bytes,
     )
+
+
+def _of_most_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: bool) -> SweptMesh:
+    """A mesh with as many chunks of layers a stage as make it fastest."""
+    best = swept
+    for chunks in MORE_CHUNKS if swept.mesh.pp > 1 else ():
+        mesh = replace(swept.mesh, virtual_stages=chunks)
+        if mesh.num_chunks > cost.model.layers:
+            break
+        row = planned(swept.documents, method, cost=cost, mesh=mesh, repairs=repairs)
+        if row.plan is not None and row.step_s < best.figures.step_s:
+            bound = lower_bound(swept.documents.lengths, cost, mesh).seconds
+            best = SweptMesh(mesh=mesh, documents=swept.documents, figures=row, bound_s=bound)
+    return best
 
 
 def meshes(cost: CostModel, num_gpus: int, sharding: Sharding) -> Iterator[Mesh]:
@@ -183,7 +202,7 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
     assert row.plan is not None
     assert row.timeline is not None
     return {
-        **{axis: getattr(mesh, axis) for axis in ("dp", "pp", "cp", "tp")},
+        **{axis: getattr(mesh, axis) for axis in ("dp", "pp", "cp", "tp", "virtual_stages")},
         "capacity": swept.documents.capacity,
         "tokens": swept.documents.num_tokens,
         "step_s": row.step_s,

@@ -45,6 +45,7 @@ def _meshes(found: PlanSweep) -> Table:
         "pp",
         "cp",
         "tp",
+        "chunks",
         "capacity",
         "step",
         "tokens/s/GPU",
@@ -60,7 +61,7 @@ def _meshes(found: PlanSweep) -> Table:
         mesh, row = swept.mesh, swept.figures
         assert row.timeline is not None
         table.add_row(
-            *(str(axis) for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp)),
+            *(str(axis) for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp, mesh.virtual_stages)),
             f"{swept.documents.capacity:,}",
             duration(row.step_s),
             f"{swept.tokens_per_s / found.num_gpus:,.0f}",
