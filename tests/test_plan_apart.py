@@ -11,9 +11,10 @@ import pytest
 from test_plan_step import cost_of
 
 import varlen as vl
+from varlen.plan.answer import Answer
 from varlen.plan.block import padded, pipeline_of_block
 from varlen.plan.check import check_plan
-from varlen.plan.micropack import LEAST_GAIN, RECUTS, Answer, _compose_apart, best_answer
+from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack
 from varlen.plan.recut import recut
 from varlen.simulate.dispatch import dispatch
 
@@ -87,8 +88,9 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
         cost = few_heads(recompute="full") if seed % 2 else many_heads(recompute="full")
         mesh = vl.Mesh(dp=1, pp=int(dice.choice([2, 4, 8])), tp=int(dice.choice([2, 4, 8])))
         lengths = step_of(int(dice.integers(20_000, 120_000)), int(dice.integers(0, 20)), seed)
-        answer = best_answer(lengths, cost, mesh, replace(ALIKE, splits_backward=False))
-        assert answer is not None
+        found = micropack(lengths, cost, mesh, replace(ALIKE, splits_backward=False))
+        assert found is not None
+        answer = found.best
         (block,) = answer.blocks
         before_s, best_s = block.makespan_s, fastest_recut(answer)
 
@@ -111,9 +113,9 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
 def test_only_the_slowest_ranks_are_composed_anew() -> None:
     def answer_of(documents: int) -> Answer:
         mesh, lengths = vl.Mesh(dp=2, pp=16, tp=8), np.full(documents, 30_000, np.int32)
-        found = best_answer(lengths, few_heads(recompute="full"), mesh, replace(ALIKE, merges=False))
+        found = micropack(lengths, few_heads(recompute="full"), mesh, replace(ALIKE, merges=False))
         assert found is not None
-        return found
+        return found.best
 
     def composed_apart(answer: Answer) -> list[tuple[float, float]]:
         """Seconds of both ranks, the slower first, before and after."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import varlen as vl
 from varlen.cost.model import _interpolated
 from varlen.plan.block import pipeline_of_rank
-from varlen.plan.micropack import best_answer, micropack
+from varlen.plan.micropack import micropack
 from varlen.plan.save import plan_fingerprint
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Pipeline
@@ -67,12 +67,12 @@ def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
     cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
     lengths = np.exp(np.random.default_rng(cp).uniform(3, 11, 90)).astype(np.int32)
     search = Search(merges=False, splits_backward=splits)
-    answer, made = (call(lengths, cost, mesh, search) for call in (best_answer, micropack))
-    assert answer is not None
-    assert made is not None
-    costs = stage_costs(cost, mesh, splits=made[0].splits_backward)
+    planned = micropack(lengths, cost, mesh, search)
+    assert planned is not None
+    answer, plan = planned.best, planned.plan()
+    costs = stage_costs(cost, mesh, splits=plan.splits_backward)
 
-    told = pipelines_of(made[0], costs, durations(made[0], cost))
+    told = pipelines_of(plan, costs, durations(plan, cost))
     for rank, found in enumerate(map(told, range(mesh.dp))):
         own = pipeline_of_rank(answer.forward[rank], answer.backward[rank], costs)
         held = found.rows_backward[0, 0] > 0

@@ -15,7 +15,7 @@ import varlen as vl
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
 from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
-from varlen.plan.micropack import best_answer
+from varlen.plan.micropack import micropack
 from varlen.plan.save import plan_to_bytes
 from varlen.step_plan import PlanMethod
 
@@ -85,25 +85,25 @@ def test_the_planner_scores_what_the_simulator_measures(mode: Any, splits: bool)
     mesh, cost = vl.Mesh(dp=4, pp=4, tp=4), cost_of(mode=mode)
     search = vl.Search(merges=False, splits_backward=splits)
 
-    answer = best_answer(long_tailed(200, 60_000), cost, mesh, search)
+    found = micropack(long_tailed(200, 60_000), cost, mesh, search)
     plan = vl.plan_step(long_tailed(200, 60_000), cost=cost, mesh=mesh, search=search)
 
-    assert answer is not None
+    assert found is not None
     sync = float(cost.gradient_sync_s(mesh).max())
-    assert vl.simulate(plan, cost).makespan_s == pytest.approx(answer.makespan_s + sync, rel=0.02)
+    assert vl.simulate(plan, cost).makespan_s == pytest.approx(found.best.makespan_s + sync, rel=0.02)
 
 
 def test_ranks_that_share_documents_take_no_longer_than_planned() -> None:
     lengths = np.append(long_tailed(200, 20_000), [200_000, 150_000]).astype(np.int32)
     mesh, cost = vl.Mesh(dp=8, pp=4, tp=4), cost_of()
 
-    answer = best_answer(lengths, cost, mesh, vl.Search())
+    found = micropack(lengths, cost, mesh, vl.Search())
     plan = vl.plan_step(lengths, cost=cost, mesh=mesh)
 
-    assert answer is not None
+    assert found is not None
     assert plan.num_merged >= 2
     sync = float(cost.gradient_sync_s(mesh).max())
-    assert vl.simulate(plan, cost).makespan_s <= (answer.makespan_s + sync) * 1.001
+    assert vl.simulate(plan, cost).makespan_s <= (found.best.makespan_s + sync) * 1.001
 
 
 def test_equal_arguments_give_equal_plans() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.micropack import FAR_OVER, Look, micropack
+from varlen.plan.micropack import FAR_OVER, Found, micropack, thorough
 from varlen.plan.refusal import refusal
 from varlen.plan.scored import as_run, best_plan, score
 from varlen.plan.search import Search
@@ -97,25 +97,26 @@ def plan_step(
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
         raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
-    best: tuple[StepPlan, CostModel] | None = None
-    least_s = math.inf
+    best: _Planned | None = None
+    used_cost, least_s = cost, math.inf
     for tried in repairs(cost) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
         if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
             break
-        found = _planned(held, tried, mesh, method, limit, tuned, used)
-        if found is None:
-            continue
-        plan, is_full = found
-        taken_s = score(plan, tried)
-        if taken_s < least_s:
-            is_first, least_s = best is None, taken_s
-            best = plan, tried
-            if is_first and not is_full:
+        found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
+        taken_s = score(found.plan, tried) if found else math.inf
+        if found and taken_s < least_s:
+            is_enough = best is None and not found.is_full
+            best, used_cost, least_s = found, tried, taken_s
+            if is_enough:
                 break
     if best is None:
         raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
-    return _thorough(*best, held, method, used)
+    bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
+    if best.found and least_s > FAR_OVER * bound_s:
+        longer = thorough(best.found).plan()
+        return longer if score(longer, used_cost) < least_s else best.plan
+    return best.plan
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
@@ -168,6 +169,16 @@ def repairs(cost: CostModel) -> Iterator[CostModel]:
         yield replace(cost, recompute="full", recompute_share=1.0, offload="kv")
 
 
+class _Planned(NamedTuple):
+    """A plan that fits into memory."""
+
+    plan: StepPlan
+    is_full: bool
+    """Whether more memory might make a faster one."""
+    found: Found | None = None
+    """What may be looked at longer."""
+
+
 def _planned(
     lengths: Int32Array,
     cost: CostModel,
@@ -176,25 +187,21 @@ def _planned(
     capacity: int,
     tuned: bool,
     search: Search,
-) -> tuple[StepPlan, bool] | None:
-    """The plan of one method that fits into memory, or None; and whether more memory might make a faster one."""
-    if method == "micropack":
-        found = micropack(lengths, cost, mesh, search)
-        # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
-        if mesh.sharding != "parameters" or not (search.merges and search.orders):
-            return found
-        candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
-        plan = best_plan(candidates, lengths, cost, mesh, method)
-        if plan is None or plan.num_ranks.max() > search.most_merged_ranks:
-            return found
-        if found is None or score(plan, cost) < score(found[0], cost):
-            return plan, True
-        return found
+    least_s: float = math.inf,
+) -> _Planned | None:
+    """The plan of one method, None where none fits; `least_s` is the time of one that there is already."""
     if method == "sliced":
-        return micropack(lengths, cost, mesh, _plain(search), method="sliced")
+        search = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
+    if method in ("micropack", "sliced"):
+        found = micropack(lengths, cost, mesh, search, method=method, least_s=least_s)
+        best = _Planned(found.plan(), found.best.is_full, found) if found else None
+        # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
+        if mesh.sharding == "parameters" and search.merges and search.orders:
+            return _faster(best, _of_groups(lengths, cost, mesh, capacity, search), cost)
+        return best
     if method == "packed" and not tuned:
         plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
-        return (plan, False) if score(plan, cost) < math.inf else None
+        return _Planned(plan, False) if score(plan, cost) < math.inf else None
     work = _work(lengths, cost, mesh)
     if method == "packed":
         candidates = packed_candidates(lengths, work[:, 0], mesh, capacity)
@@ -202,26 +209,24 @@ def _planned(
         candidates = balanced_candidates(lengths, work[:, 0], mesh)
     else:
         candidates = dynamic_cp_candidates(lengths, work, mesh, capacity)
-    best = best_plan(candidates, lengths, cost, mesh, method)
-    return (best, True) if best else None
+    fastest = best_plan(candidates, lengths, cost, mesh, method)
+    return _Planned(fastest, True) if fastest else None
 
 
-def _thorough(
-    plan: StepPlan, cost: CostModel, lengths: Int32Array, method: PlanMethod, search: Search
-) -> StepPlan:
-    """The plan, or a faster one that recomputes as much, where it stands far over its bound."""
-    bound = lower_bound(lengths, cost, plan.mesh, least_rows=search.least_rows)
-    taken_s = score(plan, cost)
-    if method not in ("micropack", "sliced") or taken_s <= FAR_OVER * bound.seconds:
-        return plan
-    used = search if method == "micropack" else _plain(search)
-    found = micropack(lengths, cost, plan.mesh, used, method=method, look=Look.THOROUGH)
-    return found[0] if found and score(found[0], cost) < taken_s else plan
+def _of_groups(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, search: Search
+) -> _Planned | None:
+    """Whole documents, long ones on groups of ranks, as dynamic context parallelism runs them."""
+    candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
+    plan = best_plan(candidates, lengths, cost, mesh, "micropack")
+    return _Planned(plan, True) if plan and plan.num_ranks.max() <= search.most_merged_ranks else None
 
 
-def _plain(search: Search) -> Search:
-    """What symmetric slices of documents that no ranks share may try."""
-    return replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
+def _faster(one: _Planned | None, other: _Planned | None, cost: CostModel) -> _Planned | None:
+    """The faster of two plans; the first of equals."""
+    if one is None or other is None:
+        return one or other
+    return other if score(other.plan, cost) < score(one.plan, cost) else one
 
 
 def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:

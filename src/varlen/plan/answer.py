@@ -1,0 +1,230 @@
+"""`Answer`: a way to share documents among ranks, with the best that was found for each block of them."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.plan.block import blocks_of, padded, pipeline_of_block
+from varlen.plan.compose import Composition, RankDocuments, compose
+from varlen.plan.groups import Groups
+from varlen.plan.search import Search
+from varlen.plan.settings import (
+    EVEN,
+    GRADINGS,
+    SHARINGS,
+    Setting,
+    far_settings,
+    first_setting,
+    neighbours,
+)
+from varlen.simulate.dispatch import Dispatched, dispatch
+from varlen.simulate.stage_costs import StageCosts
+
+_WAITING = 1.08
+"""Ranks that share documents wait for each other, which makes their block slower, by about so much."""
+_ESTIMATE_SLACK = 0.9
+"""Work in MicroPacks may take a little less than documents were weighed at."""
+_NEARLY_FULL = 0.9
+"""Share of a GPU's memory above which it may be what holds a step back."""
+
+
+@dataclass(slots=True)
+class BlockSearch:
+    """What has been tried on the ranks of a block, and the best of it."""
+
+    documents: list[RankDocuments]
+    estimate_s: float
+    """What it takes if nothing waits, as long as nothing has been tried."""
+    tried: set[Setting] = field(default_factory=set)
+    forward: list[Composition] = field(default_factory=list)
+    backward: list[Composition] = field(default_factory=list)
+    found: Dispatched | None = None
+    setting: Setting | None = None
+    """That of the best."""
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds of the best; an estimate before anything was tried, inf if nothing that was tried fits."""
+        if self.found:
+            return self.found.makespan_s
+        return math.inf if self.tried else self.estimate_s
+
+    @property
+    def shares(self) -> bool:
+        """Whether its ranks share documents."""
+        return any(documents.num_shared for documents in self.documents)
+
+
+class Look(enum.IntEnum):
+    """How closely a block is looked at: how many settings are tried on it."""
+
+    QUICK = 4
+    CLOSE = 100
+    THOROUGH = 200
+    """From far settings, too."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One way to share documents, with the best that was found for each block of ranks."""
+
+    groups: Groups
+    costs: StageCosts
+    blocks: list[BlockSearch]
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds of the slowest block, estimated where nothing has been tried yet."""
+        return max(block.makespan_s for block in self.blocks)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the memory of some stage is nearly full, so that more of it might make the step faster."""
+        peaks = [block.found.peaks_bytes for block in self.blocks if block.found]
+        return bool((np.array(peaks) > _NEARLY_FULL * self.costs.limits).any())
+
+    @property
+    def slowness(self) -> float:
+        """Seconds over those that its work would take if nothing waited."""
+        return self.makespan_s / max(block.estimate_s for block in self.blocks)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is something that fits for every block."""
+        return all(block.found for block in self.blocks)
+
+    @property
+    def forward(self) -> list[Composition]:
+        """Forward MicroPacks of all ranks."""
+        return [composition for block in self.blocks for composition in block.forward]
+
+    @property
+    def backward(self) -> list[Composition]:
+        """Backward MicroPacks of all ranks."""
+        return [composition for block in self.blocks for composition in block.backward]
+
+    @property
+    def codes(self) -> list[npt.NDArray[np.uint8]]:
+        """The order of tasks of all ranks."""
+        return [block.found.codes for block in self.blocks if block.found for _ in block.documents]
+
+    @property
+    def label(self) -> str:
+        """What was chosen, for people."""
+        counts = [composition.num_micropacks for composition in self.forward]
+        shared = self.groups.num_merged
+        apart = sum(block.forward is not block.backward for block in self.blocks)
+        return (
+            f"{min(counts)} to {max(counts)} MicroPacks a rank, weight gradients "
+            f"{'apart' if self.costs.splits else 'within'}, {shared} of {self.groups.work.size} documents shared"
+            + (f", backward composed apart on {apart} of {len(self.blocks)} blocks of ranks" if apart else "")
+        )
+
+
+def blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) -> list[BlockSearch]:
+    """The blocks of ranks, of which nothing has been tried yet."""
+    mesh = costs.mesh
+    bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
+    layers = float(costs.layers.reshape(-1, mesh.pp).sum(axis=0).max())
+    estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
+    estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
+    return [
+        BlockSearch(documents[first:last], estimate)
+        for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
+    ]
+
+
+def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
+    """Try settings on whichever block is slowest, until it has none left: no other can make the step faster.
+
+    Args:
+        answer: changed.
+        search: what may be tried.
+        incumbent_s: of the best answer so far; no more is tried once this one can't beat it.
+        look: how closely; a quick look leaves blocks alone of which an estimate says that they aren't the slowest.
+    """
+    favourite: Setting | None = None
+    while True:
+        block = max(answer.blocks, key=lambda block: block.makespan_s)
+        setting = _next(block, favourite, search, look)
+        if setting is None or (not block.tried and block.estimate_s * _ESTIMATE_SLACK > incumbent_s):
+            if block.makespan_s >= incumbent_s or look is Look.QUICK:
+                return
+            favourite = block.setting
+            waiting = [block for block in answer.blocks if not block.tried]
+            if not waiting:
+                return
+            block = waiting[0]
+            setting = _next(block, favourite, search, look)
+        assert setting is not None
+        _try(block, setting, answer, search)
+
+
+def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -> None:
+    """Compose a block one way, and keep it if it runs faster."""
+    block.tried.add(setting)
+    costs = answer.costs
+    stages = costs.limits.size
+    rows = min(documents.num_rows for documents in block.documents)
+    wanted = round(search.micropacks_per_stage[setting.size] * stages)
+    count = max(1, min(wanted, int(rows // search.least_rows)))
+    graded = GRADINGS[setting.grading if search.grades else EVEN]
+    heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
+    grading = replace(graded, heads=heads, tails=tails)
+    sharing = SHARINGS[setting.sharing]
+    work = sum(float(documents.work.sum()) for documents in block.documents) / len(block.documents)
+    budget = sharing.size * work / count
+    compositions = padded(
+        [
+            compose(
+                documents,
+                count,
+                grading,
+                least_rows=search.least_rows if search.slices else 2**31 - 1,
+                budget=budget,
+                rates=costs.rates,
+                in_step=len(block.documents) > 1,
+                by_work=search.orders,
+                mixes=sharing.mixes,
+            )
+            for documents in block.documents
+        ]
+    )
+    found = dispatch(
+        pipeline_of_block(compositions, compositions, costs), forward_first=setting.forward_first
+    )
+    before_s = block.found.makespan_s if block.found else math.inf
+    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
+    # faster still.
+    is_fewer = block.setting is not None and setting.size < block.setting.size
+    if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
+        block.found, block.forward, block.backward = found, compositions, compositions
+        block.setting = setting
+
+
+def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
+    """The setting to try next: the best one's neighbours, until all of them have been tried.
+
+    Args:
+        block: what has been tried.
+        favourite: the setting to begin with, if any.
+        search: what may be tried.
+        look: how closely.
+    """
+    if not block.tried:
+        return favourite or first_setting(search)
+    # As long as nothing fits: smaller MicroPacks hold less while they run.
+    best = block.setting or max(block.tried, key=lambda setting: setting.size)
+    around = neighbours(best, search, shares=block.shares)
+    if block.setting is not None:
+        if len(block.tried) >= look:
+            return None
+        if look is Look.THOROUGH:
+            around = itertools.chain(far_settings(search, shares=block.shares), around)
+    return next((setting for setting in around if setting not in block.tried), None)
