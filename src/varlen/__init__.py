@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from varlen.plan.delay import Waiting, delay_outliers, delay_step
     from varlen.plan.save import load_plan, save_plan
     from varlen.plan.search import Search
+    from varlen.runtime.engine import SliceEngine, StepStats
     from varlen.simulate.api import simulate
     from varlen.simulate.timeline import Timeline
     from varlen.source.mixture import Mixture
@@ -63,7 +64,9 @@ _HOMES = {
     "Planner": "varlen.plan.ahead",
     "Score": "varlen.pack.score",
     "Search": "varlen.plan.search",
+    "SliceEngine": "varlen.runtime.engine",
     "StepPlan": "varlen.step_plan",
+    "StepStats": "varlen.runtime.engine",
     "Timeline": "varlen.simulate.timeline",
     "VarlenError": "varlen.errors",
     "VerifyReport": "varlen.verify.model_report",
@@ -97,7 +100,9 @@ __all__ = [
     "Planner",
     "Score",
     "Search",
+    "SliceEngine",
     "StepPlan",
+    "StepStats",
     "Timeline",
     "VarlenError",
     "VerifyReport",

@@ -32,8 +32,6 @@ _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
-_HOPELESS = 1.1
-"""Times the best so far that a quick look's find may take and still be looked at closely."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
 _KEPT_LONGER = 2
@@ -77,7 +75,6 @@ def micropack(
     search: Search,
     *,
     method: PlanMethod = "micropack",
-    least_s: float = math.inf,
 ) -> Found | None:
     """Plan a step by slices and MicroPacks: a quick look at every way to share documents, a close one at the best.
 
@@ -87,19 +84,18 @@ def micropack(
         mesh: the GPUs.
         search: what may be tried.
         method: what the plan says of itself.
-        least_s: seconds of a plan that is there already; what a quick look finds far slower isn't looked at closely.
 
     Returns:
-        None where memory holds no candidate, or nothing is near `least_s`.
+        None where memory holds no candidate.
     """
     splits, kept = search.splits_backward, list[Answer]()
-    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept, least_s)
+    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept)
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(lengths, plain, search, kept, least_s, best)
+        best = _searched(lengths, plain, search, kept, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
         way = Answer(best.groups, plain, blocks(documents, best.groups, plain))
@@ -141,7 +137,6 @@ def _searched(
     costs: StageCosts,
     search: Search,
     kept: list[Answer],
-    least_s: float,
     best: Answer | None = None,
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
@@ -155,8 +150,6 @@ def _searched(
         incumbent_s = min(incumbent_s, way.makespan_s)
     most = len(kept) + _KEPT
     for way in sorted(ways, key=lambda way: way.makespan_s):
-        if way.makespan_s > _HOPELESS * min(least_s, best.makespan_s if best else math.inf):
-            break
         best = _better(way, best, search, Look.CLOSE)
         kept += [way] if way.is_complete else []
         if len(kept) == most:

@@ -34,6 +34,8 @@ class StepRun:
     num_targets: int
     places: Sequence[TaskRun]
     """`[dp * pp]`: what each stage of each rank ran."""
+    token_losses: torch.Tensor | None = None
+    """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
 
 
 class LocalWires:
@@ -82,11 +84,35 @@ def run_step(
         ModelError: a family that isn't run in slices.
     """
     check_plan(plan)
-    parts = Parts.of(model)
-    data = step_data(plan, input_ids, labels)
-    mesh, device = plan.mesh, input_ids.device
+    return run_places(model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter)
+
+
+def run_places(
+    model: Any,
+    parts: Parts,
+    data: StepData,
+    plan: StepPlan,
+    *,
+    meter: Meter | None = None,
+    keeps_losses: bool = False,
+) -> StepRun:
+    """Run the tasks of all stages of all ranks in this process; see `run_step`.
+
+    Args:
+        model: whose attention is that of slices.
+        parts: the model taken apart.
+        data: the tokens of the step.
+        plan: that `check_plan` lets pass.
+        meter: counts bytes task by task; already entered.
+        keeps_losses: whether the loss of every token is wanted.
+
+    Raises:
+        PlanError: slices stand out of turn.
+        DeadlockError: stages wait for each other.
+    """
+    mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
-    chunks = [chunk_steps(parts, layers, data, plan) for _ in range(mesh.dp)]
+    chunks = [chunk_steps(parts, layers, data, plan, keeps_losses=keeps_losses) for _ in range(mesh.dp)]
     wires = [LocalWires() for _ in range(mesh.dp)]
     places = [
         Place(
@@ -101,6 +127,7 @@ def run_step(
         loss=float(torch.stack(losses).sum()),
         num_targets=int((data.labels != IGNORED).sum()),
         places=[place.told() for place in places],
+        token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
     )
 
 
@@ -164,7 +191,9 @@ def layers_of(model: Any, mesh: Mesh) -> list[range]:
     return [range(stop - size, stop) for size, stop in zip(sizes.tolist(), np.cumsum(sizes).tolist())]
 
 
-def chunk_steps(parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan) -> list[ChunkStep]:
+def chunk_steps(
+    parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan, *, keeps_losses: bool = False
+) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline.
 
     Args:
@@ -172,10 +201,19 @@ def chunk_steps(parts: Parts, layers: Sequence[range], data: StepData, plan: Ste
         layers: of each chunk.
         data: of the step.
         plan: says what is computed again.
+        keeps_losses: whether the loss of every token is wanted.
     """
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
-    return [ChunkStep(parts, each, data, layers_again=count) for each, count in zip(layers, again)]
+    return [
+        ChunkStep(parts, each, data, layers_again=count, keeps_losses=keeps_losses)
+        for each, count in zip(layers, again)
+    ]
+
+
+def _added(heads: Sequence[ChunkStep]) -> torch.Tensor:
+    """The losses of all ranks' tokens; each rank has those of its documents, and 0 elsewhere."""
+    return torch.stack([head.token_losses for head in heads if head.token_losses is not None]).sum(0)
 
 
 def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:

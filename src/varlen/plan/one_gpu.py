@@ -1,0 +1,80 @@
+"""`one_gpu_plan`: slices of so many rows and packs of short documents, on one GPU and without a cost model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from varlen.errors import SettingError
+from varlen.pack.api import pack
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
+from varlen.types import Int32Array
+
+
+def one_gpu_plan(
+    lengths: Int32Array, slice_tokens: int, *, recompute: Literal["none", "full"] = "full"
+) -> StepPlan:
+    """Plan a step whose activations are never those of more rows than one MicroPack's.
+
+    A document of more than `slice_tokens` is cut into slices as even as can be, run forward first to last and then
+    backward last to first, before the next document begins; shorter ones are packed. So beside one MicroPack's
+    activations the device holds what one document leaves.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        slice_tokens: rows of a MicroPack at most.
+        recompute: "full" computes a layer's activations again in the backward pass, "none" keeps them, those of all
+            slices of a document at once.
+
+    Raises:
+        SettingError: `slice_tokens` is below 1.
+
+    >>> plan = one_gpu_plan(np.array([5, 2, 1], np.int32), 3)
+    >>> plan.forward.stops.tolist(), plan.tasks.tolist()
+    ([2, 5, 2, 1], [0, 0, 1, 1, 0, 1])
+    """
+    if isinstance(slice_tokens, bool) or not isinstance(slice_tokens, int | np.integer) or slice_tokens < 1:
+        raise SettingError(f"slice_tokens={slice_tokens!r}; it must be a whole number of at least 1")
+    is_long = lengths > slice_tokens
+    forward: list[list[tuple[int, int, int]]] = []
+    backward: list[list[tuple[int, int, int]]] = []
+    tasks: list[int] = []
+    for document in np.flatnonzero(is_long).tolist():
+        length = int(lengths[document])
+        count = -(-length // int(slice_tokens))
+        cuts = [length * part // count for part in range(count + 1)]
+        slices = [[(document, start, stop)] for start, stop in zip(cuts, cuts[1:])]
+        forward += slices
+        backward += slices[::-1]
+        tasks += [FORWARD] * count + [BACKWARD] * count
+    packing = pack(np.where(is_long, 0, lengths), int(slice_tokens))
+    for documents in packing.to_lists():
+        pieces = [(document, 0, int(lengths[document])) for document in documents]
+        forward.append(pieces)
+        backward.append(pieces)
+        tasks += [FORWARD, BACKWARD]
+    return StepPlan(
+        lengths=lengths.astype(np.int32),
+        first_ranks=np.where(lengths > 0, 0, -1).astype(np.int32),
+        num_ranks=np.ones(len(lengths), np.int32),
+        forward=_micropacks(forward),
+        backward=_micropacks(backward),
+        tasks=np.array(tasks, np.uint8),
+        task_offsets=np.array([0, len(tasks)], np.int32),
+        mesh=Mesh(),
+        method="sliced",
+        recompute=recompute,
+        answered_by=f"slices of up to {slice_tokens:,} tokens",
+    )
+
+
+def _micropacks(packs: list[list[tuple[int, int, int]]]) -> MicroPacks:
+    columns = np.array([piece for each in packs for piece in each], np.int32).reshape(-1, 3).T
+    return MicroPacks(
+        rank_offsets=np.array([0, len(packs)], np.int32),
+        slice_offsets=np.cumsum([0, *map(len, packs)], dtype=np.int32),
+        document_ids=columns[0].copy(),
+        starts=columns[1].copy(),
+        stops=columns[2].copy(),
+    )

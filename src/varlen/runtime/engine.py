@@ -1,0 +1,221 @@
+"""`SliceEngine`: forward and backward of a batch in slices, with the gradients of the unsliced model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from varlen.batch.packed import PackedBatch
+from varlen.batch.weights import LossWeighting
+from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.chunk import StepData
+from varlen.runtime.clock import Meter
+from varlen.runtime.parts import IGNORED, Parts
+from varlen.runtime.place import TaskRun
+from varlen.runtime.slices import check_plan, run_places
+from varlen.step_plan import StepPlan
+from varlen.types import FloatArray, Int32Array
+
+SLICE_TOKENS = 8192
+"""Rows of a MicroPack where nothing else is said: enough for attention kernels to run at their full rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepStats:
+    """What a step did; its gradients are in the model."""
+
+    loss: float
+    """The batch's part of the step's loss: the sum of target losses, weighed, over the targets of the whole step."""
+    num_targets: int
+    """Of the batch."""
+    plan: StepPlan
+    """What was run."""
+    places: Sequence[TaskRun]
+    """Tasks with their seconds, of each stage that ran here."""
+    document_losses: FloatArray | None
+    """float64 `[num_segments]`: the mean loss of each document's targets, NaN without any; None unless asked for."""
+    peak_bytes: int
+    """The most bytes of tensors alive at once; 0 where no meter was given."""
+
+
+class SliceEngine:
+    """Runs batches through a model slice by slice, so that activations follow the slice and not the document.
+
+    A slice attends to its document's earlier slices through kept keys and values, so the gradients are those of
+    whole documents, to the rounding of floats. What stays on the device for every token of a document is its keys and
+    values, their gradients, and the input of each layer; activations are those of `slice_tokens` rows.
+
+    The model is a causal transformers decoder whose tokens mix in its attention alone; it is not changed, but for
+    its attention implementation while a step runs.
+
+    >>> engine = vl.SliceEngine(model, slice_tokens=8192)                # doctest: +SKIP
+    >>> stats = engine.step(batch)                                       # doctest: +SKIP
+    >>> optimizer.step(); optimizer.zero_grad()                          # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        slice_tokens: int | None = None,
+        *,
+        recompute: Literal["none", "full"] = "full",
+        weighting: LossWeighting = "token",
+    ) -> None:
+        """Take a model.
+
+        Args:
+            model: a transformers model for causal language.
+            slice_tokens: rows that run at once at most, where a step is given no plan; None for 8,192.
+            recompute: what steps without a plan do with activations: "full" computes them again in the backward
+                pass, "none" keeps those of a whole document.
+            weighting: of targets, as `PackedBatch.loss_weights` says.
+
+        Raises:
+            ModelError: a family that isn't run in slices, or a model without a head; says which.
+            SettingError: a number of tokens below 1.
+        """
+        if recompute not in ("none", "full"):
+            raise SettingError(f'recompute={recompute!r}; steps without a plan run "none" or "full"')
+        self.model, self.recompute, self.weighting = model, recompute, weighting
+        self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
+        one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
+        before = _attention(model)
+        Parts.of(model)
+        model.set_attn_implementation(before)
+
+    def step(
+        self,
+        batch: PackedBatch,
+        plan: StepPlan | None = None,
+        *,
+        document_losses: bool = False,
+        meter: Meter | None = None,
+    ) -> StepStats:
+        """Run a batch forward and backward, and add to every parameter's gradient what the unsliced model would.
+
+        That is the gradient of the sum of target losses over the targets of the whole step,
+        `batch.step_num_targets`, so that several batches add up to a step.
+
+        Args:
+            batch: on any device; its segments are the documents, in order.
+            plan: of `batch.document_lengths`; None for slices of `slice_tokens`.
+            document_losses: whether the loss of each document is wanted.
+            meter: counts bytes task by task, by `varlen.runtime.clock.bytes_meter`; already entered.
+
+        Raises:
+            DocumentsError: the batch has no target.
+            PlanError: a plan of other documents, or one that can't be run.
+            SettingError: weights that don't add up over batches.
+        """
+        lengths = _lengths(batch)
+        used = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute) if plan is None else plan
+        check_plan(used)
+        check_lengths(used, lengths)
+        before = _attention(self.model)
+        parts = Parts.of(self.model)
+        try:
+            data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
+            run = run_places(self.model, parts, data, used, meter=meter, keeps_losses=document_losses)
+        finally:
+            self.model.set_attn_implementation(before)
+        peaks = [int(place.peak_bytes.max(initial=0)) for place in run.places]
+        return StepStats(
+            loss=run.loss,
+            num_targets=run.num_targets,
+            plan=used,
+            places=run.places,
+            document_losses=_means(run.token_losses, data) if run.token_losses is not None else None,
+            peak_bytes=max(peaks),
+        )
+
+
+def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
+    """Refuse a plan of other documents than a batch's.
+
+    Args:
+        plan: of a step.
+        lengths: int32 `[num_segments]`: of the batch.
+
+    Raises:
+        PlanError: says where they differ first.
+    """
+    if len(plan.lengths) != len(lengths):
+        raise PlanError(
+            f"the plan is of {len(plan.lengths):,} documents and the batch holds {len(lengths):,}; plan the step "
+            "from batch.document_lengths"
+        )
+    wrong = np.flatnonzero(plan.lengths != lengths)
+    if wrong.size:
+        first = int(wrong[0])
+        raise PlanError(
+            f"document {first} has {plan.lengths[first]:,} tokens in the plan and {lengths[first]:,} in the batch "
+            f"({wrong.size:,} of {len(lengths):,} differ); plan the step from batch.document_lengths"
+        )
+
+
+def step_data_of(batch: PackedBatch, device: torch.device, weighting: LossWeighting) -> StepData:
+    """Return a batch's documents one behind the other, with each token's target and its weight.
+
+    Args:
+        batch: on any device.
+        device: of the model.
+        weighting: as `PackedBatch.loss_weights` says.
+
+    Raises:
+        DocumentsError: it has no target.
+        SettingError: weights that don't add up over batches.
+    """
+    if weighting != "token" and batch.num_targets != batch.step_num_targets:
+        raise SettingError(
+            f"weighting={weighting!r} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
+            "targets; give the whole step as one batch, or weigh tokens alike"
+        )
+    held = batch.to_torch(device)
+    inside = held.segment_ids.ravel() >= 0
+    ids = held.input_ids.ravel()[inside]
+    labels = held.labels.ravel()[inside]
+    offsets = np.concatenate([[0], np.cumsum(_lengths(batch), dtype=np.int64)])
+    filled = np.flatnonzero(np.diff(offsets))
+    taught = filled[(labels.cpu().numpy()[offsets[filled]] != IGNORED)]
+    if taught.size:
+        raise DocumentsError(
+            f"the first token of document {taught[0]} has a label ({taught.size:,} of {len(filled):,} documents are "
+            "so), and nothing stands before it to learn it from; a first token's label must be -100"
+        )
+    labels = labels.roll(-1)
+    known = labels != IGNORED
+    if not known.any():
+        raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
+    if weighting == "token":
+        weights = known.double() / batch.step_num_targets
+    else:
+        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
+        weights = weights * known / (weights * known).sum()
+    return StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets)
+
+
+def _lengths(batch: PackedBatch) -> Int32Array:
+    """int32 `[num_segments]`, in host memory."""
+    lengths = batch.document_lengths
+    return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
+
+
+def _means(losses: torch.Tensor, data: StepData) -> FloatArray:
+    """The mean loss of each document's targets, float64 `[num_documents]`."""
+    known = (data.labels != IGNORED).double().cpu().numpy()
+    sums, counts = (
+        np.diff(np.concatenate([[0.0], np.cumsum(of)])[data.offsets])
+        for of in (losses.double().cpu().numpy(), known)
+    )
+    means: FloatArray = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+    return means
+
+
+def _attention(model: Any) -> str:
+    """The attention that a model has now."""
+    return str(model.config._attn_implementation)
