@@ -188,9 +188,9 @@ def test_lines_that_make_no_sense_are_refused(
         vl.delay_outliers([1, 2], **given)
 
 
-@pytest.mark.parametrize("ids", [[1], [[1, 2]], [1.0, 2.0]])
+@pytest.mark.parametrize("ids", [[1], [[1, 2]], [1.0, 2.0], [1, 2**63], [1, 2**70]])
 def test_documents_without_a_length_are_refused(ids: Any) -> None:
-    with pytest.raises(LengthsError, match="must be 2 whole numbers, one a length; got"):
+    with pytest.raises(LengthsError, match=r"must be 2 whole numbers below 2\^63, one a length; got"):
         vl.delay_step(ids, [5, 6], vl.Waiting(), thresholds=[40], count=2)
 
 
@@ -209,6 +209,7 @@ def test_a_state_is_not_taken_for_who_waits() -> None:
         {"document_ids": [1]},
         {"document_ids": [1, 2.5]},
         {"document_ids": [[1], [2]]},
+        {"document_ids": [1, 2**63]},
         {"steps": [0, -1]},
         {"steps": None},
         {"lengths": "ab"},

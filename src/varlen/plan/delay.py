@@ -69,10 +69,10 @@ class Waiting:
         except (KeyError, ValueError, LengthsError) as error:
             raise StateError(f"this is no state of vl.Waiting: {type(error).__name__} {error}") from None
         sizes = [ids.size, held["lengths"].size, held["steps"].size]
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or len(set(sizes)) > 1:
+        if ids.ndim != 1 or not _are_ids(ids) or len(set(sizes)) > 1:
             raise StateError(
                 f"the state names {sizes[0]:,} documents, {sizes[1]:,} lengths and {sizes[2]:,} steps; they must "
-                "be as many, and whole numbers. It was changed; load it as it was saved"
+                "be as many, and whole numbers below 2^63. It was changed; load it as it was saved"
             )
         return cls(document_ids=ids.astype(np.int64), **held)
 
@@ -126,10 +126,10 @@ def delay_step(
     bounds = _as_thresholds(thresholds)
     count, most_steps = as_count(count, "count"), as_count(most_steps, "most_steps")
     new_ids, new_lengths = np.asarray(document_ids), as_lengths(lengths)
-    if new_ids.shape != new_lengths.shape or (new_ids.size and new_ids.dtype.kind not in "iu"):
+    if new_ids.shape != new_lengths.shape or not _are_ids(new_ids):
         raise LengthsError(
-            f"document_ids must be {new_lengths.size:,} whole numbers, one a length; got {new_ids.dtype} of shape "
-            f"{new_ids.shape}"
+            f"document_ids must be {new_lengths.size:,} whole numbers below 2^63, one a length; got {new_ids.dtype} "
+            f"of shape {new_ids.shape}"
         )
     ids = np.concatenate([waiting.document_ids, new_ids.astype(np.int64)])
     sizes = np.concatenate([waiting.lengths, new_lengths])
@@ -220,6 +220,13 @@ def _as_offsets(step_offsets: npt.ArrayLike, num_documents: int) -> IntArray:
             f"{str(offsets)[:80]}"
         )
     return offsets.astype(np.int64)
+
+
+def _are_ids(ids: npt.NDArray[Any]) -> bool:
+    """Whether they are whole numbers that int64 holds."""
+    if not ids.size:
+        return True
+    return ids.dtype.kind in "iu" and bool(ids.max() <= np.iinfo(np.int64).max)
 
 
 def _as_thresholds(thresholds: npt.ArrayLike) -> Int32Array:
