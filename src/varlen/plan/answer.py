@@ -178,7 +178,7 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
     grading = replace(graded, heads=heads, tails=tails)
     sharing = SHARINGS[setting.sharing]
-    work = sum(float(documents.work.sum()) for documents in block.documents) / len(block.documents)
+    work = sum(documents.seconds for documents in block.documents) / len(block.documents)
     budget = sharing.size * work / count
     compositions = padded(
         [

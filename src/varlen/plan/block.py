@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import fields
 
 import numpy as np
 
@@ -71,14 +70,14 @@ def pipeline_of_block(
     if len(pipelines) == 1:
         return pipelines[0]
     joined = {}
-    for field in fields(Pipeline):
-        values = [getattr(pipeline, field.name) for pipeline in pipelines]
-        if field.name in _SAME:
-            joined[field.name] = values[0]
-        elif field.name in _JOINED:
-            joined[field.name] = np.concatenate(values)
+    for name in Pipeline.__slots__:
+        values = [getattr(pipeline, name) for pipeline in pipelines]
+        if name in _SAME:
+            joined[name] = values[0]
+        elif name in _JOINED:
+            joined[name] = np.concatenate(values)
         else:
-            joined[field.name] = np.stack(values).max(axis=0)
+            joined[name] = functools.reduce(np.maximum, values)
     return Pipeline(**joined)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,10 +21,12 @@ TYPICAL_ROWS = 8192.0
 ROW_MULTIPLE = 128
 """Slices end on a multiple of this many rows: a block of attention kernels."""
 
+_NOBODY: IntArray = np.zeros(0, np.int64)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankDocuments:
-    """The documents of one rank.
+    """The documents of one rank; what a search asks of them again and again is counted once.
 
     Those that other ranks share stand first, in one order on all of them; then the others, from much work to little.
     """
@@ -36,16 +39,17 @@ class RankDocuments:
     """int32 `[n]`."""
     work: FloatArray
     """float64 `[n]`: seconds of one GPU in both passes and an average layer."""
+    num_shared: int = field(init=False)
+    """Documents that other ranks share."""
+    num_rows: float = field(init=False)
+    """Rows of this rank."""
+    seconds: float = field(init=False)
+    """All of its work."""
 
-    @property
-    def num_shared(self) -> int:
-        """Documents that other ranks share."""
-        return int(np.count_nonzero(self.num_ranks > 1))
-
-    @property
-    def num_rows(self) -> float:
-        """Rows of this rank."""
-        return float((self.lengths / self.num_ranks).sum())
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
+        object.__setattr__(self, "num_rows", float((self.lengths / self.num_ranks).sum()))
+        object.__setattr__(self, "seconds", float(self.work.sum()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,6 +75,8 @@ class Composition:
             count: MicroPacks wanted, at least as many as there are.
         """
         missing = count - self.num_micropacks
+        if not missing:
+            return self
         last = int(self.chains.max(initial=-1))
         return Composition(
             slice_offsets=np.append(self.slice_offsets, np.repeat(self.slice_offsets[-1], missing)),
@@ -155,28 +161,9 @@ def compose(
 
     Cost: O(n · log num_micropacks).
     """
-    shared = documents.num_shared
-    own = float(documents.work.sum()) / num_micropacks
-    is_long = (documents.work[shared:] > 1.15 * own) & (documents.lengths[shared:] >= 2 * least_rows)
-    chained = shared + int(np.count_nonzero(is_long))
-    budgets = np.where(np.arange(chained) < shared, budget, own)
-    of, starts, stops = _cost_kernel("cut_evenly")(
-        documents.lengths[:chained],
-        documents.num_ranks[:chained],
-        documents.work[:chained],
-        budgets,
-        least_rows,
-        ROW_MULTIPLE,
-        1.0,
-        rates,
-    )
-    followers, leaders = _beside_others(documents, np.bincount(of, minlength=chained)[:shared], budget)
-    is_first = ~np.isin(of, followers)
-    of, starts, stops = of[is_first], starts[is_first], stops[is_first]
-    first_own = int(np.searchsorted(of, shared))
-    sizes = documents.work[of] / np.bincount(of, minlength=chained)[of]
-    led = np.searchsorted(of, leaders)
-    np.add.at(sizes, led, documents.work[followers])
+    own = documents.seconds / num_micropacks
+    cuts = _cut(documents, own, budget, least_rows, rates)
+    of, chained, first_own = cuts.of, cuts.num_documents, cuts.num_shared
     shorts = documents.work[chained:]
     free = max(num_micropacks - of.size, int(first_own == of.size and shorts.size > 0))
     heads, tails = grading.heads, grading.tails
@@ -189,26 +176,90 @@ def compose(
     least = min(1.0, least_rows / max(1, documents.num_rows / num_micropacks))
     small = np.concatenate([grading.sizes(heads), grading.sizes(tails)]).clip(least, 1.0)
     first = 0 if mixes and by_work else first_own
-    held_back = np.concatenate([sizes[first:], own * (1 - small), np.zeros(free - heads - tails)])
+    held_back = np.zeros(of.size - first + free)
+    held_back[: of.size - first] = cuts.seconds[first:]
+    held_back[of.size - first :][: small.size] = own * (1 - small)
     loads = held_back.copy()
     pack_of = first + _kernel("fill_lightest")(shorts, loads)
-    filled = np.concatenate([np.zeros(first), loads - held_back])
+    filled = np.zeros(of.size + free)
+    filled[first:] = loads - held_back
+    order: IntArray | slice = slice(None)
     if not by_work:
-        order = np.argsort(documents.document_ids[of[first_own:]], kind="stable") + first_own
-        order = np.concatenate([np.arange(first_own), order, np.arange(of.size, filled.size)])
-        of, starts, stops = (part[order[: of.size]] for part in (of, starts, stops))
+        # A stable sort of chains by their documents; MicroPacks behind them stay as they came.
+        order = np.arange(filled.size)
+        order[first_own : of.size] = first_own + np.argsort(
+            documents.document_ids[of[first_own:]], kind="stable"
+        )
         pack_of, filled = np.argsort(order)[pack_of], np.zeros_like(filled)
-    # Documents that lead no MicroPack stand behind those that do.
-    order = np.concatenate(
-        [np.delete(np.arange(chained), followers), followers, np.arange(chained, documents.work.size)]
-    )
-    places = np.empty(order.size, np.int32)
-    places[order] = np.arange(order.size)
-    table = np.stack([documents.lengths, documents.num_ranks, documents.document_ids])[:, order]
-    offsets, slices, chains = _kernel("arrange")(
-        np.stack([places[of], starts, stops]), np.append(led, pack_of), filled, heads, tails, in_step, table
-    )
+        order = order[: of.size]
+    table = np.array([documents.lengths, documents.num_ranks, documents.document_ids])
+    beside = pack_of
+    if cuts.followers.size:
+        # Documents that lead no MicroPack stand behind those that do.
+        places = np.arange(shorts.size + chained)
+        places[:chained] = np.append(np.delete(places[:chained], cuts.followers), cuts.followers)
+        table, of = table.take(places, axis=1), np.argsort(places).astype(np.int32)[of]
+        beside = np.append(cuts.leading, pack_of)
+    first_slices = np.array([of[order], cuts.starts[order], cuts.stops[order]], np.int32)
+    offsets, slices, chains = _kernel("arrange")(first_slices, beside, filled, heads, tails, in_step, table)
     return Composition(slice_offsets=offsets, slices=slices, chains=chains)
+
+
+class _Cuts(NamedTuple):
+    """The slices that are the first of a MicroPack, of which there are `m`."""
+
+    of: Int32Array
+    """int32 `[m]`: which of the rank's documents each is of; these stand in order."""
+    starts: Int32Array
+    """int32 `[m]`."""
+    stops: Int32Array
+    """int32 `[m]`."""
+    seconds: FloatArray
+    """float64 `[m]`: of the MicroPack: of the slice, and of followers."""
+    num_documents: int
+    """That are cut, shared, or both: the rank's first ones."""
+    num_shared: int
+    """Slices of shared documents, the first ones."""
+    followers: IntArray
+    """int64 `[followers]`: shared documents that stand in the MicroPack of another."""
+    leading: IntArray
+    """int64 `[followers]`: the MicroPack that each stands in."""
+
+
+def _cut(documents: RankDocuments, own: float, budget: float, least_rows: int, rates: Rates) -> _Cuts:
+    """Cut long documents into slices of equal cost, and join shared ones that are short.
+
+    Args:
+        documents: of the rank.
+        own: seconds of a MicroPack of this rank's own documents.
+        budget: seconds of a shared MicroPack.
+        least_rows: rows that a slice has at least.
+        rates: of the mesh.
+    """
+    shared = documents.num_shared
+    is_long = (documents.work[shared:] > 1.15 * own) & (documents.lengths[shared:] >= 2 * least_rows)
+    chained = shared + int(np.count_nonzero(is_long))
+    budgets = np.full(chained, own)
+    budgets[:shared] = budget
+    of, starts, stops = _cost_kernel("cut_evenly")(
+        documents.lengths[:chained],
+        documents.num_ranks[:chained],
+        documents.work[:chained],
+        budgets,
+        least_rows,
+        ROW_MULTIPLE,
+        1.0,
+        rates,
+    )
+    num_slices = np.bincount(of, minlength=chained)
+    seconds = documents.work[of] / num_slices[of]
+    followers, leaders = _beside_others(documents, num_slices[:shared], budget)
+    if followers.size:
+        leads = ~np.isin(of, followers)
+        of, starts, stops, seconds = of[leads], starts[leads], stops[leads], seconds[leads]
+    leading = np.searchsorted(of, leaders)
+    np.add.at(seconds, leading, documents.work[followers])
+    return _Cuts(of, starts, stops, seconds, chained, int(np.searchsorted(of, shared)), followers, leading)
 
 
 def _beside_others(
@@ -224,8 +275,10 @@ def _beside_others(
         num_slices: int64 `[shared documents]`.
         budget: seconds of a shared MicroPack.
     """
-    followers, leaders = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    followers, leaders = [_NOBODY], [_NOBODY]
     whole = np.flatnonzero(num_slices == 1)
+    if whole.size < 2:
+        return _NOBODY, _NOBODY
     ranks = documents.num_ranks[whole]
     for size in np.unique(ranks).tolist():
         mine = whole[ranks == size]
