@@ -71,7 +71,7 @@ bench: setup ## run peers side by side, write benchmarks/results/ and the tables
 	PYTHONPATH=src "$(VENV)-peers/bin/python" -m benchmarks $(ARGS)
 	$(RUN) -m benchmarks.table
 
-bench-plan: setup ## plan and simulate every method side by side and write docs/planning-results.md (under 40 minutes)
+bench-plan: setup ## plan and simulate every method side by side and write docs/planning-results.md (about an hour)
 	$(RUN) -m benchmarks plan $(ARGS)
 	$(RUN) -m benchmarks.plan_table
 

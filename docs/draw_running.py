@@ -1,0 +1,55 @@
+"""The pictures of docs/running.md."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from svg import DOCUMENTS, INK, PADDING, RULE, SOFT, WARM, Drawing
+
+_FORWARD = (0, 96, 144, 192)
+"""Where the forward pass cuts the document that is drawn."""
+_BACKWARD = (0, 64, 112, 152, 192)
+"""And where the backward pass does, which is another place with recomputation."""
+_SIDE = 192
+_HUES = (DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[5])
+
+
+def passes() -> Drawing:
+    """A document's attention in slices: which rows attend to which keys in which order, in both passes."""
+    d = Drawing(860, 330, "a document of 192 tokens runs forward in three slices and backward in four others")
+    d.text(30, 34, "forward: first to last", size=15, bold=True)
+    _triangle(d, 70, 56, _FORWARD, is_backward=False)
+    d.text(460, 34, "backward: last to first, cut elsewhere", size=15, bold=True)
+    _triangle(d, 500, 56, _BACKWARD, is_backward=True)
+    d.text(70, 56 + _SIDE + 36, "keys and values, kept until they are done", size=12, fill=SOFT)
+    d.text(500, 56 + _SIDE + 36, "their gradients, added up from the right", size=12, fill=SOFT)
+    words = "dark: a slice's own rows, causal; light: all earlier tokens, from the cache; two calls, joined by log-sum-exp"
+    d.text(30, 316, words, size=12, fill=SOFT)
+    return d
+
+
+def _triangle(d: Drawing, left: float, top: float, cuts: tuple[int, ...], *, is_backward: bool) -> None:
+    """Draw rows over keys, a band for each slice, with its number in the order of the pass."""
+    d.box(left, top, _SIDE, _SIDE, PADDING, radius=0)
+    slices = list(pairwise(cuts))
+    for place, (start, stop) in enumerate(slices):
+        hue = _HUES[place]
+        d.parts.append(f'<g opacity="0.35"><rect x="{left}" y="{top + start}" width="{start}" '
+                       f'height="{stop - start}" fill="{hue}"/></g>')  # fmt: skip
+        corners = f"{left + start},{top + start} {left + start},{top + stop} {left + stop},{top + stop}"
+        d.parts.append(f'<polygon points="{corners}" fill="{hue}"/>')
+        d.line(left, top + stop, left + stop, top + stop, stroke="#ffffff", width=1.5)
+        number = len(slices) - place if is_backward else place + 1
+        d.text(left + _SIDE + 14, top + (start + stop) / 2 + 5, f"{number}", bold=True)
+        d.text(left + _SIDE + 30, top + (start + stop) / 2 + 5, f"rows {start} to {stop}", size=12, fill=SOFT)
+        # The cache below: in the forward pass it grows to the right, in the backward pass it is given back.
+        d.box(left + start, top + _SIDE + 8, stop - start - 1, 10, hue, radius=1)
+    d.line(left, top, left, top + _SIDE, stroke=INK)
+    d.line(left, top + _SIDE, left + _SIDE, top + _SIDE, stroke=INK)
+    d.text(left - 8, top + 12, "rows", size=11, anchor="end", fill=SOFT)
+    d.text(left + _SIDE + 6, top + _SIDE + 17, "keys", size=11, fill=SOFT)
+    arrow = (top + _SIDE, top) if is_backward else (top, top + _SIDE)
+    d.arrow(left + _SIDE + 134, arrow[0], left + _SIDE + 134, arrow[1])
+
+
+PICTURES = {"running_passes": passes}
