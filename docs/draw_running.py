@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from svg import DOCUMENTS, INK, PADDING, RULE, SOFT, WARM, Drawing
+from svg import DOCUMENTS, INK, PADDING, SOFT, Drawing
 
 _FORWARD = (0, 96, 144, 192)
 """Where the forward pass cuts the document that is drawn."""
@@ -23,7 +23,7 @@ def passes() -> Drawing:
     _triangle(d, 500, 56, _BACKWARD, is_backward=True)
     d.text(70, 56 + _SIDE + 36, "keys and values, kept until they are done", size=12, fill=SOFT)
     d.text(500, 56 + _SIDE + 36, "their gradients, added up from the right", size=12, fill=SOFT)
-    words = "dark: a slice's own rows, causal; light: all earlier tokens, from the cache; two calls, joined by log-sum-exp"
+    words = "dark: its own rows, causal; light: all earlier tokens, from the cache; joined by log-sum-exp"
     d.text(30, 316, words, size=12, fill=SOFT)
     return d
 
