@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from varlen.errors import ModelError
 from varlen.runtime import flash
-from varlen.runtime.attention import CachedSlice, attend, slice_attention, tiles_of
+from varlen.runtime.attention import CachedSlice, attend, slice_attention
 from varlen.runtime.cache import DocumentCache
+from varlen.runtime.flash import Rule
+from varlen.runtime.tiles import tiles_of
 
 SCALE = 0.3
 Qkv = list[torch.Tensor]
@@ -59,7 +61,7 @@ def in_slices(
             torch.cat([given[d][i][:, :, a:b] for d, a, b in step], 2).requires_grad_() for i in range(3)
         ]
         slices = [CachedSlice(cache=caches[d], start=a, stop=b) for d, a, b in step]
-        graphs.append((step, leaves, attend(*leaves, slices, layer=0, scale=SCALE, window=window)))
+        graphs.append((step, leaves, attend(*leaves, slices, layer=0, rule=Rule(SCALE, window))))
     for step, leaves, out in reversed(graphs):
         out.backward(torch.cat([gradients[d][:, :, a:b] for d, a, b in step], 2))
         row = 0
@@ -134,10 +136,10 @@ def test_forming_scores_equals_the_kernel(rows: int, keys: int, heads: tuple[int
     query, (_, key, value) = document(rows, heads, seed)[0], document(keys, heads, seed + 1)
     gradient, everything = document(rows, heads, seed + 2)[0], torch.ones(rows, keys, dtype=torch.bool)
 
-    kernel = flash.forward(query, key, value, scale=SCALE)
-    scores = flash.forward(query, key, value, scale=SCALE, seen=everything)
-    back = flash.backward(gradient, query, key, value, kernel, scale=SCALE)
-    back_by_scores = flash.backward(gradient, query, key, value, kernel, scale=SCALE, seen=everything)
+    kernel = flash.forward(query, key, value, Rule(SCALE))
+    scores = flash.forward(query, key, value, Rule(SCALE), seen=everything)
+    back = flash.backward(gradient, query, key, value, kernel, Rule(SCALE))
+    back_by_scores = flash.backward(gradient, query, key, value, kernel, Rule(SCALE), seen=everything)
 
     for ours, theirs in zip((*scores, *back_by_scores), (*kernel, *back)):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -147,8 +149,8 @@ def test_a_row_that_sees_nothing_weighs_nothing_when_merged() -> None:
     query, key, value = document(3, (2, 1), 0)
     blind = torch.tensor([[False] * 3, [True] * 3, [True] * 3])
 
-    seen = flash.forward(query, key, value, scale=SCALE)
-    nothing = flash.forward(query, key, value, scale=SCALE, seen=blind)
+    seen = flash.forward(query, key, value, Rule(SCALE))
+    nothing = flash.forward(query, key, value, Rule(SCALE), seen=blind)
 
     assert nothing[0][:, :, 0].eq(0).all()
     assert nothing[1][:, :, 0].eq(-torch.inf).all()

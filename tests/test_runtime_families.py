@@ -1,0 +1,180 @@
+"""Every family of the table has the gradients of its uncut model in slices; the others are refused, and told why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from varlen.runtime.families import FAMILIES
+from varlen.runtime.slices import run_step
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "experts_implementation": "eager",
+}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3, **BOTH},
+    "cwm": BOTH,
+    "deepseek_v3": {
+        **LATENT,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "experts_implementation": "eager",
+    },
+    "dots1": {
+        **EXPERTS,
+        **BOTH,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "exaone4": BOTH,
+    "flex_olmo": EXPERTS,
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
+    "gemma3_text": {"head_dim": 8, "final_logit_softcapping": 0.9, **BOTH},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {
+        **EXPERTS,
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gpt_neox": {"num_key_value_heads": 4},
+    "gpt_oss": {**LOCAL_EXPERTS, **BOTH, "head_dim": 8},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.7,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "logits_scaling": 0.7},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "ministral": {"head_dim": 8, **BOTH},
+    "mistral": {"sliding_window": 9},
+    "mixtral": {**LOCAL_EXPERTS, "sliding_window": 7},
+    "olmo3": BOTH,
+    "olmoe": EXPERTS,
+    "phi3": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, **BOTH},
+    "qwen2_moe": EXPERTS,
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": EXPERTS,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0, "head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {"sliding_window": 7},
+    "vaultgemma": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
+    "youtu": LATENT,
+}
+"""What makes a tiny model of each family use all that sets it apart."""
+
+
+class Wide(TorchFunctionMode):
+    """What a float64 model computes in float32, norms and positions among it, it computes in float64 here.
+
+    Else its rounding, and not how it is cut, is what a test would see.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return function(*wide, **named)
+
+
+def by_scores(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as papers write it, with transformers' own mask: windows and causality are the model's word."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + attention_mask[..., : scores.shape[-1]]
+    if s_aux is not None:
+        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("by_scores", by_scores)
+AttentionMaskInterface.register("by_scores", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+def family(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A tiny model with random weights in all its parameters."""
+    model = tiny(name, dtype, **{**SETTINGS.get(name, {}), **more})
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=made, dtype=torch.float64).to(dtype)
+    return model
+
+
+def off(model: Any, lengths: list[int], plan: Any) -> float:
+    """The largest relative error of a gradient of the sliced model, of the largest norm of all."""
+    tokens = tokens_of(lengths)
+    loss, wanted = uncut(model, tokens, lengths, "by_scores")
+    run = run_step(model, tokens, plan)
+    found = take_gradients(model)
+    assert found.keys() == wanted.keys()
+    assert run.num_targets == sum(length - 1 for length in lengths)
+    errors = [abs(run.loss - loss) / loss]
+    for name, gradient in found.items():
+        size = wanted[name].norm()
+        errors.append(((gradient - wanted[name]).norm() / size).item() if size else gradient.norm().item())
+    return max(errors)
+
+
+LENGTHS = [30, 7, 1, 4]
+FORWARD: list[list[Slice]] = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 30), (2, 0, 1), (3, 0, 4)]]
+BACKWARD: list[list[Slice]] = [[(3, 0, 4), (1, 3, 7), (0, 17, 30)], [(2, 0, 1), (1, 0, 3), (0, 0, 17)]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name: str) -> None:
+    with Wide():
+        model = family(name)
+        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD)) < 1e-12
+        cut_apart = one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")
+        assert off(model, LENGTHS, cut_apart) < 1e-12
