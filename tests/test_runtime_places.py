@@ -21,7 +21,9 @@ from varlen.step_plan import BACKWARD, FORWARD
 SMALL = Search(merges=False, splits_backward=False, repairs=False, least_rows=4)
 
 
-def planned(model: Any, lengths: list[int], mesh: vl.Mesh, **settings: Any) -> vl.StepPlan:
+def planned(
+    model: Any, lengths: list[int], mesh: vl.Mesh, *, search: Search = SMALL, **settings: Any
+) -> vl.StepPlan:
     """A plan of the planner's, whose slices are small enough to be many."""
     cost = vl.CostModel(
         model=vl.ModelShape.from_config(model.config),
@@ -29,7 +31,7 @@ def planned(model: Any, lengths: list[int], mesh: vl.Mesh, **settings: Any) -> v
         mode="flops",
         **settings,
     )
-    return vl.plan_step(lengths, cost=cost, mesh=mesh, search=SMALL)
+    return vl.plan_step(lengths, cost=cost, mesh=mesh, search=search)
 
 
 @st.composite

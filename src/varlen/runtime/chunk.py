@@ -8,6 +8,7 @@ layers that keep their graphs are one graph.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
 from varlen.runtime.cache import DocumentCache
+from varlen.runtime.later import Later, Waiting, add_up
 from varlen.runtime.parts import Parts, Positions
 from varlen.step_plan import BACKWARD, FORWARD
 
@@ -67,7 +69,14 @@ class ChunkStep:
     """One chunk of layers during one step; MicroPacks run forward in one order and backward in another."""
 
     def __init__(
-        self, parts: Parts, layers: range, data: StepData, *, layers_again: int, keeps_losses: bool = False
+        self,
+        parts: Parts,
+        layers: range,
+        data: StepData,
+        *,
+        layers_again: int,
+        splits_backward: bool = False,
+        keeps_losses: bool = False,
     ) -> None:
         """Take the layers of a chunk.
 
@@ -76,6 +85,7 @@ class ChunkStep:
             layers: the chunk's, of all.
             data: of the step.
             layers_again: how many of them, the first ones, are computed again in the backward pass.
+            splits_backward: whether weight gradients of linear layers wait for `weight`.
             keeps_losses: whether the loss of every token is kept in `token_losses`.
         """
         self._parts, self._data = parts, data
@@ -91,6 +101,8 @@ class ChunkStep:
         self._again = again
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[Key, Leaf] = {}
+        self._later = Later() if splits_backward else None
+        self._waiting: dict[Key, list[Waiting]] = {}
         self.losses: list[torch.Tensor] = []
         """Parts of the step's loss, of the chunk with the head."""
         self.token_losses = torch.zeros_like(data.weights) if keeps_losses and self.has_head else None
@@ -149,6 +161,8 @@ class ChunkStep:
             if layers.start < self._again:
                 self._release(key, layers.start)
         assert gradient is not None
+        if self._later is not None:
+            self._waiting[key] = self._later.take()
         for document, start, _ in key:
             if start == 0:
                 del self._documents[document]
@@ -157,11 +171,20 @@ class ChunkStep:
         self._parts.embed_backward(self._data.rows(key, self._data.input_ids), gradient)
         return None
 
+    def weight(self, key: Key) -> None:
+        """Add up the weight gradients that the MicroPack's backward has left waiting.
+
+        Args:
+            key: the MicroPack, as `backward` was given it.
+        """
+        add_up(self._waiting.pop(key))
+
     def _run(
         self, layers: range, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
     ) -> torch.Tensor:
-        for layer in layers:
-            hidden = self._parts.run_layer(layer, hidden, positions, slices)
+        with self._later or nullcontext():
+            for layer in layers:
+                hidden = self._parts.run_layer(layer, hidden, positions, slices)
         return hidden
 
     def _head(self, key: Key, out: torch.Tensor) -> torch.Tensor:

@@ -127,13 +127,16 @@ class Place:
 
     def _compute(self, kind: int, chunk: int, micropack: int, key: Key) -> None:
         step = self._chunks[chunk // self._pp]
+        if kind == WEIGHT:
+            step.weight(key)
+            return
         needed = self.needs()
         given = None if needed is None else self._wires.take(*needed)
         if kind == FORWARD:
             rows = step.forward(key, given)
             if chunk < self._last:
                 self._wires.give(kind, micropack, chunk + 1, rows)
-        elif kind == BACKWARD:
+        else:
             gradient = step.backward(key, given)
             if gradient is not None:
                 self._wires.give(kind, micropack, chunk - 1, gradient)

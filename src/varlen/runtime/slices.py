@@ -206,7 +206,14 @@ def chunk_steps(
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
     return [
-        ChunkStep(parts, each, data, layers_again=count, keeps_losses=keeps_losses)
+        ChunkStep(
+            parts,
+            each,
+            data,
+            layers_again=count,
+            splits_backward=plan.splits_backward,
+            keeps_losses=keeps_losses,
+        )
         for each, count in zip(layers, again)
     ]
 
@@ -238,10 +245,10 @@ def check_plan(plan: StepPlan) -> None:
             f"a plan of tp={plan.mesh.tp}, cp={plan.mesh.cp} and {plan.num_merged:,} shared documents; one process "
             "runs documents that no GPUs share"
         )
-    if plan.splits_backward or plan.recompute == "selective" or plan.offload != "none":
+    if plan.recompute == "selective" or plan.offload != "none":
         raise PlanError(
-            f'splits_backward={plan.splits_backward}, recompute="{plan.recompute}" and offload="{plan.offload}"; '
-            'run_step knows whole backward passes, "none" and "full", and keeps everything on the device'
+            f'recompute="{plan.recompute}" and offload="{plan.offload}"; run_step knows "none" and "full", and keeps '
+            "everything on the device"
         )
     if plan.recompute == "none" or plan.recompute_share < 1:
         for rank in range(plan.mesh.dp):
