@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from hypothesis import given, settings
+from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from varlen.runtime.families import FAMILIES
+from varlen.errors import ModelError
+from varlen.runtime.clock import TrackedBytes
+from varlen.runtime.families import FAMILIES, OWN_ATTENTION, RECURRENT
+from varlen.runtime.parts import HEAD_ROWS, Parts
 from varlen.runtime.slices import run_step
 
 EXPERTS = {
@@ -178,3 +183,155 @@ def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name: str) -> N
         assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD)) < 1e-12
         cut_apart = one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")
         assert off(model, LENGTHS, cut_apart) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "deepseek_v3"])
+@given(case=plans())
+@settings(max_examples=6)
+def test_any_cut_of_either_pass_gives_a_family_the_same_gradients(name: str, case: Any) -> None:
+    with Wide():
+        assert off(family(name), *case) < 1e-12
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3", "cohere", "gpt_neox", "olmo2"])
+def test_embeddings_may_be_those_of_the_head_or_not(name: str, tied: bool) -> None:
+    with Wide():
+        model = family(name, tie_word_embeddings=tied)
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "qwen3_moe"])
+def test_gradients_in_fewer_bits_are_as_near_to_float64_as_those_of_the_uncut_model(
+    name: str, dtype: torch.dtype
+) -> None:
+    lengths, tokens = [90, 38], tokens_of([90, 38])
+    plan = one_gpu_plan(lengths, [[(0, 0, 50)], [(0, 50, 90), (1, 0, 38)]], recompute="full")
+    # Each expert is chosen always: in few bits a cut may choose another, and nothing is to compare.
+    model = family(name, dtype, **({"num_experts_per_tok": 4} if name in ("gpt_oss", "qwen3_moe") else {}))
+    with Wide():
+        exact = family(name, **({"num_experts_per_tok": 4} if name in ("gpt_oss", "qwen3_moe") else {}))
+        exact.load_state_dict(model.state_dict())
+        true = uncut(exact, tokens, lengths, "by_scores")[1]
+    whole = uncut(model, tokens, lengths, "by_scores")[1]
+
+    run_step(model, tokens, plan)
+
+    found = take_gradients(model)
+    size = torch.stack([x.norm() for x in true.values()]).norm()
+    ours, theirs = (
+        torch.stack([(x[name].double() - known).norm() for name, known in true.items()]).norm() / size
+        for x in (found, whole)
+    )
+    assert ours < 1.5 * theirs + torch.finfo(dtype).eps / 4
+
+
+def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 10,
+    }
+    with Wide():
+        model = family("phi3", rope_parameters=rope, original_max_position_embeddings=10)
+        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")) < 1e-12
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gemma2", HEAD_ROWS // 2), ("granite", HEAD_ROWS)])
+def test_few_logits_are_there_at_once_whatever_becomes_of_them(name: str, rows: int) -> None:
+    model, length, vocabulary = family(name, torch.float32, vocab_size=2048), 3 * HEAD_ROWS, 2048
+    model.train(False)
+    parts = Parts.of(model)
+    given = (torch.zeros(1, length, 32), torch.zeros(length, dtype=torch.long), torch.ones(length))
+    parts.head_backward(*given)
+
+    with TrackedBytes() as meter:
+        parts.head_backward(*given)
+
+    buffers = 2 if name == "gemma2" else 1
+    assert meter.peak < 1.3 * rows * vocabulary * 4 * buffers
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *OWN_ATTENTION, "unheard_of"])
+def test_other_families_are_refused_by_name_and_told_why(name: str) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(model_type=name))
+    reason = {
+        True: "hand a state on from token to token",
+        False: "so no function of transformers' registry can take its place",
+    }[name in RECURRENT]
+    reason = (
+        "aren't known to mix tokens in their attention alone; they run apertus, "
+        if name == "unheard_of"
+        else reason
+    )
+
+    with pytest.raises(ModelError, match=f"^slices don't run {name} models.*{reason}"):
+        Parts.of(model)
+
+
+def test_a_recurrent_model_is_refused_before_anything_of_it_changes() -> None:
+    model = tiny("mamba", state_size=4)
+    with pytest.raises(
+        ModelError, match="slices don't run mamba models: some of their layers hand a state on"
+    ):
+        run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
+    assert model.config._attn_implementation != "varlen_slices"
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "words"),
+    [
+        (
+            "gpt_neox",
+            {"hidden_dropout": 0.1},
+            r"in 4 places, such as gpt_neox.layers.0.post_attention_dropout.p=0.1",
+        ),
+        (
+            "llama",
+            {"attention_dropout": 0.25},
+            r"in 2 places, such as model.layers.0.self_attn.attention_dropout=0.25",
+        ),
+        ("phi", {"embd_pdrop": 0.1}, "in 1 places, such as model.embed_dropout.p=0.1"),
+        ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.0}, r"residual_dropout=0.1; a slice"),
+        (
+            "mixtral",
+            {"router_jitter_noise": 0.02},
+            "jitter_noise=0.02; a slice computed again would draw others",
+        ),
+        (
+            "mixtral",
+            {"output_router_logits": True},
+            r"balances its experts \(output_router_logits=True, router_aux",
+        ),
+        ("gpt_oss", {"output_router_logits": True}, "set output_router_logits=False"),
+    ],
+)
+def test_what_training_adds_at_random_or_over_a_batch_is_refused_and_evaluation_runs(
+    name: str, setting: dict[str, Any], words: str
+) -> None:
+    model, plan = tiny(name, **{**SETTINGS.get(name, {}), **setting}), one_gpu_plan([8], [[(0, 0, 8)]])
+
+    with pytest.raises(ModelError, match=words):
+        run_step(model, tokens_of([8]), plan)
+    assert model.config._attn_implementation != "varlen_slices"
+    run_step(model.eval(), tokens_of([8]), plan)
+
+
+def test_settings_under_which_slices_would_learn_something_else_are_refused() -> None:
+    plan = one_gpu_plan([8], [[(0, 0, 8)]])
+    both_ways = family("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ModelError, match="this gemma3_text model attends to later tokens"):
+        run_step(both_ways, tokens_of([8]), plan)
+    moving = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(ModelError, match=r'depend on the longest text it has seen \(rope_type="dynamic"\)'):
+        run_step(moving, tokens_of([8]), plan)
+
+
+def test_a_balancing_loss_of_weight_0_is_no_loss() -> None:
+    with Wide():
+        model = family("mixtral", output_router_logits=True, router_aux_loss_coef=0.0)
+        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD)) < 1e-12

@@ -226,12 +226,6 @@ def test_tokens_that_do_not_match_the_plan_are_refused() -> None:
         run_step(tiny("llama"), tokens_of([8]), plan, labels=torch.full((8,), -100))
 
 
-def test_a_family_that_does_not_run_layer_by_layer_is_refused_by_name() -> None:
-    model = tiny("gpt_neox")
-    with pytest.raises(ModelError, match="slices don't run gpt_neox models"):
-        run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
-
-
 def test_a_model_outside_slices_is_told_which_attention_to_choose() -> None:
     model = tiny("llama")
     run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))

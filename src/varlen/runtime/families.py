@@ -137,8 +137,8 @@ def check_settings(name: str, model: Any) -> None:
     config = model.config
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError(
-            f"this {name} model attends to later tokens (use_bidirectional_attention=True), which no slice has; set it "
-            "to False in the config"
+            f"this {name} model attends to later tokens (use_bidirectional_attention=True), which no slice has; "
+            "set it to False in the config"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
@@ -176,9 +176,9 @@ def _check_noise(name: str, model: nn.Module) -> None:
                 found.append(f"{path}.{word}={value:g}")
     if found:
         raise ModelError(
-            f"this {name} model draws random numbers as it trains, in {len(found):,} places, such as {found[0]}; a "
-            "slice computed again would draw others. Set its dropout and jitter to 0 in the config, or call "
-            "model.eval(), which changes nothing else here"
+            f"this {name} model draws random numbers as it trains ({found[0]}; {len(found):,} such settings in all), "
+            "and a slice computed again would draw others. Set its dropout and jitter to 0 in the config, or call "
+            "model.eval(), in which it draws none"
         )
 
 
