@@ -91,12 +91,7 @@ def forward(query: torch.Tensor, pair: Pair, piece: CachedSlice, rule: Rule) -> 
     tiles = list(tiles_of(piece.start, piece.stop, rule))
     for tile, following in zip(tiles, [*tiles[1:], None]):
         part = flash.forward(*_of_tile(query, pair, tile), rule, **_sight(tile, piece, rule, query))
-        if block is None:
-            # A block of few rows is merged wide, and rounded once.
-            few = tile.stop_row - tile.first_row < piece.rows or len(tiles) > 2
-            block = (part[0].to(part[1].dtype), part[1]) if few else part
-        else:
-            block = flash.merge(block, part)
+        block = part if block is None else flash.merge(block, part)
         if following is None or following.first_row != tile.first_row:
             outs.append(block[0].to(query.dtype))
             sums.append(block[1])
@@ -129,8 +124,7 @@ def backward(
     pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
     own = cache.own_gradients(layer, start, piece.stop)
     by_queries: dict[int, torch.Tensor] = {}
-    tiles = list(tiles_of(start, piece.stop, rule))
-    for tile in tiles:
+    for tile in tiles_of(start, piece.stop, rule):
         rows = slice(tile.first_row, tile.stop_row)
         by_query, *by_pair = flash.backward(
             gradient[:, :, rows],
@@ -142,7 +136,7 @@ def backward(
         if tile.first_row in by_queries:
             by_queries[tile.first_row] += by_query
         else:
-            by_queries[tile.first_row] = by_query if len(tiles) < 3 else by_query.to(merged[1].dtype)
+            by_queries[tile.first_row] = by_query
         before = max(0, min(start, tile.stop_key) - tile.first_key)
         if earlier is not None and before:
             for total, part in zip(earlier, by_pair):
