@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from varlen.errors import ModelError
 from varlen.runtime.clock import TrackedBytes
 from varlen.runtime.families import FAMILIES, OWN_ATTENTION, RECURRENT
-from varlen.runtime.parts import HEAD_ROWS, Parts
+from varlen.runtime.parts import HEAD_ROWS, Logits, Parts
 from varlen.runtime.slices import run_step
 
 EXPERTS = {
@@ -236,9 +237,33 @@ def test_positions_by_the_length_of_a_text_are_those_of_the_whole_document() -> 
         "long_factor": [2.0, 3.0, 4.0, 5.0],
         "original_max_position_embeddings": 10,
     }
+    plan = one_gpu_plan(
+        [30, 7],
+        [[(0, 0, 6)], [(0, 6, 30), (1, 0, 7)]],
+        [[(1, 0, 7), (0, 4, 30)], [(0, 0, 4)]],
+        recompute="full",
+    )
     with Wide():
         model = family("phi3", rope_parameters=rope, original_max_position_embeddings=10)
-        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")) < 1e-12
+        assert off(model, [30, 7], plan) < 1e-12
+
+
+def test_logits_are_multiplied_and_then_capped_in_both_passes() -> None:
+    parts = replace(Parts.of(family("llama")), logits=Logits(factor=0.3, cap=0.9))
+    made = torch.Generator().manual_seed(2)
+    hidden = torch.randn(1, 5, 32, dtype=torch.float64, generator=made).requires_grad_()
+    labels, weights = torch.tensor([3, 9, -100, 0, 60]), torch.tensor([0.5, 1.0, 0.0, 2.0, 0.1]).double()
+    logits = 0.9 * torch.tanh(parts.head(parts.norm(hidden[0])) * 0.3 / 0.9)
+    wanted = torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+    (wanted * weights).sum().backward()
+    by_head = parts.head.weight.grad
+    parts.head.weight.grad = None
+
+    losses, gradient = parts.head_backward(hidden.detach(), labels, weights)
+
+    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, hidden.grad, rtol=1e-7, atol=1e-12)  # the norm is in float32
+    torch.testing.assert_close(parts.head.weight.grad, by_head, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "rows"), [("gemma2", HEAD_ROWS // 2), ("granite", HEAD_ROWS)])

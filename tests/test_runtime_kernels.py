@@ -6,12 +6,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sliced import tiny
 from test_runtime_attention import document, in_slices, packed_slices, reference
 
+import varlen as vl
 from varlen.errors import ModelError, SettingError
 from varlen.runtime import attention, choice
 from varlen.runtime.choice import BY_SCORES, ByScores, chosen, error_on_a_small_case
@@ -289,3 +292,14 @@ def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:
 def test_on_cuda_a_kernel_agrees_with_scores(name: str) -> None:
     kernel, fault = choice._tried(name, torch.device("cuda"), torch.bfloat16, (4, 2, 64, 64), True, False)
     assert kernel is not None, fault
+
+
+def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot() -> None:
+    model, batch = tiny("llama"), vl.collate([np.arange(9)], vl.pack([9], capacity=16))
+
+    with pytest.raises(SettingError, match="kernels='fast'"):
+        vl.SliceEngine(model, kernels="fast")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match='kernels="varlen" doesn\'t compute this attention'):
+        vl.SliceEngine(model, kernels="varlen").step(batch)
+    assert model.config._attn_implementation == "sdpa"
+    assert vl.SliceEngine(model, kernels="sdpa").step(batch).num_targets == 8
