@@ -35,7 +35,7 @@ from varlen.errors import StateError, VarlenError
 from varlen.source.writing import sync
 from varlen.train.ranks import Ranks
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _Tensors = dict[str, torch.Tensor]
@@ -260,21 +260,22 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _
                 state[part] = torch.zeros_like(parameter)
             tensors[f"optimizer.{part}.{name}"] = state[part]
         state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
-    steps = [float(optimizer.state[parameter]["step"]) for parameter in trained.values()]
-    return tensors | {"optimizer.steps": torch.tensor(steps, dtype=torch.float64)}
+        # By name, as a stage of a pipeline has only some of them.
+        tensors[f"optimizer.step.{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+    return tensors
 
 
-def put_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> None:
+def put_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: _Tensors) -> None:
     """Give every parameter's state the number of its steps, which isn't filled in place.
 
     Args:
         model: bare, sharded or not.
         optimizer: AdamW over its parameters.
-        steps: of `state_tensors`, filled.
+        tensors: of `state_tensors`, filled.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter, count in zip(trained, steps.tolist(), strict=True):
-        optimizer.state[parameter]["step"].fill_(count)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            optimizer.state[parameter]["step"].fill_(float(tensors[f"optimizer.step.{name}"]))
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

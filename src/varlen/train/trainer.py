@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from varlen import __version__
@@ -21,6 +22,8 @@ from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import build_model, described, model_config
 from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.parallel import shared
+from varlen.train.planned import engine_of, plans_of
+from varlen.train.planned_step import PlannedStepper
 from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
 from varlen.train.step import StepDone, Stepper
@@ -79,8 +82,15 @@ class _Run:
             self._loader.load_state_dict(found.manifest["loader"])
         self._steps = steps_of(self._loader, settings)
         self._done = self._saved = 0 if found is None else found.step
+        self._plans = None
+        if settings.plan is not None:
+            say = partial(self._tell, "say")
+            self._plans = plans_of(self._loader, settings, self._config, ranks, say)
+            stack.callback(self._plans.close)
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
+            if self._plans is not None:
+                self._plans.begin(self._loader.step)
         self._stepper = self._build(found)
         self._plan = self._make_plan()
         self._metrics: MetricsFile | None = None
@@ -115,26 +125,40 @@ class _Run:
                 )
         return found
 
-    def _build(self, found: Checkpoint | None) -> Stepper:
+    def _build(self, found: Checkpoint | None) -> Stepper | PlannedStepper:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
         settings, ranks = self._settings, self._ranks
         model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        stepper = self._planned_stepper(model) if self._plans is not None else self._stepper_of(model)
+        if found is not None:
+            tensors = state_tensors(stepper.model, stepper.optimizer)
+            load(found, tensors, ranks)
+            put_steps(stepper.model, stepper.optimizer, tensors)
+            self._total_tokens = int(found.manifest["total_tokens"])
+        return stepper
+
+    def _stepper_of(self, model: Any) -> Stepper:
+        """Share the model among ranks, whole packs at a time."""
+        settings, ranks = self._settings, self._ranks
         together = shared(model, settings.run, ranks)
-        optimizer = make_optimizer(model, settings.optimizer, ranks.device)
-        stepper = Stepper(
+        return Stepper(
             model=model,
             shared=together,
-            optimizer=optimizer,
+            optimizer=make_optimizer(model, settings.optimizer, ranks.device),
             settings=settings,
             ranks=ranks,
             micro_batches=self._loader.micro_batches,
         )
-        if found is not None:
-            tensors = state_tensors(model, optimizer)
-            load(found, tensors, ranks)
-            put_steps(model, optimizer, tensors["optimizer.steps"])
-            self._total_tokens = int(found.manifest["total_tokens"])
-        return stepper
+
+    def _planned_stepper(self, model: Any) -> PlannedStepper:
+        """Share the model among ranks and stages, slice by slice."""
+        settings, ranks = self._settings, self._ranks
+        assert self._plans is not None, "it was asked"
+        engine = engine_of(model, settings, ranks)
+        optimizer = make_optimizer(engine.model, settings.optimizer, ranks.device)
+        return PlannedStepper(
+            engine=engine, optimizer=optimizer, plans=self._plans, settings=settings, ranks=ranks
+        )
 
     def _make_plan(self) -> RunPlan:
         run, model = self._settings.run, self._stepper.model
@@ -148,6 +172,7 @@ class _Run:
             parallel=run.parallel,
             device=self._ranks.device.type,
             precision=run.precision,
+            plans=None if self._plans is None else self._plans.words,
         )
 
     def train(self) -> TrainSummary:
@@ -214,8 +239,9 @@ class _Run:
             done.waited_s,
             seconds,
             self._interrupt.asked,
+            done.plan_wait_s,
         ]
-        losses, tokens, packs, waited, took, asked = self._ranks.gather(numbers).unbind(dim=1)
+        losses, tokens, packs, waited, took, asked, planned = self._ranks.gather(numbers).unbind(dim=1)
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
             step=done.number,
@@ -231,6 +257,7 @@ class _Run:
             tokens_per_s=float(tokens.sum() / took.max()),
             data_wait_s=float(waited.max()),
             step_s=float(took.max()),
+            **self._of_plan(done, float(planned.max())),
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             raise VarlenError(
@@ -245,6 +272,17 @@ class _Run:
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
         return bool(asked.any())
+
+    def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
+        """What is noted of a step's plan."""
+        if self._plans is None or done.plan is None:
+            return {}
+        return {
+            "plan_method": done.plan.method,
+            "plan_answered_by": done.plan.answered_by,
+            "plan_wait_s": waited_s,
+            "plan_simulated_s": self._plans.simulated_s(done.plan),
+        }
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.run.checkpoint_every
