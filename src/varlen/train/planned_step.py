@@ -11,7 +11,6 @@ import torch
 from varlen.batch.torch import on_host
 from varlen.runtime.engine import SliceEngine
 from varlen.step_plan import StepPlan
-from varlen.train.parallel import computing
 from varlen.train.plans import Plans, Taken
 from varlen.train.ranks import Ranks
 from varlen.train.settings import TrainSettings
@@ -66,8 +65,7 @@ class PlannedStepper:
         # Steps without targets are left out, so the batch says which one it is.
         step = int(on_host(batch.pack_ids[:1])[0]) // self._settings.data.global_batch_size
         taken = self._take(step, batch)
-        with computing(self.model, self._settings.run, self._ranks):
-            stats = self._engine.step(batch, taken.plan)
+        stats = self._engine.step(batch, taken.plan)
         grad_norm = clipped(self.model, self._settings.optimizer.max_grad_norm)
         update(self.optimizer, learning_rate)
         watch.stop()

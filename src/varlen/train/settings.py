@@ -297,11 +297,16 @@ class TrainSettings:
     plan: PlanSettings | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what slices have no use for.
+        """Refuse what slices don't run.
 
         Raises:
-            SettingError: an attention that they don't run.
+            SettingError: an attention of another's, or half precision.
         """
+        if self.plan is not None and self.run.precision != "fp32":
+            raise SettingError(
+                f'run.precision = "{self.run.precision}" and [plan]: slices run float32 weights in float32; set '
+                'run.precision = "fp32", or leave [plan] out'
+            )
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
