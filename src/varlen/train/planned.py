@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.cost.check import check_mesh
 from varlen.cost.model import CostModel
@@ -13,7 +14,10 @@ from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 from varlen.runtime.engine import SliceEngine
+from varlen.runtime.ranks import seat_of
+from varlen.runtime.stage import cut_to_stage
 from varlen.step_plan import Mesh, Sharding
+from varlen.train.parallel import sharded
 from varlen.train.plans import EvenSlices, Plans, PlansAhead
 from varlen.train.ranks import Ranks
 from varlen.train.rates import hardware_of
@@ -109,15 +113,40 @@ def _cost_of(
 
 
 def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
-    """Return what runs plans through a model, on this process's device.
+    """Cut a model to this process's stage, shard it if that is wanted, and return what runs plans through it.
 
     Args:
-        model: equal on every rank, on the CPU.
+        model: equal on every rank, on the CPU; cut in place.
         settings: of the run, with a `plan`.
         ranks: of the run.
 
     Raises:
-        ModelError: a family that isn't run in slices.
+        ModelError: a family that isn't run in slices, or one that isn't cut.
+        VarlenError: another rank has another model, or is gone.
     """
-    assert settings.plan is not None, "such a run is planned"
-    return SliceEngine(model.to(ranks.device), settings.plan.slice_tokens)
+    plan, run = settings.plan, settings.run
+    assert plan is not None, "such a run is planned"
+    mesh = mesh_of(plan, run, ranks.world_size)
+    is_sharded = run.parallel == "fsdp" and (mesh.dp > 1 or run.precision == "bf16")
+    if mesh.num_gpus == 1 and not is_sharded:
+        return SliceEngine(model.to(ranks.device))
+    cut_to_stage(model, mesh, seat_of(mesh, ranks.rank).stage)
+    if is_sharded:
+        replicas = init_device_mesh(ranks.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+        sharded(model, run, ranks.device, replicas)
+    else:
+        model.to(ranks.device)
+    return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
+
+
+def tied_names(model: Any) -> Mapping[str, str]:
+    """Return the other names of parameters that stand in several places, with the name that checkpoints have.
+
+    A stage may hold a tied weight in the place that isn't its first.
+
+    Args:
+        model: whole.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

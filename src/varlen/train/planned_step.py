@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from varlen.step_plan import StepPlan
 from varlen.train.plans import Plans, Taken
 from varlen.train.ranks import Ranks
 from varlen.train.settings import TrainSettings
-from varlen.train.step import StepDone, Take, clipped, update
+from varlen.train.step import StepDone, Take, update
 from varlen.train.stopwatch import Stopwatch
 
 
@@ -27,6 +29,7 @@ class PlannedStepper:
         engine: SliceEngine,
         optimizer: torch.optim.Optimizer,
         plans: Plans,
+        tied: Mapping[str, str],
         settings: TrainSettings,
         ranks: Ranks,
     ) -> None:
@@ -36,10 +39,11 @@ class PlannedStepper:
             engine: runs plans through the model.
             optimizer: over the parameters that this process holds.
             plans: of the run.
+            tied: other names of tied weights, with those that checkpoints have.
             settings: of the run.
             ranks: of the run.
         """
-        self.model, self.optimizer = engine.model, optimizer
+        self.model, self.optimizer, self.tied = engine.model, optimizer, tied
         self._engine, self._plans, self._settings, self._ranks = engine, plans, settings, ranks
         self._kept: OrderedDict[int, StepPlan] = OrderedDict()
         self._most_kept = settings.measure.steps + 1 if settings.measure.exposed_data else 0
@@ -65,18 +69,20 @@ class PlannedStepper:
         # Steps without targets are left out, so the batch says which one it is.
         step = int(on_host(batch.pack_ids[:1])[0]) // self._settings.data.global_batch_size
         taken = self._take(step, batch)
-        stats = self._engine.step(batch, taken.plan)
-        grad_norm = clipped(self.model, self._settings.optimizer.max_grad_norm)
+        with self._plans.beside(step):
+            stats = self._engine.step(batch, taken.plan)
+        grad_norm = self._engine.clip_grad_norm_(self._settings.optimizer.max_grad_norm or math.inf)
         update(self.optimizer, learning_rate)
         watch.stop()
+        own = int(self._ranks.is_first)  # every rank knows of the whole step, and they are added up
         return StepDone(
             number=number,
             learning_rate=learning_rate,
-            loss_sum=torch.tensor(stats.loss * batch.step_num_targets, dtype=torch.float64),
-            grad_norm=grad_norm,
+            loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
+            grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
             step_targets=batch.step_num_targets,
-            tokens=batch.num_tokens,
-            packs=len(batch.pack_ids),
+            tokens=own * batch.num_tokens,
+            packs=own * len(batch.pack_ids),
             waited_s=waited_s,
             watch=watch,
             plan=taken.plan,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -26,8 +27,8 @@ from varlen.train.settings import PlanSettings
 from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
-"""How the last steps were answered, in the run's folder. It is written before each step, and not with checkpoints:
-what is behind the newest checkpoint is run again, by the plans that it had."""
+"""How the last steps were answered, in the run's folder. It is written with each step, and not with checkpoints: what
+is behind the newest checkpoint is run again, by the plans that it had."""
 _NAME: Final = "varlen/plan"
 
 
@@ -62,6 +63,13 @@ class Plans(Protocol):
             lengths: int32 `[num_documents]`: of its documents.
         """
 
+    def beside(self, step: int) -> AbstractContextManager[Any]:
+        """Return what a step computes in: what plans take is done beside it, and is done when it ends.
+
+        Args:
+            step: that was taken.
+        """
+
     def simulated_s(self, plan: StepPlan) -> float | None:
         """Return the seconds that a plan was made for; None where nobody knows."""
 
@@ -90,6 +98,10 @@ class EvenSlices:
         begun = time.perf_counter()
         plan = one_gpu_plan(lengths, self._rows, recompute=self._recompute)
         return Taken(plan=plan, waited_s=time.perf_counter() - begun)
+
+    def beside(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - as all plans are asked
+        """Do nothing."""
+        return nullcontext()
 
     def simulated_s(self, plan: StepPlan) -> None:  # noqa: ARG002 - as all plans are asked
         """Return None: nobody knows."""
@@ -128,6 +140,9 @@ class PlansAhead:
             json.dumps(loader.state_dict()["belongs_to"], sort_keys=True, default=str).encode()
         ).hexdigest()
         self._planner: Planner | None = None
+        self._known: dict[int, Int32Array | None] = {}
+        """Lengths that were looked up while a step computed."""
+        self._aside: ThreadPoolExecutor | None = None
 
     @property
     def words(self) -> str:
@@ -147,8 +162,9 @@ class PlansAhead:
         if self._cost is None or self._planner is not None:
             return
         given, ways = self._settings, self._settings.recompute
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="varlen plans")
         self._planner = Planner(
-            self._loader.lengths,
+            self._lengths,
             function="varlen.train.affordable:affordable",
             quick={"method": given.quick},
             ahead=given.ahead,
@@ -181,7 +197,6 @@ class PlansAhead:
             try:
                 plan = self._planner.take(step)
                 _check_documents(plan, lengths, step)
-                self._keep(self._planner.state_dict())
             except VarlenError:
                 if self._ranks.store is not None:
                     self._ranks.store.set(f"{_NAME}/{step}", b"")  # so that nobody waits for a plan
@@ -189,6 +204,31 @@ class PlansAhead:
             if self._ranks.world_size > 1:
                 broadcast_plan(plan, self._ranks.store, step, name=_NAME)
         return Taken(plan=plan, waited_s=time.perf_counter() - begun)
+
+    @contextmanager
+    def beside(self, step: int) -> Iterator[None]:
+        """Note how the step was answered, and look up the lengths that the next one asks for; see `Plans.beside`.
+
+        Raises:
+            VarlenError: the folder can't be written, so that nobody would know by which plan the step was run.
+        """
+        if self._planner is None or self._aside is None:
+            yield
+            return
+        work = self._aside.submit(self._prepare, self._planner, step + self._settings.ahead + 1)
+        try:
+            yield
+        finally:
+            wait([work])
+        work.result()
+
+    def _prepare(self, planner: Planner, step: int) -> None:
+        self._keep(planner.state_dict())
+        with suppress(VarlenError):  # which is raised again where they are asked for
+            self._known = {step: self._loader.lengths(step)}
+
+    def _lengths(self, step: int) -> Int32Array | None:
+        return self._known[step] if step in self._known else self._loader.lengths(step)
 
     def _told(self, step: int) -> StepPlan:
         """The first rank's plan.
@@ -220,6 +260,8 @@ class PlansAhead:
 
     def close(self) -> None:
         """End the process that plans."""
+        if self._aside is not None:
+            self._aside.shutdown()
         if self._planner is not None:
             self._planner.close()
 

@@ -302,10 +302,10 @@ class TrainSettings:
         Raises:
             SettingError: an attention of another's, or half precision.
         """
-        if self.plan is not None and self.run.precision != "fp32":
+        if self.plan is not None and self.run.precision != "fp32" and self.run.parallel != "fsdp":
             raise SettingError(
-                f'run.precision = "{self.run.precision}" and [plan]: slices run float32 weights in float32; set '
-                'run.precision = "fp32", or leave [plan] out'
+                f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: slices '
+                'compute in half precision where weights are sharded; set run.parallel = "fsdp", for one process too'
             )
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ class Stepper:
             micro_batches: of a step and rank.
         """
         self.model, self.optimizer = model, optimizer
+        self.tied: Mapping[str, str] = {}
         self._shared, self._settings, self._ranks = shared, settings, ranks
         self._micro_batches = micro_batches
         settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0)))
@@ -104,7 +105,7 @@ class Stepper:
             tokens = tokens + batch.document_lengths.sum()  # on a GPU, without waiting for it
             packs += len(batch.pack_ids)
             targets = batch.step_num_targets
-        grad_norm = clipped(self.model, self._settings.optimizer.max_grad_norm)
+        grad_norm = self._clip()
         update(self.optimizer, learning_rate)
         watch.stop()
         return StepDone(
@@ -127,26 +128,21 @@ class Stepper:
             logits = self._shared(**arguments).logits
         return target_loss_sum(logits, labels)
 
+    def _clip(self) -> torch.Tensor:
+        """Scale gradients down to the highest norm, and return the norm that they had."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        highest = self._settings.optimizer.max_grad_norm
+        if highest > 0:
+            clip_grads_with_norm_(parameters, highest, norm)
+        return norm.detach()
+
     def _seed(self, number: int) -> int:
         """Return what dropout draws from: a function of the step, so that a resumed run draws the same."""
         mixed = np.random.SeedSequence([self._settings.run.seed, number, self._ranks.rank])
         return int(mixed.generate_state(1, np.uint64)[0] >> 1)
-
-
-def clipped(model: Any, highest: float) -> torch.Tensor:
-    """Scale gradients down to the highest norm, and return the norm that they had.
-
-    Args:
-        model: with gradients, sharded or not.
-        highest: norm; 0 leaves them.
-    """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
-    if highest > 0:
-        clip_grads_with_norm_(parameters, highest, norm)
-    return norm.detach()
 
 
 def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -7,22 +7,34 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SettingError, SourceError, StateError, VarlenError
-from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, remove_partial, save, state_tensors
+from varlen.train.checkpoint import (
+    Checkpoint,
+    load,
+    newest,
+    put_steps,
+    read_weights,
+    remove_partial,
+    save,
+    state_tensors,
+)
 from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of, vocabulary_of
-from varlen.train.export import export_model
+from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.interrupt import Interrupt
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import build_model, described, model_config
 from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.parallel import shared
-from varlen.train.planned import engine_of, plans_of
+from varlen.train.planned import engine_of, plans_of, tied_names
 from varlen.train.planned_step import PlannedStepper
 from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
@@ -67,7 +79,7 @@ class _Run:
     """Everything that lives as long as a run."""
 
     def __init__(self, settings: TrainSettings, ranks: Ranks, watcher: Watcher, stack: ExitStack) -> None:
-        self._settings, self._ranks, self._watcher = settings, ranks, watcher
+        self._settings, self._ranks, self._watcher, self._stack = settings, ranks, watcher, stack
         self._folder = settings.run.folder
         self._checkpoints = self._folder / _CHECKPOINTS
         self._interrupt, self._totals, self._total_tokens = Interrupt(), Totals(), 0
@@ -129,11 +141,12 @@ class _Run:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
         settings, ranks = self._settings, self._ranks
         model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         stepper = self._planned_stepper(model) if self._plans is not None else self._stepper_of(model)
         if found is not None:
-            tensors = state_tensors(stepper.model, stepper.optimizer)
+            tensors = state_tensors(stepper.model, stepper.optimizer, stepper.tied)
             load(found, tensors, ranks)
-            put_steps(stepper.model, stepper.optimizer, tensors)
+            put_steps(stepper.model, stepper.optimizer, stepper.tied, tensors)
             self._total_tokens = int(found.manifest["total_tokens"])
         return stepper
 
@@ -154,10 +167,16 @@ class _Run:
         """Share the model among ranks and stages, slice by slice."""
         settings, ranks = self._settings, self._ranks
         assert self._plans is not None, "it was asked"
+        tied = tied_names(model)
         engine = engine_of(model, settings, ranks)
-        optimizer = make_optimizer(engine.model, settings.optimizer, ranks.device)
+        self._stack.callback(engine.close)
         return PlannedStepper(
-            engine=engine, optimizer=optimizer, plans=self._plans, settings=settings, ranks=ranks
+            engine=engine,
+            optimizer=make_optimizer(engine.model, settings.optimizer, ranks.device),
+            plans=self._plans,
+            tied=tied,
+            settings=settings,
+            ranks=ranks,
         )
 
     def _make_plan(self) -> RunPlan:
@@ -165,7 +184,7 @@ class _Run:
         return RunPlan(
             steps=self._steps,
             resumed_from=self._done,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=self._num_parameters,
             model=self._config.model_type,
             attention=hf.implementation(model),
             world_size=self._ranks.world_size,
@@ -196,14 +215,14 @@ class _Run:
                 if stop or is_due:
                     self._save()
                 if stop and self._done != self._steps:
-                    where = self._checkpoints / f"step-{self._done:08d}"
+                    where = self._newest
                     raise KeyboardInterrupt(
                         f"step {self._done:,} is saved in {where}, where the same command goes on"
                     )
             if self._done == 0:
                 raise SourceError(f"{self._settings.data.source} holds nothing to train on")
             self._save()
-        export_model(self._stepper.model, self._config, self._folder / _MODEL, self._ranks)
+        export_model(self._weights(), self._config, self._folder / _MODEL, self._ranks)
         return self._summary(self._measure())
 
     def _launch(self) -> _Launched | None:
@@ -299,7 +318,7 @@ class _Run:
         save(
             self._checkpoints,
             self._done,
-            state_tensors(stepper.model, stepper.optimizer),
+            state_tensors(stepper.model, stepper.optimizer, stepper.tied),
             {
                 "varlen": __version__,
                 "kind": "checkpoint",
@@ -313,6 +332,18 @@ class _Run:
             settings.run.keep,
         )
         self._saved = self._done
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the whole model's weights on the first rank; of stages, as they were saved just now."""
+        plan = self._settings.plan
+        if plan is None or plan.pp == 1:
+            return whole_weights(self._stepper.model)
+        return read_weights(self._newest) if self._ranks.is_first else {}
+
+    @property
+    def _newest(self) -> Path:
+        """The folder of the checkpoint of this step."""
+        return self._checkpoints / f"step-{self._done:08d}"
 
     def _measure(self) -> Exposed | None:
         """Measure what data cost, now that nothing of the run can change any more."""
@@ -332,7 +363,7 @@ class _Run:
             steps=self._done,
             total_tokens=self._total_tokens,
             totals=self._totals,
-            checkpoint=str(self._checkpoints / f"step-{self._done:08d}"),
+            checkpoint=str(self._newest),
             model_folder=str(self._folder / _MODEL),
             metrics=str(self._folder / self._settings.log.metrics),
             exposed=exposed,
