@@ -1,4 +1,4 @@
-"""Runs with `[plan]` for tests: their settings, rates that make tiny documents worth cutting, and float64 throughout."""
+"""Runs with `[plan]` for tests: settings, rates that make tiny documents worth cutting, float64 throughout."""
 
 from __future__ import annotations
 

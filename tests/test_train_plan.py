@@ -26,19 +26,34 @@ def hardware(tmp_path_factory):
     return write_hardware(tmp_path_factory.mktemp("hardware") / "slow.json")
 
 
+LONG = {
+    "run__steps": 200,
+    "run__checkpoint_every": 0,
+    "optimizer__learning_rate": 1e-3,
+    "data__global_batch_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(store, tmp_path_factory):
+    """Two hundred steps of whole packs, in float64."""
+    output = tmp_path_factory.mktemp("plain") / "run"
+    with pytest.MonkeyPatch.context() as patched:
+        use_float64(patched.setattr)
+        return output, run(store, output, None, **LONG).steps
+
+
 @pytest.mark.parametrize("method", ["even", "micropack", "packed"])
 def test_two_hundred_steps_in_slices_have_the_loss_curve_of_whole_packs(
-    store, hardware, tmp_path, monkeypatch, method
+    store, hardware, plain, tmp_path, monkeypatch, method
 ):
     use_float64(monkeypatch.setattr)
     plan = EVEN if method == "even" else priced(hardware, method=method)
-    more = {"run__steps": 200, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
 
-    ours = run(store, tmp_path / "planned", plan, **more).steps
-    theirs = run(store, tmp_path / "plain", None, **more).steps
+    ours = run(store, tmp_path / "run", plan, **LONG).steps
 
     assert (len(ours), ours[0].plan_method) == (200, "sliced" if method == "even" else method)
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(ours, plain[1], strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-11)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-9)
         assert (one.tokens, one.supervised_tokens, one.fill) == (
@@ -47,8 +62,8 @@ def test_two_hundred_steps_in_slices_have_the_loss_curve_of_whole_packs(
             other.fill,
         )
     assert ours[-1].loss < ours[0].loss - 1
-    for name, value in weights_of(tmp_path / "plain").items():
-        torch.testing.assert_close(weights_of(tmp_path / "planned")[name], value, rtol=0, atol=1e-8)
+    for name, value in weights_of(plain[0]).items():
+        torch.testing.assert_close(weights_of(tmp_path / "run")[name], value, rtol=0, atol=1e-8)
 
 
 def test_only_the_first_step_waits_for_its_plan(store, hardware, tmp_path):
@@ -162,7 +177,9 @@ def test_other_plans_after_a_stop_are_planned_anew(store, hardware, tmp_path):
     assert {step.plan_method for step in notes.steps} <= {"balanced", "sliced"}
 
 
-def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(store, hardware, tmp_path, monkeypatch):
+def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(
+    store, hardware, tmp_path, monkeypatch
+):
     inner = vl.PackedLoader.lengths
 
     def one_longer(self, step):
@@ -171,7 +188,9 @@ def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(store, h
 
     monkeypatch.setattr(vl.PackedLoader, "lengths", one_longer)
 
-    with pytest.raises(PlanError, match=r"step 1 was planned for .* documents and holds .*, 1 of other lengths"):
+    with pytest.raises(
+        PlanError, match=r"step 1 was planned for .* documents and holds .*, 1 of other lengths"
+    ):
         run(store, tmp_path / "run", priced(hardware))
 
 
@@ -196,9 +215,7 @@ def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, t
     inner = Planner.take
     monkeypatch.setattr(Planner, "take", lambda self, step: taken.append(step) or inner(self, step))
     notes = Notes()
-    given = planned(
-        store, tmp_path / "run", priced(hardware), measure__exposed_data=True, measure__steps=3
-    )
+    given = planned(store, tmp_path / "run", priced(hardware), measure__exposed_data=True, measure__steps=3)
     summary = train(given, notes)
 
     assert (summary.exposed.steps, taken) == (3, list(range(6)))
@@ -221,10 +238,18 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
 @pytest.mark.parametrize(
     ("plan", "changes", "words"),
     [
-        ({"pp": 2}, {}, "plan.pp = 2 stages, and there are 1 processes; start 2, or set a plan.pp that divides 1"),
+        (
+            {"pp": 2},
+            {},
+            "plan.pp = 2 stages, and there are 1 processes; start 2, or set a plan.pp that divides 1",
+        ),
         ({"pp": 0}, {}, "plan.pp must be at least 1"),
         ({"slice_tokens": 0}, {}, "plan.slice_tokens must be at least 1"),
-        ({"slice_tokens": 8, "hardware": "h100"}, {}, 'and plan.hardware = "h100" needs one; leave one of them out'),
+        (
+            {"slice_tokens": 8, "hardware": "h100"},
+            {},
+            'and plan.hardware = "h100" needs one; leave one of them out',
+        ),
         ({"slice_tokens": 8, "method": "packed"}, {}, 'and plan.method = "packed" needs one'),
         ({"hardware": "h1000"}, {}, "no hardware is called 'h1000'; nearest: h100"),
         ({"hardware": "none.json"}, {}, "there is no such file; varlen plan --calibrate --save makes one"),

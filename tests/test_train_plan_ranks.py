@@ -116,8 +116,11 @@ def test_two_pipelines_of_two_stages_train_what_one_process_trains(store, hardwa
     near(alone, tmp_path / "fsdp")
 
 
-def test_two_hundred_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(store, hardware, tmp_path, monkeypatch):
-    more = DEEP | {"run__steps": 200, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
+def test_two_hundred_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(
+    store, hardware, tmp_path, monkeypatch
+):
+    more = {"run__steps": 200, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
+    more |= {"data__global_batch_size": 2}
     made = planned_table(store, tmp_path / "stages", priced(hardware, pp=2), **more)
 
     all_finished(start_ranks([made], 2, tmp_path, prepare=use_float64), tmp_path)
@@ -165,7 +168,10 @@ def test_whoever_is_left_names_the_stage_that_is_gone(store, hardware, tmp_path)
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"pp": 3}, "plan.pp = 3 stages, and there are 2 processes; start 3, or set a plan.pp that divides 2"),
+        (
+            {"pp": 3},
+            "plan.pp = 3 stages, and there are 2 processes; start 3, or set a plan.pp that divides 2",
+        ),
         ({"slice_tokens": 24}, "plan.slice_tokens is for one process, and there are 2"),
         ({"method": "dynamic_cp", "hardware": "h100"}, 'plan.method = "dynamic_cp" shares documents'),
         ({"pp": 2, "virtual_stages": 4, "hardware": "h100"}, "4 layers can't fill pp=2 x virtual_stages=4"),

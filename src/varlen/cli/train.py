@@ -53,8 +53,8 @@ def train(
     processes a CPU run ends with the very same weights as if it had never been stopped. Writes checkpoints,
     [bold]metrics.jsonl[/] and the trained model into the configuration's [bold]run.output[/].
 
-    A table [bold]\\[plan][/] in the configuration runs steps in slices: documents far longer than fit otherwise, work
-    balanced over processes, and pipelines of [bold]plan.pp[/] stages.
+    The configuration's table of plans ([bold]--set plan.pp=1[/], or its commented lines in the example) runs steps in
+    slices: documents far longer than fit otherwise, work balanced over processes, and pipelines of stages.
 
     [bold]Example:[/]  varlen train --init config.toml
 

@@ -17,13 +17,17 @@ from varlen.source.writing import sync
 from varlen.train.ranks import Ranks
 
 
-def whole_weights(model: Any) -> Mapping[str, torch.Tensor]:
-    """Return a model's weights on the first rank; all ranks call it together.
+def whole_weights(model: Any, tied: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
+    """Return a model's weights on the first rank, each once; all ranks call it together.
 
     Args:
         model: bare, sharded or not, and no stage.
+        tied: other names of tied weights, which whole shards have too.
     """
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    every: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return {name: weight for name, weight in every.items() if name not in tied}
 
 
 def export_model(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, ranks: Ranks) -> None:

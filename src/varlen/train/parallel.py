@@ -26,7 +26,9 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
         ranks: of the run.
     """
     if settings.parallel == "fsdp" and dist.is_initialized():
-        return sharded(model, settings, ranks.device, init_device_mesh(ranks.device.type, (ranks.world_size,)))
+        return sharded(
+            model, settings, ranks.device, init_device_mesh(ranks.device.type, (ranks.world_size,))
+        )
     model.to(ranks.device)
     if ranks.world_size == 1:
         return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -41,8 +41,8 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
         below, above = world_size - world_size % plan.pp, world_size + plan.pp - world_size % plan.pp
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
         raise SettingError(
-            f"plan.pp = {plan.pp} stages, and there are {world_size:,} processes; start {near}, or set a plan.pp that "
-            f"divides {world_size:,}"
+            f"plan.pp = {plan.pp} stages, and there are {world_size:,} processes; start {near}, or set a plan.pp "
+            f"that divides {world_size:,}"
         )
     if plan.slice_tokens is not None and world_size > 1:
         raise SettingError(
@@ -52,8 +52,8 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
     dp = world_size // plan.pp
     if plan.method == "dynamic_cp" and dp > 1:
         raise SettingError(
-            'plan.method = "dynamic_cp" shares documents among ranks, and the engine gives each to one; set "balanced" '
-            'for whole documents, or "micropack"'
+            'plan.method = "dynamic_cp" shares documents among ranks, and the engine gives each to one; set '
+            '"balanced" for whole documents, or "micropack"'
         )
     sharding = _SHARDING[run.parallel] if dp > 1 else "none"
     return Mesh(dp=dp, pp=plan.pp, virtual_stages=plan.virtual_stages, sharding=sharding)
@@ -107,9 +107,7 @@ def _cost_of(
         folder=settings.run.folder,
         say=say,
     )
-    return CostModel(
-        model=shape, hardware=hardware, kernels="eager", memory_fraction=plan.memory_fraction
-    )
+    return CostModel(model=shape, hardware=hardware, kernels="eager", memory_fraction=plan.memory_fraction)
 
 
 def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
@@ -137,16 +135,3 @@ def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
     else:
         model.to(ranks.device)
     return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
-
-
-def tied_names(model: Any) -> Mapping[str, str]:
-    """Return the other names of parameters that stand in several places, with the name that checkpoints have.
-
-    A stage may hold a tied weight in the place that isn't its first.
-
-    Args:
-        model: whole.
-    """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

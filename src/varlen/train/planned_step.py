@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ class PlannedStepper:
         engine: SliceEngine,
         optimizer: torch.optim.Optimizer,
         plans: Plans,
-        tied: Mapping[str, str],
         settings: TrainSettings,
         ranks: Ranks,
     ) -> None:
@@ -39,11 +37,10 @@ class PlannedStepper:
             engine: runs plans through the model.
             optimizer: over the parameters that this process holds.
             plans: of the run.
-            tied: other names of tied weights, with those that checkpoints have.
             settings: of the run.
             ranks: of the run.
         """
-        self.model, self.optimizer, self.tied = engine.model, optimizer, tied
+        self.model, self.optimizer = engine.model, optimizer
         self._engine, self._plans, self._settings, self._ranks = engine, plans, settings, ranks
         self._kept: OrderedDict[int, StepPlan] = OrderedDict()
         self._most_kept = settings.measure.steps + 1 if settings.measure.exposed_data else 0

@@ -103,7 +103,7 @@ class EvenSlices:
         """Do nothing."""
         return nullcontext()
 
-    def simulated_s(self, plan: StepPlan) -> None:  # noqa: ARG002 - as all plans are asked
+    def simulated_s(self, plan: StepPlan) -> None:
         """Return None: nobody knows."""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class EvenSlices:
 
 
 class PlansAhead:
-    """Plans by a cost model, of a process that is ahead of the training; the first rank has it, and tells the others."""
+    """Plans by a cost model, of a process that is ahead of the training; the first rank has it, and tells the rest."""
 
     def __init__(
         self,
@@ -274,8 +274,12 @@ def _check_documents(plan: StepPlan, lengths: Int32Array, step: int) -> None:
     """
     if len(plan.lengths) == len(lengths) and (plan.lengths == lengths).all():
         return
-    differ = "" if len(plan.lengths) != len(lengths) else f", {int((plan.lengths != lengths).sum()):,} of other lengths"
+    differ = (
+        ""
+        if len(plan.lengths) != len(lengths)
+        else f", {int((plan.lengths != lengths).sum()):,} of other lengths"
+    )
     raise PlanError(
-        f"step {step:,} was planned for {len(plan.lengths):,} documents and holds {len(lengths):,}{differ}; the store "
-        "has grown since it was asked, so wait until varlen index has finished and run the same command again"
+        f"step {step:,} was planned for {len(plan.lengths):,} documents and holds {len(lengths):,}{differ}; the "
+        "store has grown since it was asked, so wait until varlen index has finished and run the same command again"
     )

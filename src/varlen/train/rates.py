@@ -56,7 +56,9 @@ def hardware_of(
     kept = folder / _MEASURED
     if kept.is_file():
         return load_hardware(kept)
-    say(f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file")
+    say(
+        f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
+    )
     measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
     folder.mkdir(parents=True, exist_ok=True)
     save_hardware(measured, kept)

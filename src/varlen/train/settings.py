@@ -218,8 +218,8 @@ class PlanSettings:
     """`[plan]`: steps run in slices by plans made ahead of them; an empty table is enough, none trains whole packs.
 
     One process runs slices of `slice_tokens` unless a method or hardware is named. Several are a mesh of `pp` stages
-    and as many data-parallel ranks as that leaves; `run.parallel` says how the ranks share a stage. A plan cuts a step
-    into MicroPacks by itself, so `data.micro_batch_size` counts for nothing.
+    and as many data-parallel ranks as that leaves; `run.parallel` says how the ranks share a stage. A plan cuts a
+    step into MicroPacks by itself, so `data.micro_batch_size` counts for nothing.
     """
 
     method: PlanMethod | None = None
@@ -236,15 +236,15 @@ class PlanSettings:
     calibrate_s: float = 20.0
     """How long that is measured."""
     recompute: Literal["auto", "none", "full"] = "auto"
-    """Activations that are computed again in the backward pass; "auto": none where a step fits into memory so, and for
-    slices of `slice_tokens` all."""
+    """Activations that are computed again in the backward pass; "auto": none where a step fits into memory so, and
+    for slices of `slice_tokens` all."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that plans may use."""
     least_rows: int = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
     quick: PlanMethod = "sliced"
-    """Method of the answer where a plan isn't there in time. By the same as `method` it is the same plan, so that runs
-    are equal to the bit however long plans take; "sliced" takes least."""
+    """Method of the answer where a plan isn't there in time. By the same as `method` it is the same plan, so that
+    runs are equal to the bit however long plans take; "sliced" takes least."""
     ahead: int = 2
     """Steps that are planned ahead."""
     deadline_s: float = 300.0
@@ -304,8 +304,8 @@ class TrainSettings:
         """
         if self.plan is not None and self.run.precision != "fp32" and self.run.parallel != "fsdp":
             raise SettingError(
-                f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: slices '
-                'compute in half precision where weights are sharded; set run.parallel = "fsdp", for one process too'
+                f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: '
+                'slices compute in half precision where weights are sharded; set run.parallel = "fsdp", for one process too'
             )
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,6 @@ class Stepper:
             micro_batches: of a step and rank.
         """
         self.model, self.optimizer = model, optimizer
-        self.tied: Mapping[str, str] = {}
         self._shared, self._settings, self._ranks = shared, settings, ranks
         self._micro_batches = micro_batches
         settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0)))

@@ -31,10 +31,10 @@ from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.interrupt import Interrupt
 from varlen.train.metrics import MetricsFile, StepMetrics
-from varlen.train.model import build_model, described, model_config
+from varlen.train.model import build_model, described, model_config, tied_names
 from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.parallel import shared
-from varlen.train.planned import engine_of, plans_of, tied_names
+from varlen.train.planned import engine_of, plans_of
 from varlen.train.planned_step import PlannedStepper
 from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
@@ -142,11 +142,12 @@ class _Run:
         settings, ranks = self._settings, self._ranks
         model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._tied = tied_names(model)
         stepper = self._planned_stepper(model) if self._plans is not None else self._stepper_of(model)
         if found is not None:
-            tensors = state_tensors(stepper.model, stepper.optimizer, stepper.tied)
+            tensors = state_tensors(stepper.model, stepper.optimizer, self._tied)
             load(found, tensors, ranks)
-            put_steps(stepper.model, stepper.optimizer, stepper.tied, tensors)
+            put_steps(stepper.model, stepper.optimizer, self._tied, tensors)
             self._total_tokens = int(found.manifest["total_tokens"])
         return stepper
 
@@ -167,14 +168,12 @@ class _Run:
         """Share the model among ranks and stages, slice by slice."""
         settings, ranks = self._settings, self._ranks
         assert self._plans is not None, "it was asked"
-        tied = tied_names(model)
         engine = engine_of(model, settings, ranks)
         self._stack.callback(engine.close)
         return PlannedStepper(
             engine=engine,
             optimizer=make_optimizer(engine.model, settings.optimizer, ranks.device),
             plans=self._plans,
-            tied=tied,
             settings=settings,
             ranks=ranks,
         )
@@ -318,7 +317,7 @@ class _Run:
         save(
             self._checkpoints,
             self._done,
-            state_tensors(stepper.model, stepper.optimizer, stepper.tied),
+            state_tensors(stepper.model, stepper.optimizer, self._tied),
             {
                 "varlen": __version__,
                 "kind": "checkpoint",
@@ -337,7 +336,7 @@ class _Run:
         """Return the whole model's weights on the first rank; of stages, as they were saved just now."""
         plan = self._settings.plan
         if plan is None or plan.pp == 1:
-            return whole_weights(self._stepper.model)
+            return whole_weights(self._stepper.model, self._tied)
         return read_weights(self._newest) if self._ranks.is_first else {}
 
     @property
