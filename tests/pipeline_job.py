@@ -31,12 +31,25 @@ def write(found: Any) -> None:
 
 
 def random_plans(first: str, last: str) -> None:
-    from pipelines import run_random_plan
+    """Random plans, and with them shards, plans of the planner's, replicas by DDP, and what is refused."""
+    import pipelines
 
-    write([run_random_plan(seed, RANK, WORLD) for seed in range(int(first), int(last))])
+    write([pipelines.run_random_plan(seed, RANK, WORLD) for seed in range(int(first), int(last))])
 
 
-JOBS = {"random_plans": random_plans}
+def shards(first: str, last: str) -> None:
+    import pipelines
+
+    ways = [("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root")]
+    write(
+        [
+            pipelines.run_sharded(seed, RANK, WORLD, *ways[seed % len(ways)])
+            for seed in range(int(first), int(last))
+        ]
+    )
+
+
+JOBS = {"random_plans": random_plans, "shards": shards}
 
 if __name__ == "__main__":
     main()

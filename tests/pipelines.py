@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from random_plans import random_plan
-from sliced import SIZES, take_gradients, tiny, uncut
+from sliced import SIZES, tiny, uncut
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import varlen as vl
+from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import MicroPacks, StepPlan
 
 LAYERS = 8
@@ -86,22 +90,103 @@ def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     )
 
 
+def small(seed: int) -> Any:
+    """A model of enough layers for all meshes; every other one has the embedding's weight in its head."""
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 16, "intermediate_size": 24}
+    return tiny("llama" if seed % 4 < 2 else "qwen3", head_dim=4, tie_word_embeddings=bool(seed % 2), **sizes)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@dataclass
+class Distances:
+    """How far several processes are from one, as the largest relative difference of each kind."""
+
+    loss: float = 0.0
+    documents: float = 0.0
+    gradients: float = 0.0
+    norm: float = 0.0
+    weights: float = 0.0
+
+    def saw(self, name: str, distance: float) -> None:
+        setattr(self, name, max(getattr(self, name), distance))
+
+
+def whole_of(gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
+
+
+def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps: int = 2) -> dict[str, Any]:
+    """Train as one of several processes, and the uncut model beside it, and say how far they are apart."""
+    model, seen = engine.model, Distances()
+    mine, its = optimizer_of(model), optimizer_of(whole)
+    for step in range(steps):
+        batch = batch_of(plan, seed + step)
+        loss, wanted = alone(whole, batch)
+        for name, gradient in wanted.items():
+            whole.get_parameter(name).grad = gradient.clone()
+        stats = engine.step(batch, plan, document_losses=True)
+        found = whole_of({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        if "model.embed_tokens.weight" not in found and "model.embed_tokens.weight" in wanted:
+            wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
+        seen.saw("loss", abs(stats.loss - loss) / loss)
+        known = np.maximum(plan.lengths - 1, 0)
+        seen.saw("documents", abs(np.nansum(stats.document_losses * known) / known.sum() - loss) / loss)
+        seen.saw("gradients", furthest(found, wanted))
+        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+        seen.saw("norm", abs(engine.clip_grad_norm_(0.1) - norm) / norm)
+        for optimizer in (mine, its):
+            optimizer.step()
+            optimizer.zero_grad()
+        known_weights = whole.state_dict()
+        seen.saw("weights", furthest(whole_of(model.state_dict()), known_weights))
+    return {
+        **asdict(seen),
+        "names": sorted(model.state_dict()),
+        "tasks": [len(place.kinds) for place in stats.places],
+        "targets": stats.num_targets - int(known.sum()),
+    }
+
+
 def run_random_plan(seed: int, rank: int, world: int) -> dict[str, Any]:
-    """Run a step by a random plan as one of several processes, and say how far it is from one process."""
+    """Train by a random plan as one of several processes, and say how far it is from one process."""
     mesh = mesh_of(seed, world)
     plan = runnable(plan_of(seed, mesh))
-    batch = batch_of(plan, seed)
-    whole = tiny("llama", num_hidden_layers=LAYERS, hidden_size=16, intermediate_size=24)
-    loss, wanted = alone(whole, batch)
-    model = tiny("llama", num_hidden_layers=LAYERS, hidden_size=16, intermediate_size=24)
-    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)
-    stats = engine.step(batch, plan)
-    found = take_gradients(model)
-    engine.close()
-    return {
-        "loss": abs(stats.loss - loss) / loss,
-        "gradients": furthest(found, wanted),
-        "names": sorted(found),
-        "all": sorted(wanted),
-        "mesh": [mesh.dp, mesh.pp, mesh.virtual_stages],
-    }
+    engine = vl.SliceEngine(small(seed), mesh=mesh, rank=rank, deadline_s=60)
+    with closing(engine):
+        return {"mesh": [mesh.dp, mesh.pp, mesh.virtual_stages], **compare(engine, small(seed), plan, seed)}
+
+
+def run_planned(rank: int, world: int, settings: dict[str, Any], lengths: list[int], **mesh: Any) -> dict[str, Any]:
+    """Train by a plan of the planner's."""
+    whole = small(0)
+    shape = vl.ModelShape.from_config(whole.config)
+    cost = vl.CostModel(model=shape, hardware=vl.Hardware.named("h100"), mode="flops", **settings)
+    arranged = vl.Mesh(dp=2, pp=world // 2, **mesh)
+    search = vl.Search(merges=False, splits_backward=False, repairs=False, least_rows=4)
+    plan = vl.plan_step(lengths, cost=cost, mesh=arranged, search=search)
+    with closing(vl.SliceEngine(small(0), mesh=arranged, rank=rank, deadline_s=60)) as engine:
+        return {"counts": plan.forward.counts.tolist(), **compare(engine, whole, plan, 0)}
+
+
+def run_sharded(seed: int, rank: int, world: int, gathered: Any, wraps: str) -> dict[str, Any]:
+    """Train by a random plan where FSDP2 has divided parameters among replicas."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
+    plan = runnable(plan_of(seed, mesh))
+    model = small(seed)
+    cut_to_stage(model, mesh, rank // 2)
+    devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    decoder = model.model
+    for layer in decoder.layers if wraps != "root" else ():
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=devices)
+    if wraps == "parts":
+        for part in (decoder.embed_tokens, decoder.norm, model.lm_head):
+            if not isinstance(part, Elsewhere):
+                fully_shard(part, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
+        counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
+        return {"counts": counts, **compare(engine, small(seed), plan, seed)}

@@ -132,7 +132,7 @@ class Member:
         with self._ending():
             groups, parameters = self._open(), _trained(model)
             counted = dict(parameters)
-            if self._is_tied and self.seat.stage > 0:
+            if self._is_tied and self.seat.stage == self.seat.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if p is not head}
             square = gradients.squares(counted, counts_whole=self.seat.dp_rank == 0)
