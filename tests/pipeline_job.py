@@ -45,6 +45,11 @@ def plans(first: str, last: str, *paths: str) -> None:
     write(found)
 
 
+def random_plans(first: str, last: str) -> None:
+    """Random plans alone."""
+    write({"random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in range(int(first), int(last))]})
+
+
 def struck() -> None:
     """Three jobs, in each of which something else happens to the second stage."""
     for how, strikes in STRIKES.items():
@@ -91,7 +96,7 @@ def main() -> None:
         struck()
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    plans(*sys.argv[3:])
+    {"plans": plans, "random": random_plans}[sys.argv[1]](*sys.argv[3:])
     dist.destroy_process_group()
 
 
