@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from varlen.runtime.chunk import Key
-from varlen.runtime.missing import PeerLostError
+from varlen.runtime.missing import Lookout, PeerLostError
 from varlen.runtime.place import keys_of
 from varlen.runtime.ranks import Group, Groups
 from varlen.step_plan import BACKWARD, FORWARD, StepPlan
@@ -23,15 +23,16 @@ from varlen.step_plan import BACKWARD, FORWARD, StepPlan
 class Channel:
     """One direction between two processes during one step."""
 
-    def __init__(self, group: Group, like: torch.Tensor, keys: Sequence[Key]) -> None:
+    def __init__(self, group: Group, like: torch.Tensor, keys: Sequence[Key], lookout: Lookout) -> None:
         """Take the connection, and the MicroPacks of the pass.
 
         Args:
             group: of the two.
             like: `[hidden]`: of the dtype and on the device of what is sent.
             keys: of the MicroPacks, in order.
+            lookout: is told of waiting.
         """
-        self._group, self._like = group, like
+        self._group, self._like, self._lookout = group, like, lookout
         self._other = 1 - group.index
         self._coming = deque((n, sum(b - a for _, a, b in key)) for n, key in enumerate(keys) if key)
         self._going = deque(n for n, _ in self._coming)
@@ -99,7 +100,8 @@ class Channel:
             PeerLostError: it is broken, or nothing came in time.
         """
         try:
-            return work(*arguments)
+            with self._lookout.waiting(self._group.ranks[self._other]):
+                return work(*arguments)
         except RuntimeError as error:
             said = str(error)
         # What is under way holds the connection open, and the frames of an error hold what they know.
@@ -110,13 +112,14 @@ class Channel:
 class Channels:
     """The channels of one process during one step; see `Wires`."""
 
-    def __init__(self, groups: Groups, plan: StepPlan, like: torch.Tensor) -> None:
+    def __init__(self, groups: Groups, plan: StepPlan, like: torch.Tensor, lookout: Lookout) -> None:
         """Begin to receive the first message of each channel that brings some.
 
         Args:
             groups: of this process.
             plan: of the step.
             like: `[hidden]`: of the dtype and on the device of what layers give each other.
+            lookout: is told of waiting.
 
         Raises:
             PeerLostError: a connection is broken.
@@ -126,7 +129,9 @@ class Channels:
             kind: keys_of(packs, seat.dp_rank)
             for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
         }
-        self._of = {name: Channel(group, like, keys[name[0]]) for name, group in groups.channels.items()}
+        self._of = {
+            name: Channel(group, like, keys[name[0]], lookout) for name, group in groups.channels.items()
+        }
         for (_, takes), channel in self._of.items():
             if takes % pp == seat.stage:
                 channel.expect()

@@ -22,7 +22,7 @@ from varlen.runtime.agree import agree, batch_fingerprint
 from varlen.runtime.channels import Channels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.missing import Notes, naming_the_missing
+from varlen.runtime.missing import ANSWER_S, Lookout, Notes, naming_the_missing, wait_until
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import Place
 from varlen.runtime.ranks import Groups, Seat, open_groups, seat_of
@@ -68,9 +68,16 @@ class Member:
         """
         self.seat = seat_of(mesh, rank)
         store = _job_store(self.seat)
+        answer_s = min(ANSWER_S, deadline_s / 4)
+        self._timeout_s = deadline_s - answer_s
         self._notes = Notes(
-            store=PrefixStore("notes", store), rank=rank, world_size=mesh.num_gpus, name_of=self.seat.name_of
+            store=PrefixStore("notes", store),
+            rank=rank,
+            world_size=mesh.num_gpus,
+            name_of=self.seat.name_of,
+            answer_s=answer_s,
         )
+        self._lookout = Lookout(self._notes)
         self._gathered: Gathered = gathered
         self._dtype: torch.dtype | None = None
         self._groups: Groups | None = None
@@ -81,8 +88,8 @@ class Member:
         except VarlenError as error:
             fault = error
         device = next(model.parameters()).device
-        with self._ending():
-            self._groups = open_groups(self.seat, store, device, deadline_s)
+        with self._ending(), self._lookout.waiting():
+            self._groups = open_groups(self.seat, store, device, self._timeout_s)
             agree(self._groups.world, {"model": fingerprint}, fault, name_of=self.seat.name_of)
 
     def run(
@@ -114,10 +121,12 @@ class Member:
             facts = {"plan": "0" * 64, "batch": "0" * 64}
             if fault is None and isinstance(data, StepData):
                 facts = {"plan": plan_fingerprint(plan), "batch": batch_fingerprint(data)}
-            agree(groups.world, facts, fault, name_of=self.seat.name_of)
+            with self._lookout.waiting():
+                agree(groups.world, facts, fault, name_of=self.seat.name_of)
             assert isinstance(data, StepData)
             run = self._run(model, groups, data, plan, meter, keeps_losses)
-            return run, self._total(groups, run)
+            with self._lookout.waiting():
+                return run, self._total(groups, run)
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
         """Scale the gradients of all stages and shards to a norm; all processes do so at once.
@@ -132,17 +141,19 @@ class Member:
         with self._ending():
             groups, parameters = self._open(), _trained(model)
             counted = dict(parameters)
-            if self._is_tied and self.seat.stage > 0:
+            if self._is_tied and self.seat.stage == self.seat.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if p is not head}
             square = gradients.squares(counted, counts_whole=self.seat.dp_rank == 0)
             squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
-            norm = math.sqrt(float(groups.world.gathered(squares).sum()))
+            with self._lookout.waiting():
+                norm = math.sqrt(float(groups.world.gathered(squares).sum()))
             gradients.clip(parameters, norm, max_norm)
             return norm
 
     def close(self) -> None:
         """Leave all groups, so that whoever waits for this process is told."""
+        self._lookout.close()
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
@@ -205,7 +216,7 @@ class Member:
                 dtype=self._hidden_dtype(parts, layers[stage], shards),
                 device=groups.device,
             )
-            channels = Channels(groups, plan, like)
+            channels = Channels(groups, plan, like, self._lookout)
             unit = {} if shards is None else {"unit": shards.unit}
             place = Place(
                 plan,
@@ -226,7 +237,12 @@ class Member:
                 if shards is not None:
                     shards.forget()
                 raise
-        self._reduce(model, groups, parameters, shards)
+        with self._lookout.waiting():
+            self._reduce(model, groups, parameters, shards)
+            if groups.device.type == "cuda":
+                end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                end.record()
+                wait_until(end.query, self._notes, self._timeout_s)
         gradients.add_back(parameters, earlier)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(

@@ -1,11 +1,13 @@
 """Who is missing: what ends one process of a job is told to the others, and whoever was killed is named by them.
 
 Every process that fails leaves a note in the job's store; one that was killed can't. So whoever finds a group broken
-waits a moment for the notes of others, and names those without.
+waits a moment for the notes of others, and names those without. Who waits for another for long says so too, by a
+thread that looks now and then: whoever is waited for by all and waits for none is the one that is stuck.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,24 +20,28 @@ from varlen.errors import WorkerDiedError
 
 _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 """How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """A process that is alive says so within this time after the group broke."""
 _WAITS, _LOST = "waits", "lost "
+_ALL = -1
+"""Whom a process waits for in a collective."""
 _MOST_CHARACTERS = 500
 """Of a note: an error's own message may hold a whole traceback."""
 
 
 class PeerLostError(WorkerDiedError):
-    """Nothing comes any more from the one process at the other end of a channel."""
+    """Nothing comes any more from the process at the other end of a channel, or from some of a group."""
 
-    def __init__(self, rank: int, said: str) -> None:
+    def __init__(self, rank: int | None, said: str) -> None:
         """Name it.
 
         Args:
-            rank: of the process that is silent.
+            rank: of the process that is silent; None where it is any of a group.
             said: what the connection said.
         """
-        super().__init__(f"nothing comes from rank {rank} any more: {said}")
+        super().__init__(
+            f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {said}"
+        )
         self.rank = rank
 
 
@@ -53,6 +59,8 @@ class Notes:
     world_size: int
     name_of: Callable[[int], str] = _numbered
     """What people call a rank."""
+    answer_s: float = ANSWER_S
+    """How long the note of another is waited for."""
 
     def leave(self, note: str) -> None:
         """Say how this process ended; where the store is gone too, nobody hears it."""
@@ -65,10 +73,79 @@ class Notes:
         Args:
             rank: of the other.
         """
+        return self._note(f"ended {rank}")
+
+    def awaited_by(self, rank: int) -> int | None:
+        """Return whom another process has been waiting for; None where it has not said that it waits.
+
+        Args:
+            rank: of the other.
+        """
+        note = self._note(f"awaits {rank}")
+        return int(note) if note else None
+
+    def say_awaited(self, rank: int | None) -> None:
+        """Say whom this process waits for.
+
+        Args:
+            rank: of the other; None where it waits no more.
+        """
         with suppress(Exception):
-            if self.store.check([f"ended {rank}"]):
-                return str(self.store.get(f"ended {rank}").decode())
+            self.store.set(f"awaits {self.rank}", "" if rank is None else str(rank))
+
+    def _note(self, key: str) -> str | None:
+        with suppress(Exception):
+            if self.store.check([key]):
+                return str(self.store.get(key).decode())
         return None
+
+
+class Lookout:
+    """Says in the job's store whom this process waits for, if it waits for longer than a moment."""
+
+    def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
+        """Begin to look; `close` ends it.
+
+        Args:
+            notes: of the job.
+            every_s: between two looks; who waits at two of them is said to wait.
+        """
+        self._notes, self._every_s = notes, every_s
+        self._wait: tuple[int, object] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="varlen lookout", daemon=True)
+        if notes.world_size > 1:
+            self._thread.start()
+
+    @contextmanager
+    def waiting(self, rank: int | None = None) -> Iterator[None]:
+        """Wait for another process.
+
+        Args:
+            rank: of the other; None for any of a group.
+        """
+        before, self._wait = self._wait, (_ALL if rank is None else rank, object())
+        try:
+            yield
+        finally:
+            self._wait = before
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        seen: tuple[int, object] | None = None
+        said = False
+        while not self._closed.wait(self._every_s):
+            wait = self._wait
+            if wait is not None and wait is seen and not said:
+                self._notes.say_awaited(wait[0])
+                said = True
+            elif wait is not seen and said:
+                self._notes.say_awaited(None)
+                said = False
+            seen = wait
 
 
 @contextmanager
@@ -88,7 +165,7 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
         if notes.world_size == 1:
             raise
         peer = error.rank if isinstance(error, PeerLostError) else None
-        is_broken = peer is not None or _is_of_the_group(error)
+        is_broken = isinstance(error, PeerLostError) or _is_of_the_group(error)
         notes.leave((_WAITS if peer is None else f"{_LOST}{peer}") if is_broken else _told(error))
         if not is_broken:
             raise
@@ -118,24 +195,27 @@ def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
     So a process that is busy and hasn't noticed yet is not taken for one that is gone.
     """
     followed = {notes.rank}
-    end = time.monotonic() + _ANSWER_S
+    end = time.monotonic() + notes.answer_s
     while time.monotonic() < end:
         note = notes.of(peer)
-        if note is None:
+        following = notes.awaited_by(peer) if note is None else _ALL
+        if note is not None and note != _WAITS and not note.startswith(_LOST):
+            return [], [(peer, note)]
+        if note is not None and note.startswith(_LOST):
+            following = int(note[len(_LOST) :])
+        if following is None:
             time.sleep(0.02)
-        elif note.startswith(_LOST) and int(note[len(_LOST) :]) not in followed:
-            followed.add(peer)
-            peer, end = int(note[len(_LOST) :]), time.monotonic() + _ANSWER_S
-        elif note == _WAITS or note.startswith(_LOST):
+        elif following == _ALL or following in followed:
             return _others(notes)
         else:
-            return [], [(peer, note)]
+            followed.add(peer)
+            peer = following
     return [peer], []
 
 
 def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
-    """Return the processes that left no note, and those that failed by themselves."""
-    end = time.monotonic() + _ANSWER_S
+    """Return the processes that left no note and wait for none, and those that failed by themselves."""
+    end = time.monotonic() + notes.answer_s
     missing = [rank for rank in range(notes.world_size) if rank != notes.rank]
     failed: list[tuple[int, str]] = []
     while missing and not failed and time.monotonic() < end:
@@ -146,7 +226,33 @@ def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
                 if note != _WAITS and not note.startswith(_LOST):
                     failed.append((rank, note))
         time.sleep(0.02)
-    return ([], failed) if failed else (missing, [])
+    idle = [rank for rank in missing if notes.awaited_by(rank) is None]
+    return ([], failed) if failed else (idle, [])
+
+
+def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> None:
+    """Wait for the device, in which the messages of others are waited for, and look after the others meanwhile.
+
+    Args:
+        is_done: whether the device has come to the end.
+        notes: of the job.
+        timeout_s: the longest wait.
+
+    Raises:
+        PeerLostError: another process has ended, or time is over.
+    """
+    end = time.monotonic() + timeout_s
+    look = time.monotonic() + 1.0
+    while not is_done():
+        now = time.monotonic()
+        if now > end:
+            raise PeerLostError(None, f"the device has waited for {timeout_s:,.0f} s")
+        if now > look:
+            look = now + 1.0
+            ended = [r for r in range(notes.world_size) if r != notes.rank and notes.of(r) is not None]
+            if ended:
+                raise PeerLostError(ended[0], "it has ended")
+        time.sleep(0.0005)
 
 
 def _epitaph(notes: Notes, silent: Sequence[int], failed: Sequence[tuple[int, str]], way_out: str) -> str:

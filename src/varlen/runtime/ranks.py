@@ -170,7 +170,7 @@ def _backend(store: Any, group: Group, timeout_s: float) -> Any:
     if group.device.type != "cuda":
         return dist.ProcessGroupGloo(store, group.index, group.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # a member gives up before NCCL's own guard, which ends the process
     return dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
 
