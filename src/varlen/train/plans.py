@@ -111,7 +111,7 @@ class EvenSlices:
 
 
 class PlansAhead:
-    """Plans by a cost model, of a process that is ahead of the training; the first rank has it, and tells the rest."""
+    """Plans by a cost model, of a process that is ahead of the training; the first rank has it, and tells others."""
 
     def __init__(
         self,

@@ -305,7 +305,8 @@ class TrainSettings:
         if self.plan is not None and self.run.precision != "fp32" and self.run.parallel != "fsdp":
             raise SettingError(
                 f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: '
-                'slices compute in half precision where weights are sharded; set run.parallel = "fsdp", for one process too'
+                'slices compute in half precision where weights are sharded; set run.parallel = "fsdp", for one '
+                "process too"
             )
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
