@@ -1,6 +1,7 @@
 """Runs with `[plan]` in one process: the loss curve of whole packs, plans that don't wait, and exact resume."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -85,6 +86,9 @@ def test_an_empty_table_is_enough(store, tmp_path):
     assert notes.plans[0].plans == 'slices of up to 8,192 tokens, recompute "full"'
     assert {step.plan_simulated_s for step in notes.steps} == {None}
     assert not (tmp_path / "run/plans.json").exists()
+    whole = run(store, tmp_path / "whole", None).steps  # in several micro-batches a step
+    assert [step.tokens for step in notes.steps] == [step.tokens for step in whole]
+    assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
 
 
 def test_documents_are_indexed_where_plans_need_their_lengths(store, tmp_path):
@@ -175,6 +179,17 @@ def test_other_plans_after_a_stop_are_planned_anew(store, hardware, tmp_path):
     notes = run(store, copy, priced(hardware, method="balanced"))
 
     assert {step.plan_method for step in notes.steps} <= {"balanced", "sliced"}
+
+
+def test_a_run_that_begins_again_on_other_data_is_planned_anew(store, hardware, tmp_path):
+    run(store, tmp_path / "run", priced(hardware), run__steps=2)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    before = (tmp_path / "run/plans.json").read_bytes()
+
+    notes = run(store, tmp_path / "run", priced(hardware), run__steps=2, data__seed=5)
+
+    assert len(notes.steps) == 2
+    assert (tmp_path / "run/plans.json").read_bytes() != before
 
 
 def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(
