@@ -1,13 +1,23 @@
-"""The GPU script's check of isolation runs, on whatever device there is."""
+"""Each part of the GPU script runs, on whatever device there is, and says what it measured."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
-from benchmarks import gpu
+from benchmarks.gpu import attention, isolation, slices, training
+from benchmarks.gpu.__main__ import PARTS, run
+from benchmarks.gpu.models import TINY, llama, one_document
+
+import varlen as vl
+
+CPU = torch.device("cpu")
 
 
 def test_families_are_verified_with_every_attention() -> None:
-    found = gpu.isolation("cpu", ["llama", "no such family"], [torch.float32])
+    found = isolation.isolation("cpu", ["llama", "no such family"], [torch.float32])
 
     assert [row["attention"] for row in found[:-1:2]] == [
         "eager",
@@ -25,4 +35,70 @@ def test_families_are_verified_with_every_attention() -> None:
 def test_the_families_are_ones_that_transformers_has() -> None:
     from varlen.verify.families import families
 
-    assert set(gpu.FAMILIES) <= set(families())
+    assert set(isolation.FAMILIES) <= set(families())
+
+
+def test_attention_is_timed_over_rows_keys_and_heads() -> None:
+    found = attention.rates(CPU, rows=(8, 32), keys=(16, 64), heads=((4, 2),), dtype=torch.float32)
+
+    assert [(row["rows"], row["keys"]) for row in found] == [(8, 16), (8, 64), (32, 64)]
+    assert all(row["forward_tflops"] > 0 and row["backward_tflops"] > 0 for row in found)
+
+
+def test_slices_are_timed_beside_the_unsliced_step() -> None:
+    found = slices.overhead(CPU, sizes=TINY, tokens=256, slice_tokens=(64, 128))
+
+    assert [row["slice_tokens"] for row in found["slices"]] == [64, 128]
+    assert all(row["over_unsliced"] > 0 for row in found["slices"])
+    peaks = [row["peak_bytes"] for row in found["slices"]]
+    assert peaks[0] < peaks[1] < found["one_slice_peak_bytes"]
+    assert found["unsliced_peak_bytes"] > peaks[1]
+
+
+def test_the_unsliced_step_has_the_engines_gradients() -> None:
+    model, batch = llama(TINY, CPU, torch.float64), one_document(TINY, 100)
+    slices.checkpointed(model, batch, CPU)
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+
+    vl.SliceEngine(model, slice_tokens=30).step(batch)
+
+    for parameter, right in zip(model.parameters(), wanted):
+        torch.testing.assert_close(parameter.grad, right, rtol=1e-10, atol=1e-12)
+
+
+def test_the_longest_document_is_found_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: Any, batch: Any, device: torch.device) -> None:
+        if batch.num_tokens > 64:
+            raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(slices, "checkpointed", full)
+    found = slices.longest(CPU, sizes=TINY, slice_tokens=32, first=32, most=128)
+
+    assert [row["tokens"] for row in found] == [128, 64, 128]
+    assert [row["ended_by"] for row in found] == ["the most tried", "memory", "the most tried"]
+
+
+def test_padded_and_packed_steps_train_the_same_documents() -> None:
+    found = training.steps(CPU, sizes=TINY, count=12, capacity=256, dtype=torch.float32)
+
+    assert found["padded_tokens"] > found["tokens"] > 0
+    assert found["ratio"] == pytest.approx(found["padded_sdpa_s"] / found["packed_varlen_s"])
+
+
+def test_a_part_that_fails_is_told_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: torch.device) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setitem(PARTS, "attention", broken)
+    monkeypatch.setitem(PARTS, "slices", lambda device: {"device": device.type})
+    file = tmp_path / "gpu.json"
+
+    result = run(["attention", "slices"], file, CPU)
+
+    assert result["attention"] == {"failed": "RuntimeError: no kernel"}
+    assert result["slices"] == {"device": "cpu"}
+    assert "RuntimeError: no kernel" in file.read_text()

@@ -120,7 +120,7 @@ def test_steps_and_seeds_choose_documents(plan):
     assert tokens() == tokens("--seed", 0) != tokens("--seed", 1)
 
 
-def test_positions_are_stretched_with_a_word(plan, tmp_path):
+def test_documents_longer_than_the_positions_are_refused_or_stretched(plan, tmp_path):
     config = {
         "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 2048,
@@ -128,12 +128,17 @@ def test_positions_are_stretched_with_a_word(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ("lengths.npz", "--model", "config.json", "--gpus", 2, "--method", "packed")
 
-    short, long = (plan(*arguments, "--capacity", capacity) for capacity in ("2k", "32k"))
+    short = plan(*arguments, "--capacity", "2k")
+    long = plan(*arguments, "--capacity", "32k")
+    stretched = plan(*arguments, "--capacity", "32k", "--stretch")
 
     assert (short[0], short[2]) == (0, "")
-    assert long[0] == 0
-    assert "has 2,048 positions, and a document of this step " in long[2]
-    assert len(long[2].splitlines()) == 1
+    assert long[0] == 2
+    over = int((LENGTHS > 2048).sum())
+    assert f"{over} documents of {LENGTHS.size} are longer than the 2,048 positions of" in long[2]
+    assert "--capacity 2048" in long[2]
+    assert "--stretch" in long[2]
+    assert (stretched[0], stretched[2]) == (0, "")
 
 
 def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):
@@ -196,6 +201,8 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--capacity", "4k", "--capacity", "8k"), "which only --sweep compares"),
         (("lengths.npz", "--step", "9"), "--step 9 isn't there: 50 documents, 512 a step, make 1 step"),
         (("lengths.npz", "--documents", "0"), "--documents must be at least 1"),
+        (("lengths.npz", "--seed", "-1"), "--seed must be at least 0; got -1"),
+        (("lengths.npz", "--dp", "1000000000"), "a mesh of 1,000,000,000 GPUs"),
         (("lengths.npz", "-o", "gone/report.html"), "the folder gone doesn't exist"),
         (("lengths.npz", "--trace", "gone/t.json"), "the folder gone doesn't exist"),
         (("lengths.npz", "--sweep", "-o", "r.html"), "--sweep prints meshes and writes no r.html; leave out -o"),

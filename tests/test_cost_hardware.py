@@ -144,8 +144,8 @@ def test_a_table_off_its_grid_is_refused(rows: Any, keys: Any, shape: tuple[int,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"memory_bytes": 0}, "hardware memory_bytes=0; it must be above 0"),
-        ({"launch_s": -1.0}, "hardware launch_s=-1.0; it must be at least 0"),
+        ({"memory_bytes": 0}, "hardware memory_bytes=0; it must be a number above 0"),
+        ({"launch_s": -1.0}, "hardware launch_s=-1.0; it must be a number of at least 0"),
         ({"heads_exponent": float("nan")}, "heads_exponent=nan"),
     ],
 )
@@ -155,8 +155,19 @@ def test_hardware_out_of_range_is_refused(changes: dict[str, float], words: str)
 
 
 def test_a_link_without_bandwidth_is_refused() -> None:
-    with pytest.raises(SettingError, match="bytes_per_s must be above 0"):
+    with pytest.raises(SettingError, match="bytes_per_s must be a number above 0"):
         Link(latency_s=0, bytes_per_s=0)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan"), None, "fast", True])
+def test_what_is_no_finite_number_is_refused(wrong: Any) -> None:
+    known = Hardware.named("h100")
+    for name in ("memory_bytes", "peak_tflops", "gpus_per_node", "launch_s", "heads_exponent"):
+        with pytest.raises(SettingError, match=f"hardware {name}="):
+            dataclasses.replace(known, **{name: wrong})
+    for name in ("latency_s", "bytes_per_s"):
+        with pytest.raises(SettingError, match="a link of"):
+            dataclasses.replace(known.intra, **{name: wrong})
 
 
 def test_tables_stay_read_only_through_pickling() -> None:
@@ -226,7 +237,8 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
         ({"gemm": {"rows": [1, 2]}}, "is no hardware: TypeError"),
         ({"attention": {"forward": {}}}, "is no hardware: "),
         ({"gemm": {"rows": [[1], [1, 2]], "tflops": [1]}}, "ragged or holds words"),
-        ({"intra": {"latency_s": "a", "bytes_per_s": 5}}, "is no hardware: TypeError"),
+        ({"intra": {"latency_s": "a", "bytes_per_s": 5}}, "bytes_per_s must be a number above 0"),
+        ({"memory_bytes": "much"}, "hardware memory_bytes='much'; it must be a number above 0"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

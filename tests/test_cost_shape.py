@@ -99,6 +99,10 @@ def test_a_gpt_layer_has_twelve_squares() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(SettingError, match=r"no model is called 'lama-3-8b'; nearest: llama-3-8b"):
         ModelShape.named("lama-3-8b")
+    with pytest.raises(
+        SettingError, match=r"no model is called 'llama3'; nearest: llama-3-8b, llama-3-70b, llama-3-405b"
+    ):
+        ModelShape.named("llama3")
     with pytest.raises(SettingError, match="nearest: deepseek-v3, gpt-13b"):
         ModelShape.named("???")
 

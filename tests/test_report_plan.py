@@ -67,6 +67,7 @@ def test_documents_keep_their_order_only_if_asked_to():
     [
         ({"step": 2}, "--step 2 isn't there: 60 documents, 30 a step, make 2 steps, 0 to 1"),
         ({"step": -1}, "--step -1 isn't there"),
+        ({"seed": -1}, "--seed must be at least 0; got -1"),
         ({"documents": 0}, "--documents must be at least 1, the documents of a step; got 0"),
         ({"lengths": np.zeros(3, int)}, "every document is empty; there is nothing to plan"),
     ],
@@ -116,6 +117,14 @@ def test_the_headline_compares_with_packs_as_users_run_them():
     assert headline(found).endswith("as fast as packs as they come.")
     assert baseline(alone) is None
     assert "times the lower bound" in headline(alone)
+
+
+def test_without_packs_the_headline_compares_with_the_next_best():
+    found = comparison(methods=("micropack", "sliced", "dynamic_cp"))
+
+    others = [row.step_s for row in found.methods if row is not found.best]
+    assert len(others) == 2
+    assert baseline(found).step_s == min(others)
 
 
 def test_where_no_method_has_a_plan_each_says_why_and_json_does_too():

@@ -53,6 +53,27 @@ def test_every_chunk_takes_its_layers_and_the_last_the_head(plan: StepPlan) -> N
     assert found.forward_rows == pytest.approx(tokens / plan.mesh.cp)
 
 
+@given(step_plans())
+def test_of_eager_layers_the_head_runs_in_backward_tasks_alone(plan: StepPlan) -> None:
+    plan = in_blocks(plan)
+    # The same MicroPacks in both passes, so that what moves from one to the other is as much.
+    plan = dataclasses.replace(plan, backward=plan.forward)
+
+    fused, eager = durations(plan, COST), durations(plan, COST.replace(kernels="eager"))
+
+    layers = COST.stages(plan.mesh).layers[-1]
+    packs = plan.forward
+    shared = plan.num_ranks[packs.document_ids]
+    priced = kernels.price(packs.slice_offsets, packs.starts, packs.stops, shared, COST.rates(plan.mesh))
+    assert eager.forward[-1] == pytest.approx(layers * priced[:, 0])
+    assert eager.weight[-1] == pytest.approx(layers * priced[:, 4] * plan.splits_backward)
+    for chunk in range(plan.mesh.num_chunks):
+        totals = [seconds.forward + seconds.backward + seconds.weight for seconds in (fused, eager)]
+        assert totals[1][chunk] == pytest.approx(totals[0][chunk])
+        if chunk < plan.mesh.num_chunks - 1:
+            assert np.array_equal(eager.forward[chunk], fused.forward[chunk])
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_a_split_backward_takes_as_long_as_a_whole_one(seed: int) -> None:
     split = in_blocks(random_plan(seed, Mesh(dp=2, pp=2), True, 4))

@@ -24,6 +24,8 @@ BACKWARD: Final = 1
 WEIGHT: Final = 2
 """The weight gradients of a backward MicroPack, where `StepPlan.splits_backward`."""
 KINDS: Final = 3
+MOST_GPUS: Final = 1 << 20
+"""That a plan is of; more are a slip of the pen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,11 @@ class Mesh:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise SettingError(f"mesh {name}={value!r}; it must be a whole number of at least 1")
+        if self.num_gpus > MOST_GPUS:
+            raise SettingError(
+                f"a mesh of {self.num_gpus:,} GPUs (dp {self.dp:,}, pp {self.pp:,}, cp {self.cp:,}, tp {self.tp:,}); "
+                f"a plan is of {MOST_GPUS:,} at most"
+            )
         if self.sharding not in get_args(Sharding):
             raise SettingError(f"mesh sharding={self.sharding!r}; there are {', '.join(get_args(Sharding))}")
         if self.virtual_stages > 1 and self.pp == 1:

@@ -30,6 +30,7 @@ from varlen.cli.plan_options import (
     ShardingName,
     Step,
     StepSize,
+    Stretch,
     Sweep,
     Tp,
     Trace,
@@ -62,6 +63,7 @@ def plan(
     hardware: HardwareName = "h100",
     recompute: RecomputeName = "auto",
     capacity: Capacity = None,
+    stretch: Stretch = False,
     documents: StepSize = 512,
     step: Step = 0,
     seed: Seed = 0,
@@ -122,7 +124,7 @@ def plan(
         lengths, are_bytes = _lengths(named, reading, on_progress)
         steps = _steps(lengths, capacities, drawn)
         settings |= {"name": _title(named), "are_bytes": are_bytes, "on_progress": on_progress}
-        settings["cost"] = _stretched(cost, max(int(one.lengths.max()) for one in steps))
+        settings["cost"] = _with_positions(cost, steps, stretch=stretch)
         if sweep:
             from varlen.report.plan_sweep import sweep as find
 
@@ -174,16 +176,23 @@ def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel
     )
 
 
-def _stretched(cost: CostModel, longest: int) -> CostModel:
-    """Let a model have as many positions as the longest document: who names a capacity means to train so far."""
+def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: bool) -> CostModel:
+    """Return the cost model, its model's positions stretched to the longest document where that was asked for.
+
+    Raises:
+        SettingError: documents are longer than the model has positions.
+    """
     positions = cost.model.max_positions
+    longest = max(int(step.lengths.max()) for step in steps)
     if positions is None or longest <= positions:
         return cost
-    print(
-        f"varlen: {cost.model.name or 'the model'} has {positions:,} positions, and a document of this step "
-        f"{longest:,} tokens; planned as if its positions were stretched",
-        file=sys.stderr,
-    )
+    if not stretch:
+        over = sum(int((step.lengths > positions).sum()) for step in steps)
+        raise SettingError(
+            f"{many(over, 'document')} of {sum(step.lengths.size for step in steps):,} are longer than the "
+            f"{positions:,} positions of {cost.model.name or 'the model'}, the longest {longest:,} tokens; truncate "
+            f"them with --capacity {positions}, or plan as if its positions were extended with --stretch"
+        )
     return cost.replace(model=replace(cost.model, max_positions=longest))
 
 

@@ -76,6 +76,14 @@ Capacity = Annotated[
 StepSize = Annotated[
     int, typer.Option("--documents", metavar="N", help="Documents of a step.", rich_help_panel=STEPS)
 ]
+Stretch = Annotated[
+    bool,
+    typer.Option(
+        "--stretch",
+        help="Plan documents longer than the model has positions, as if these were extended.",
+        rich_help_panel=STEPS,
+    ),
+]
 Step = Annotated[int, typer.Option(metavar="N", help="Which step is planned, from 0.", rich_help_panel=STEPS)]
 Seed = Annotated[int, typer.Option(help="Of the order of documents.", rich_help_panel=STEPS)]
 InOrder = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -13,6 +14,15 @@ from varlen.errors import SettingError
 from varlen.types import FloatArray
 
 _NAMED_HOLES = 4
+
+
+def is_number(value: object) -> bool:
+    """Return whether something is a number, and not a truth value.
+
+    Args:
+        value: of a setting.
+    """
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _frozen(owner: object, name: str, dimensions: int) -> FloatArray:
@@ -101,10 +111,11 @@ class Link:
     """In one direction, of one GPU, as collectives reach it."""
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bytes_per_s > 0):
+        are_numbers = is_number(self.latency_s) and is_number(self.bytes_per_s)
+        if not are_numbers or not (0 <= self.latency_s < math.inf and 0 < self.bytes_per_s < math.inf):
             raise SettingError(
                 f"a link of {self.bytes_per_s!r} bytes a second and {self.latency_s!r} s latency; "
-                "bytes_per_s must be above 0 and latency_s at least 0"
+                "bytes_per_s must be a number above 0 and latency_s one of at least 0"
             )
 
 
@@ -144,11 +155,13 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "memory_bytes_per_s", "gpus_per_node", "peak_tflops", "measured_heads"):
-            if not getattr(self, name) > 0:
-                raise SettingError(f"hardware {name}={getattr(self, name)!r}; it must be above 0")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 < value < math.inf:
+                raise SettingError(f"hardware {name}={value!r}; it must be a number above 0")
         for name in ("launch_s", "heads_exponent"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise SettingError(f"hardware {name}={getattr(self, name)!r}; it must be at least 0")
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise SettingError(f"hardware {name}={value!r}; it must be a number of at least 0")
 
     @classmethod
     def named(cls, name: str) -> Hardware:

@@ -49,7 +49,8 @@ class CostModel:
     mode: Mode = "calibrated"
     """Whether seconds come from the hardware's tables or from FLOPs alone."""
     kernels: Kernels = "fused"
-    """Whose layers run: Megatron's fused ones, or transformers' eager ones, which leave more activations behind."""
+    """Whose layers run: Megatron's fused ones, or transformers' eager ones as `varlen.runtime` runs them, which leave
+    more activations behind; all of the vocabulary head then runs in backward tasks."""
     memory_fraction: float = 0.92
     """Share of the card that a plan may use; the rest is the allocator's and the libraries'."""
     tp_overlap: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +14,11 @@ from varlen.errors import SettingError
 
 _LEAST_ONE = ("hidden", "layers", "heads", "vocab")
 _MAY_BE_NONE = ("name", "max_positions")
+
+
+def _words(name: str) -> list[str]:
+    """The letters and numbers of a name: llama, 3, 8 and b of llama-3-8b."""
+    return re.findall(r"[a-z]+|[0-9.]+", name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +125,11 @@ class ModelShape:
         """
         key = str(name).lower().replace("_", "-")
         if key not in SHAPES:
-            near = difflib.get_close_matches(key, SHAPES, n=3, cutoff=0.5) or sorted(SHAPES)
+            # By words first: llama3 means llama-3-8b, though llama-30b has as many of its letters.
+            words = _words(key)
+            begun = [known for known in SHAPES if words and _words(known)[: len(words)] == words]
+            alike = difflib.get_close_matches(key, SHAPES, n=3, cutoff=0.5)
+            near = list(dict.fromkeys([*begun, *alike]))[:3] or sorted(SHAPES)
             raise SettingError(f"no model is called {name!r}; nearest: {', '.join(near)}")
         return cls(name=key, **SHAPES[key])
 

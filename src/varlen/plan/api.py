@@ -85,6 +85,10 @@ def plan_step(
     >>> plan.num_tokens
     50700
     """
+    if not isinstance(cost, CostModel) or not isinstance(mesh, Mesh):
+        raise SettingError(
+            f"cost is a {type(cost).__name__} and mesh a {type(mesh).__name__}; give a vl.CostModel and a vl.Mesh"
+        )
     held = _checked(lengths, cost)
     used = Search() if search is None else search
     if not isinstance(used, Search):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,12 @@ from varlen.cost.model import CostModel
 from varlen.errors import PlanError
 from varlen.plan.check_tasks import check_kept, check_tasks
 from varlen.simulate.api import simulate
-from varlen.step_plan import KINDS, MicroPacks, StepPlan
+from varlen.simulate.form import AGAIN, check_form, check_shares, first_of
+from varlen.step_plan import MicroPacks, StepPlan
 from varlen.types import FloatArray, IntArray
 
 Pass = Literal["forward", "backward"]
 _PASSES: Final[tuple[Pass, ...]] = ("forward", "backward")
-_AGAIN: Final = "the plan was changed or made by other code; plan the step again"
 
 
 def check_plan(
@@ -50,7 +50,7 @@ def check_plan(
     Cost: O(slices · log slices), and about 0.1 ms for each task of the stage that has most.
     """
     check_form(plan)
-    _check_shares(plan)
+    check_shares(plan)
     for name in _PASSES:
         _check_coverage(plan, name)
         _check_merged(plan, name)
@@ -89,101 +89,6 @@ def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:
     return found
 
 
-def _first(wrong: npt.NDArray[np.bool_]) -> int:
-    return int(np.argmax(wrong))
-
-
-def check_form(plan: StepPlan) -> None:
-    """Require shapes, dtypes and ranges, so that what follows may index by them.
-
-    Args:
-        plan: the plan.
-
-    Raises:
-        PlanError: one is wrong.
-    """
-    mesh, count = plan.mesh, plan.num_documents
-    _check_array("lengths", plan.lengths, np.int32, None, 0, None)
-    _check_array("first_ranks", plan.first_ranks, np.int32, count, -1, mesh.dp)
-    _check_array("num_ranks", plan.num_ranks, np.int32, count, 1, mesh.dp + 1)
-    for name in _PASSES:
-        micropacks: MicroPacks = getattr(plan, name)
-        _check_array(f"{name}.document_ids", micropacks.document_ids, np.int32, None, 0, count)
-        size = micropacks.document_ids.size
-        _check_array(f"{name}.starts", micropacks.starts, np.int32, size, 0, None)
-        _check_array(f"{name}.stops", micropacks.stops, np.int32, size, 0, None)
-        _check_offsets(f"{name}.slice_offsets", micropacks.slice_offsets, None, size)
-        _check_offsets(f"{name}.rank_offsets", micropacks.rank_offsets, mesh.dp, micropacks.num_micropacks)
-        ends = plan.lengths[micropacks.document_ids]
-        wrong = (micropacks.starts >= micropacks.stops) | (micropacks.stops > ends)
-        if wrong.any():
-            j = _first(wrong)
-            raise PlanError(
-                f"{name} slice {j:,} is the tokens {micropacks.starts[j]:,} to {micropacks.stops[j]:,} of document "
-                f"{micropacks.document_ids[j]:,}, which has {ends[j]:,} ({int(wrong.sum()):,} of {size:,} slices are "
-                f"empty or end outside); {_AGAIN}"
-            )
-    _check_array("tasks", plan.tasks, np.uint8, None, 0, KINDS * mesh.virtual_stages)
-    _check_offsets("task_offsets", plan.task_offsets, mesh.dp * mesh.pp, plan.tasks.size)
-
-
-def _check_array(
-    name: str, array: npt.NDArray[Any], dtype: type, size: int | None, least: int, end: int | None
-) -> None:
-    """Require one dimension, a dtype, a size if given, and values from `least` to below `end`.
-
-    Raises:
-        PlanError: it is otherwise.
-    """
-    if array.ndim != 1 or array.dtype != dtype or (size is not None and array.size != size):
-        wanted = "any size" if size is None else f"size {size:,}"
-        raise PlanError(
-            f"{name} is {array.dtype} of shape {array.shape}; a plan has {np.dtype(dtype)} in one dimension of "
-            f"{wanted}"
-        )
-    wrong = (array < least) | (array >= (np.iinfo(np.int64).max if end is None else end))
-    if wrong.any():
-        j = _first(wrong)
-        limit = "any above" if end is None else f"{end - 1:,}"
-        raise PlanError(
-            f"{name}[{j:,}] is {array[j]:,}; it may be {least:,} to {limit} ({int(wrong.sum()):,} of "
-            f"{array.size:,} are out of range); {_AGAIN}"
-        )
-
-
-def _check_offsets(name: str, offsets: npt.NDArray[Any], parts: int | None, whole: int) -> None:
-    """Require offsets that rise from 0 to how many there are.
-
-    Raises:
-        PlanError: they don't.
-    """
-    _check_array(name, offsets, np.int32, None if parts is None else parts + 1, 0, whole + 1)
-    if not offsets.size or offsets[0] != 0 or offsets[-1] != whole or (np.diff(offsets) < 0).any():
-        said = "has no entry" if not offsets.size else f"runs from {offsets[0]:,} to {offsets[-1]:,}"
-        raise PlanError(f"{name} {said}; it must rise from 0 to {whole:,} without a step back; {_AGAIN}")
-
-
-def _check_shares(plan: StepPlan) -> None:
-    """Require that each document stands on an aligned power of two of neighbouring ranks.
-
-    Raises:
-        PlanError: one doesn't.
-    """
-    first, num, dp = plan.first_ranks, plan.num_ranks, plan.mesh.dp
-    is_empty = plan.lengths == 0
-    wrong = (num & (num - 1)) != 0
-    wrong |= np.where(
-        is_empty, (first != -1) | (num != 1), (first < 0) | (first % num != 0) | (first + num > dp)
-    )
-    if wrong.any():
-        j = _first(wrong)
-        raise PlanError(
-            f"document {j:,} of {plan.lengths[j]:,} tokens stands on {num[j]:,} ranks from rank {first[j]:,}; it "
-            f"must be a power of two of them from a multiple of it, within {dp:,} ranks, or 1 from rank -1 for an "
-            f"empty document ({int(wrong.sum()):,} of {num.size:,} documents are otherwise); {_AGAIN}"
-        )
-
-
 def _check_coverage(plan: StepPlan, name: Pass) -> None:
     """Require every token once on each sharing rank, and slices in the order of the pass.
 
@@ -196,11 +101,11 @@ def _check_coverage(plan: StepPlan, name: Pass) -> None:
     away = ranks - plan.first_ranks[documents]
     wrong = (away < 0) | (away >= plan.num_ranks[documents])
     if wrong.any():
-        j = _first(wrong)
+        j = first_of(wrong)
         raise PlanError(
             f"{name} slice {j:,} of document {documents[j]:,} stands on rank {ranks[j]:,}, and the document on "
             f"{plan.num_ranks[documents[j]]:,} ranks from rank {plan.first_ranks[documents[j]]:,} "
-            f"({int(wrong.sum()):,} of {wrong.size:,} slices are elsewhere); {_AGAIN}"
+            f"({int(wrong.sum()):,} of {wrong.size:,} slices are elsewhere); {AGAIN}"
         )
     keys = documents.astype(np.int64) * dp + ranks
     order = np.argsort(keys, kind="stable")
@@ -221,13 +126,13 @@ def _check_coverage(plan: StepPlan, name: Pass) -> None:
     is_last = np.roll(is_first, -1)
     wrong = (begins != expected) | (is_last & (ends != goal))
     if wrong.any():
-        j = int(order[_first(wrong)])
+        j = int(order[first_of(wrong)])
         direction = "first to last" if name == "forward" else "last to first"
         raise PlanError(
             f"{name} slice {j:,}, tokens {micropacks.starts[j]:,} to {micropacks.stops[j]:,} of document "
             f"{documents[j]:,} on rank {ranks[j]:,}, leaves tokens out, repeats some or comes too early "
             f"({int(wrong.sum()):,} of {wrong.size:,} slices do): a document's {name} slices run {direction}, one "
-            f"after the other; {_AGAIN}"
+            f"after the other; {AGAIN}"
         )
     _check_present(plan, name, keys[is_first])
 
@@ -246,10 +151,10 @@ def _check_present(plan: StepPlan, name: Pass, found: IntArray) -> None:
     num = np.where(plan.lengths > 0, plan.num_ranks, 0)
     missing = num - np.bincount(found // plan.mesh.dp, minlength=plan.num_documents)
     if missing.any():
-        j = _first(missing > 0)
+        j = first_of(missing > 0)
         raise PlanError(
             f"document {j:,} of {plan.lengths[j]:,} tokens has no {name} slice on {missing[j]:,} of its {num[j]:,} "
-            f"ranks ({int((missing > 0).sum()):,} of {plan.num_documents:,} documents are not whole); {_AGAIN}"
+            f"ranks ({int((missing > 0).sum()):,} of {plan.num_documents:,} documents are not whole); {AGAIN}"
         )
 
 
@@ -281,12 +186,12 @@ def _check_merged(plan: StepPlan, name: Pass) -> None:
             wrong |= values[chosen[here]] != values[chosen[there]]
         wrong |= begins_new[here] != begins_new[there]
         if wrong.any():
-            j = int(chosen[_first(wrong)])
+            j = int(chosen[first_of(wrong)])
             raise PlanError(
                 f"{name} slice {j:,} of document {micropacks.document_ids[j]:,} on rank {ranks[j]:,} is not what "
                 f"rank {ranks[j] // block * block:,} shares with it at this place ({int(wrong.sum()):,} shared "
                 f"slices of {wrong.size:,} differ): ranks that share documents run the same slices of them in the "
-                f"same order, together in a MicroPack or apart; {_AGAIN}"
+                f"same order, together in a MicroPack or apart; {AGAIN}"
             )
         block *= 2
 
@@ -300,7 +205,7 @@ def _check_sharded(plan: StepPlan, name: Pass) -> None:
     micropacks: MicroPacks = getattr(plan, name)
     counts = micropacks.counts
     if (counts != counts[0]).any():
-        j = _first(counts != counts[0])
+        j = first_of(counts != counts[0])
         raise PlanError(
             f"parameters are sharded, and rank 0 runs {counts[0]:,} {name} MicroPacks, rank {j:,} runs {counts[j]:,} "
             f"({int((counts != counts[0]).sum()):,} of {counts.size:,} ranks differ); add empty ones where there are "
@@ -315,7 +220,7 @@ def _check_sharded(plan: StepPlan, name: Pass) -> None:
     )
     wrong = same & (turns[order][1:] != turns[order][:-1])
     if wrong.any():
-        j = int(order[1:][_first(wrong)])
+        j = int(order[1:][first_of(wrong)])
         raise PlanError(
             f"parameters are sharded, so ranks run their n-th MicroPacks together, but {name} slice {j:,} of the "
             f"shared document {documents[j]:,} is in the MicroPack {turns[j]:,} of rank {ranks[j]:,} and in another "
@@ -338,7 +243,7 @@ def _check_capacity(plan: StepPlan, name: Pass, capacity: int) -> None:
     np.add.at(held, micropacks.micropack_of_slice, parts)
     wrong = held > capacity
     if wrong.any():
-        j = _first(wrong)
+        j = first_of(wrong)
         raise PlanError(
             f"{name} MicroPack {j:,} on rank {micropacks.ranks[j]:,} holds {held[j]:,} tokens, over the capacity of "
             f"{capacity:,} ({int(wrong.sum()):,} of {held.size:,} do, at most {int(held.max()):,}); cut its "
@@ -357,10 +262,10 @@ def _check_targets(plan: StepPlan, name: Pass) -> None:
     found, wanted = targets_per_document(plan, name), np.maximum(plan.lengths - 1, 0)
     wrong = found != wanted
     if wrong.any():
-        j = _first(wrong)
+        j = first_of(wrong)
         raise PlanError(
             f"the {name} slices of document {j:,} have {found[j]:,} targets, and the document {wanted[j]:,} "
-            f"({int(wrong.sum()):,} of {wrong.size:,} documents differ): the loss would be divided wrongly; {_AGAIN}"
+            f"({int(wrong.sum()):,} of {wrong.size:,} documents differ): the loss would be divided wrongly; {AGAIN}"
         )
 
 

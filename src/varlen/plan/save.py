@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from varlen.errors import PlanError, SourceError, StalledError
 from varlen.offline.places import disk_faults, unfinished
-from varlen.plan.check import check_form
+from varlen.simulate.form import check_form
 from varlen.source.writing import sync
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
 from varlen.types import Int32Array, IntArray

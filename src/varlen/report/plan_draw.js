@@ -282,7 +282,7 @@ function drawMemory(pen, plan, place, windowTop) {
   pen.fillText("limit", place.width - RIGHT + 6, up(plan.limit));
   pen.fillStyle = colours.accent;
   const away = Math.abs(up(plan.limit) - up(plan.peaks[bold])) < 13 ? up(plan.limit) + 13 : up(plan.peaks[bold]);
-  pen.fillText(`${(plan.peaks[bold] / 1e9).toFixed(1)} GB`, place.width - RIGHT + 6, away);
+  pen.fillText(`peak ${(plan.peaks[bold] / 1e9).toFixed(1)}`, place.width - RIGHT + 6, away);
 }
 
 // The curves of all stages, as pixels on a canvas of their own, which are kept until the view changes.

@@ -43,10 +43,12 @@ def step_documents(
         seed: of the order; None: as given.
 
     Raises:
-        SettingError: there is no such step, or no document.
+        SettingError: there is no such step, no document, or a seed below 0.
     """
     if documents < 1:
         raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")
+    if seed is not None and seed < 0:
+        raise SettingError(f"--seed must be at least 0; got {seed}")
     given = np.asarray(lengths)
     if not given.size:
         raise SettingError("there is no document, and nothing to plan; is it the right file?")

@@ -66,13 +66,13 @@ def mesh_words(mesh: Mesh) -> str:
 
 
 def baseline(found: PlanComparison) -> MethodFigures | None:
-    """Return what the fastest method is compared with: packs as users run them, else tuned, else the slowest."""
-    planned = [row for row in found.methods if row.timeline is not None]
+    """Return what the fastest method is compared with: packs as users run them, else tuned, else the next best."""
+    planned = [row for row in found.methods if row.timeline is not None and row is not found.best]
     for name in ("packed", "packed_tuned"):
         row = found.method(name)
         if row is not None and row.timeline is not None and row is not found.best:
             return row
-    return planned[-1] if len(planned) > 1 else None
+    return min(planned, key=lambda row: row.step_s, default=None)
 
 
 def headline(found: PlanComparison) -> str:

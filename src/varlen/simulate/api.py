@@ -13,6 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.errors import DeadlockError, SettingError
 from varlen.simulate.deadlock import explain
 from varlen.simulate.durations import Durations, durations
+from varlen.simulate.form import check_form, check_shares
 from varlen.simulate.graph import build_graph
 from varlen.simulate.memory import memory_of
 from varlen.simulate.timeline import Timeline
@@ -50,12 +51,20 @@ def simulate(
         The timeline; a slower GPU, a missing overlap and contention never make any task of it earlier.
 
     Raises:
-        PlanError: a plan that leaves something out.
+        PlanError: arrays of wrong shapes or out of range, or a plan that leaves something out;
+            `varlen.plan.check.check_plan` asks for every rule.
         DeadlockError: tasks wait for each other in a circle, which the message names.
-        SettingError: a slowdown of another shape.
+        SettingError: a slowdown of another shape, or something else than a plan and a cost model.
 
     Cost: about a microsecond a task, and some hundred bytes.
     """
+    if not isinstance(plan, StepPlan) or not isinstance(cost, CostModel):
+        raise SettingError(
+            f"simulate(plan, cost) was given a {type(plan).__name__} and a {type(cost).__name__}; give what "
+            "vl.plan_step returned, and a vl.CostModel"
+        )
+    check_form(plan)
+    check_shares(plan)
     priced = cost.as_planned(plan)
     return run_plan(
         plan,

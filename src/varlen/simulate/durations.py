@@ -90,9 +90,15 @@ def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatA
     """
     layers, heads = costs.layers[:, np.newaxis], costs.heads[:, np.newaxis]
     inputs = layers * backward[:, INPUT_LAYER] + heads * backward[:, INPUT_HEAD]
-    weights = layers * backward[:, WEIGHT_LAYER] + heads * backward[:, WEIGHT_HEAD]
+    weights = layers * backward[:, WEIGHT_LAYER]
+    ahead = layers * forward[:, FORWARD_LAYER]
+    if costs.head_at_once:
+        inputs = inputs + heads * (backward[:, FORWARD_HEAD] + backward[:, WEIGHT_HEAD])
+    else:
+        ahead = ahead + heads * forward[:, FORWARD_HEAD]
+        weights = weights + heads * backward[:, WEIGHT_HEAD]
     return Durations(
-        forward=layers * forward[:, FORWARD_LAYER] + heads * forward[:, FORWARD_HEAD],
+        forward=ahead,
         backward=inputs if costs.splits else inputs + weights,
         weight=weights if costs.splits else np.zeros_like(weights),
         send_forward=forward[:, ROWS] * costs.send_s_per_row,

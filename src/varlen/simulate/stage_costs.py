@@ -40,6 +40,9 @@ class StageCosts:
     """float64 `[stages]`: bytes that are left beside states."""
     splits: bool = False
     """Whether weight gradients are tasks of their own."""
+    head_at_once: bool = False
+    """Whether the vocabulary head runs in backward tasks alone, its forward pass too, as `varlen.runtime` has it:
+    logits are then gone as soon as they are there."""
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -72,6 +75,7 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
         ),
         limits=memory.limit_bytes - memory.state_bytes,
         splits=splits,
+        head_at_once=cost.kernels == "eager",
     )
 
 
