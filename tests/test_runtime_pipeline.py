@@ -106,8 +106,8 @@ def test_replicas_that_ddp_holds_are_summed_once(two: Found) -> None:
     assert_exact(both("ddp", two))
 
 
-def test_batches_of_a_step_add_up_and_other_stages_may_be_on_meta(two: Found) -> None:
-    for one in both("parts", two):
+def test_batches_of_a_step_add_up_and_other_stages_may_be_on_meta(two: Found, four: Found) -> None:
+    for one in both("parts", two, four):
         assert one["gradients"] <= EXACT
 
 
@@ -155,7 +155,9 @@ def test_whoever_is_left_names_the_stage_that_is_gone(
         one = struck[f"{how} {rank}"]
 
         assert one["said"].startswith("WorkerDiedError: " + words), one["said"]
-        assert one["seconds"] < 15  # the deadline is 3 s; many processes share the cores
+        # A broken connection is noticed at once, and the killed is given 5 s to answer; for a stuck one the deadline
+        # is 3 s, for the others 5 minutes.
+        assert one["seconds"] < 15
 
 
 def test_an_error_of_a_task_says_which_task_it_was(struck: dict[str, dict[str, Any]]) -> None:

@@ -77,7 +77,7 @@ class Member:
             name_of=self.seat.name_of,
             answer_s=answer_s,
         )
-        self._lookout = Lookout(self._notes)
+        self._lookout = Lookout(self._notes, every_s=answer_s / 8)
         self._gathered: Gathered = gathered
         self._dtype: torch.dtype | None = None
         self._groups: Groups | None = None
