@@ -42,6 +42,7 @@ def plans(first: str, last: str, *paths: str) -> None:
     if WORLD == 2:
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
     else:
+        found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
         found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
         found["refused"] = [pipelines.refusals(RANK, WORLD)]
     write(found)

@@ -25,7 +25,7 @@ WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
     ({"recompute": "full"}, LENGTHS),
     ({"recompute": "full"}, [20]),
 ]
-DISTANCES = ("loss", "documents", "gradients", "norm", "weights")
+DISTANCES = ("loss", "documents", "gradients", "later_gradients", "norm", "weights")
 
 Found = list[dict[str, Any]]
 """What each rank wrote."""
@@ -115,6 +115,12 @@ def test_half_precision_goes_between_stages_and_gradients_stay_wide(two: Found, 
     for one in both("half", two, four):
         assert 1e-4 < one["half"] < 0.03
         assert one["dtypes"] == ["torch.float32"]
+
+
+def test_neighbours_of_a_stage_have_groups_of_their_own(four: Found) -> None:
+    found = [one["ranks"] for one in both("neighbours", four)]
+
+    assert found == [[[0, 1, 2, 3], [0, 1]]] * 2 + [[[0, 1, 2, 3], [2, 3]]] * 2
 
 
 def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
