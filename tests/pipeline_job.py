@@ -25,7 +25,9 @@ WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "roo
 
 
 def write(found: Any, name: Any = RANK) -> None:
-    (OUT / f"{name}.json").write_text(json.dumps(found))
+    part = OUT / f"{name}.part"
+    part.write_text(json.dumps(found))
+    part.rename(OUT / f"{name}.json")
 
 
 def plans(first: str, last: str, *paths: str) -> None:
@@ -36,10 +38,11 @@ def plans(first: str, last: str, *paths: str) -> None:
         "sharded": [pipelines.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
         "half": [pipelines.run_half(RANK, WORLD)],
     }
+    found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
     if WORLD == 2:
-        found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
     else:
+        found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
         found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
         found["refused"] = [pipelines.refusals(RANK, WORLD)]
     write(found)
@@ -60,10 +63,11 @@ def struck() -> None:
             if not child:
                 as_rank(rank, store.port, how, strikes)
             children[child] = rank
-        waited = [child for child, rank in children.items() if rank != 1]
-        for child in waited:
-            os.waitpid(child, 0)
-        for child in set(children) - set(waited):
+        awaited = [OUT / f"{how} {rank}.json" for rank in (0, 2, 3)]
+        end = time.monotonic() + 60
+        while not all(path.exists() for path in awaited) and time.monotonic() < end:
+            time.sleep(0.05)
+        for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
@@ -73,8 +77,7 @@ def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any]) -> None:
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
         write(pipelines.struck(rank, 4, how, strikes), f"{how} {rank}")
-        if rank == 1:
-            time.sleep(60)  # it lives on, and the others are told all the same
+        time.sleep(60)  # it lives on, and the others are told all the same
     finally:
         os._exit(0)
 

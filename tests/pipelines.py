@@ -14,17 +14,21 @@ import numpy as np
 import torch
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
+from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
 from varlen.errors import VarlenError
+from varlen.runtime.ranks import open_groups, seat_of
 from varlen.runtime.slices import layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import MicroPacks, StepPlan
 
 LAYERS = 8
+KEPT: list[BaseException] = []
 
 
 def plan_of(seed: int, mesh: vl.Mesh) -> StepPlan:
@@ -106,7 +110,8 @@ def small(seed: int) -> Any:
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """AdamW that doesn't divide gradients which are rounding alone by next to nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
 @dataclass
@@ -116,6 +121,9 @@ class Distances:
     loss: float = 0.0
     documents: float = 0.0
     gradients: float = 0.0
+    """Of the first step, from equal weights."""
+    later_gradients: float = 0.0
+    """From weights that an optimizer has moved."""
     norm: float = 0.0
     weights: float = 0.0
 
@@ -143,7 +151,7 @@ def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps
         seen.saw("loss", abs(stats.loss - loss) / loss)
         known = np.maximum(plan.lengths - 1, 0)
         seen.saw("documents", abs(np.nansum(stats.document_losses * known) / known.sum() - loss) / loss)
-        seen.saw("gradients", furthest(found, wanted))
+        seen.saw("gradients" if step == 0 else "later_gradients", furthest(found, wanted))
         norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
         seen.saw("norm", abs(engine.clip_grad_norm_(0.1) - norm) / norm)
         for optimizer in (mine, its):
@@ -219,15 +227,18 @@ def run_replicas(rank: int, world: int) -> dict[str, Any]:
 
 def run_in_parts(rank: int, world: int) -> dict[str, Any]:
     """A step in two batches, whose gradients add up, on a model that is on "meta" but for its own stage."""
-    mesh = vl.Mesh(pp=world)
+    mesh = vl.Mesh(dp=2, pp=world // 2)
     plans = [runnable(plan_of(seed, mesh)) for seed in (1, 2)]
     batches = [batch_of(plan, seed) for seed, plan in enumerate(plans)]
     targets = sum(batch.num_targets for batch in batches)
     tokens = torch.cat([tokens_of(batch) for batch in batches])
     lengths = [n for plan in plans for n in plan.lengths.tolist()]
-    _, wanted = uncut(small(0), tokens, lengths)
-    model = small(0)
-    elsewhere = [layers for stage, layers in enumerate(layers_of(model, mesh)) if stage != rank]
+    _, wanted = uncut(small(1), tokens, lengths)
+    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    model = small(1)
+    elsewhere = [
+        layers for stage, layers in enumerate(layers_of(model, mesh)) if stage % mesh.pp != rank // 2
+    ]
     for layer in itertools.chain(*elsewhere):
         model.model.layers[layer].to("meta")
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
@@ -255,6 +266,18 @@ def run_half(rank: int, world: int) -> dict[str, Any]:
         engine.step(batch, plan)
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return {"half": furthest(found, wanted), "dtypes": sorted({str(x.dtype) for x in found.values()})}
+
+
+def run_neighbours(rank: int, world: int) -> dict[str, Any]:
+    """Groups of neighbouring ranks of a stage, which are made when they are first wanted."""
+    seat = seat_of(vl.Mesh(dp=4, pp=world // 4), rank)
+    groups = open_groups(seat, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60)
+    found = [groups.peers(first, count).gathered(torch.tensor(rank)).tolist() for first, count in ((0, 4),)]
+    first = seat.dp_rank // 2 * 2
+    found.append(groups.peers(first, 2).gathered(torch.tensor(rank)).tolist())
+    assert groups.peers(first, 2) is groups.peers(first, 2)
+    groups.close()
+    return {"ranks": found}
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:
@@ -295,7 +318,7 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
     mesh = vl.Mesh(pp=world)
     plan = runnable(plan_of(0, mesh))
     model = small(0)
-    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3)
+    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if how == "stuck" else 300)
     if rank == 1:
         calls = itertools.count()
         layer = next(x for x in model.model.layers if not isinstance(x, Elsewhere))
@@ -304,6 +327,7 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
     try:
         engine.step(batch_of(plan), plan)
     except Exception as error:
+        KEPT.append(error)  # as a debugger would, and with it all that its frames know
         said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
         return {"said": said, "seconds": time.monotonic() - begun, "how": how}
     return {"said": "nothing", "seconds": time.monotonic() - begun, "how": how}

@@ -172,22 +172,39 @@ def said_by(notes: Notes, error: Exception) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("by_note", [True, False])
-def test_a_chain_of_those_who_wait_is_followed_to_its_end(by_note: bool) -> None:
+GONE = "one of 4 processes, and the others can't go on; begin again"
+
+
+def test_a_chain_of_those_who_lost_each_other_is_followed_to_its_end() -> None:
     store = HashStore()
     for rank in (1, 2):
-        if by_note:
-            notes_of(store, rank).leave(f"lost {rank + 1}")
-        else:
-            notes_of(store, rank).say_awaited(rank + 1)
+        notes_of(store, rank).leave(f"lost {rank + 1}")
 
     said = said_by(notes_of(store, 0), PeerLostError(1, "closed"))
 
-    assert said == (
-        "WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), one of 4 processes, and the others can't "
-        "go on; begin again"
-    )
+    assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
     assert notes_of(store, 1).of(0) == "lost 1"
+
+
+def test_a_chain_of_those_who_wait_for_each_other_is_followed_to_its_end() -> None:
+    store = HashStore()
+    lookouts = [Lookout(notes_of(store, rank), every_s=0.01) for rank in (1, 2)]
+
+    with lookouts[0].waiting(2), lookouts[1].waiting(3):
+        said = said_by(notes_of(store, 0), PeerLostError(1, "timed out"))
+    for lookout in lookouts:
+        lookout.close()
+
+    assert said == f"WorkerDiedError: rank 3 is gone (killed, stuck, or out of memory), {GONE}"
+
+
+def test_one_that_waited_when_it_was_killed_is_named_all_the_same() -> None:
+    store = HashStore()
+    notes_of(store, 1).say_awaited(2, 7)
+
+    said = said_by(notes_of(store, 0), PeerLostError(1, "closed"))
+
+    assert said == f"WorkerDiedError: rank 1 is gone (killed, stuck, or out of memory), {GONE}"
 
 
 def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
@@ -203,9 +220,11 @@ def test_one_that_failed_by_itself_is_named_with_its_error() -> None:
 def test_of_a_group_those_who_say_nothing_are_named() -> None:
     store = HashStore()
     notes_of(store, 1).leave("waits")
-    notes_of(store, 3).say_awaited(-1)
+    lookout = Lookout(notes_of(store, 3), every_s=0.01)
 
-    said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
+    with lookout.waiting():
+        said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
+    lookout.close()
 
     assert said.startswith("WorkerDiedError: rank 2 is gone"), said
 
@@ -223,10 +242,10 @@ def test_who_waits_for_long_says_so_until_it_has_what_it_waits_for() -> None:
     lookout = Lookout(notes, every_s=0.01)
 
     with lookout.waiting(3):
-        assert within(5, lambda: notes.awaited_by(0) == 3)
-    assert within(5, lambda: notes.awaited_by(0) is None)
-    with lookout.waiting():
-        assert within(5, lambda: notes.awaited_by(0) == -1)
+        assert within(5, lambda: notes.awaited_by(0, {0: ""}) == 3)
+        with lookout.waiting():
+            assert within(5, lambda: notes.awaited_by(0, {0: ""}) == -1)
+    assert within(5, lambda: notes.awaited_by(0, {0: ""}) is None)
     lookout.close()
 
 

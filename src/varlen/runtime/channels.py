@@ -103,10 +103,7 @@ class Channel:
             with self._lookout.waiting(self._group.ranks[self._other]):
                 return work(*arguments)
         except RuntimeError as error:
-            said = str(error)
-        # What is under way holds the connection open, and the frames of an error hold what they know.
-        del work, arguments
-        raise PeerLostError(self._group.ranks[self._other], said)
+            raise PeerLostError(self._group.ranks[self._other], str(error)) from None
 
 
 class Channels:

@@ -77,7 +77,7 @@ class Member:
             name_of=self.seat.name_of,
             answer_s=answer_s,
         )
-        self._lookout = Lookout(self._notes)
+        self._lookout = Lookout(self._notes, every_s=answer_s / 8)
         self._gathered: Gathered = gathered
         self._dtype: torch.dtype | None = None
         self._groups: Groups | None = None
@@ -238,11 +238,9 @@ class Member:
                     shards.forget()
                 raise
         with self._lookout.waiting():
+            self._settle(groups.device)
             self._reduce(model, groups, parameters, shards)
-            if groups.device.type == "cuda":
-                end = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                end.record()
-                wait_until(end.query, self._notes, self._timeout_s)
+            self._settle(groups.device)
         gradients.add_back(parameters, earlier)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
@@ -251,6 +249,13 @@ class Member:
             places=[place.told()],
             token_losses=_token_losses(chunks, data) if keeps_losses else None,
         )
+
+    def _settle(self, device: torch.device) -> None:
+        """On CUDA, wait for what was queued in a way that ends when another process has ended."""
+        if device.type == "cuda":
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+            wait_until(end.query, self._notes, self._timeout_s)
 
     def _hidden_dtype(self, parts: Parts, layers: range, shards: Shards | None) -> torch.dtype:
         """The dtype of what chunks give each other; of shards it is seen once."""

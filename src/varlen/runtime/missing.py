@@ -1,8 +1,8 @@
 """Who is missing: what ends one process of a job is told to the others, and whoever was killed is named by them.
 
 Every process that fails leaves a note in the job's store; one that was killed can't. So whoever finds a group broken
-waits a moment for the notes of others, and names those without. Who waits for another for long says so too, by a
-thread that looks now and then: whoever is waited for by all and waits for none is the one that is stuck.
+waits a moment for the notes of others, and names those without. Who waits for another for long says so too, again
+and again, by a thread that looks now and then: whoever is waited for and waits for none is the one that is stuck.
 """
 
 from __future__ import annotations
@@ -75,23 +75,25 @@ class Notes:
         """
         return self._note(f"ended {rank}")
 
-    def awaited_by(self, rank: int) -> int | None:
-        """Return whom another process has been waiting for; None where it has not said that it waits.
+    def awaited_by(self, rank: int, heard: dict[int, str]) -> int | None:
+        """Return whom another process waits for; None where it says none, or said it before it was killed.
 
         Args:
             rank: of the other.
+            heard: what each process said when it was first asked; what is said again since then is of the living.
         """
-        note = self._note(f"awaits {rank}")
-        return int(note) if note else None
+        note = self._note(f"awaits {rank}") or ""
+        return int(note.split()[0]) if note and note != heard.setdefault(rank, note) else None
 
-    def say_awaited(self, rank: int | None) -> None:
+    def say_awaited(self, rank: int | None, beat: int = 0) -> None:
         """Say whom this process waits for.
 
         Args:
             rank: of the other; None where it waits no more.
+            beat: another one each time.
         """
         with suppress(Exception):
-            self.store.set(f"awaits {self.rank}", "" if rank is None else str(rank))
+            self.store.set(f"awaits {self.rank}", "" if rank is None else f"{rank} {beat}")
 
     def _note(self, key: str) -> str | None:
         with suppress(Exception):
@@ -136,15 +138,15 @@ class Lookout:
 
     def _look(self) -> None:
         seen: tuple[int, object] | None = None
-        said = False
+        beat = said = 0
         while not self._closed.wait(self._every_s):
-            wait = self._wait
-            if wait is not None and wait is seen and not said:
-                self._notes.say_awaited(wait[0])
-                said = True
-            elif wait is not seen and said:
+            wait, beat = self._wait, beat + 1
+            if wait is not None and wait is seen:
+                self._notes.say_awaited(wait[0], beat)
+                said = beat
+            elif said:
                 self._notes.say_awaited(None)
-                said = False
+                said = 0
             seen = wait
 
 
@@ -194,11 +196,11 @@ def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
 
     So a process that is busy and hasn't noticed yet is not taken for one that is gone.
     """
-    followed = {notes.rank}
+    followed, heard = {notes.rank}, dict[int, str]()
     end = time.monotonic() + notes.answer_s
     while time.monotonic() < end:
         note = notes.of(peer)
-        following = notes.awaited_by(peer) if note is None else _ALL
+        following = notes.awaited_by(peer, heard) if note is None else _ALL
         if note is not None and note != _WAITS and not note.startswith(_LOST):
             return [], [(peer, note)]
         if note is not None and note.startswith(_LOST):
@@ -218,6 +220,7 @@ def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
     end = time.monotonic() + notes.answer_s
     missing = [rank for rank in range(notes.world_size) if rank != notes.rank]
     failed: list[tuple[int, str]] = []
+    waiting, heard = set[int](), dict[int, str]()
     while missing and not failed and time.monotonic() < end:
         for rank in list(missing):
             note = notes.of(rank)
@@ -225,9 +228,10 @@ def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
                 missing.remove(rank)
                 if note != _WAITS and not note.startswith(_LOST):
                     failed.append((rank, note))
+            elif notes.awaited_by(rank, heard) is not None:
+                waiting.add(rank)
         time.sleep(0.02)
-    idle = [rank for rank in missing if notes.awaited_by(rank) is None]
-    return ([], failed) if failed else (idle, [])
+    return ([], failed) if failed else ([rank for rank in missing if rank not in waiting], [])
 
 
 def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> None:
