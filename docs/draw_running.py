@@ -55,7 +55,11 @@ def _triangle(d: Drawing, left: float, top: float, cuts: tuple[int, ...], *, is_
 def sharing() -> Drawing:
     """A document that four ranks share: whose rows are whose, and that each has as much attention to compute."""
     ranks, cuts = 4, (0, 128, 192)
-    d = Drawing(860, 330, "two slices of a document, each dealt to four ranks in zigzag: first and last chunk together")
+    d = Drawing(
+        860,
+        330,
+        "two slices of a document, each dealt to four ranks in zigzag: first and last chunk together",
+    )
     d.text(30, 34, "rows of two slices, dealt in zigzag", size=15, bold=True)
     left, top = 70, 56
     pairs = dict.fromkeys(range(ranks), 0)
@@ -64,7 +68,8 @@ def sharing() -> Drawing:
         for chunk, (first, last) in enumerate(pairwise(chunks)):
             rank = min(chunk, 2 * ranks - 1 - chunk)
             pairs[rank] += sum(row + 1 for row in range(first, last))
-            corners = f"{left},{top + first} {left + first},{top + first} {left + last},{top + last} {left},{top + last}"
+            ends = ((left, first), (left + first, first), (left + last, last), (left, last))
+            corners = " ".join(f"{x},{top + row}" for x, row in ends)
             d.parts.append(f'<polygon points="{corners}" fill="{_HUES[rank]}"/>')
         d.line(left, top + stop, left + stop, top + stop, stroke="#ffffff", width=2.5)
         d.text(left + _SIDE + 14, top + (start + stop) / 2 + 5, f"slice {cuts.index(start) + 1}", bold=True)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from planned_runs import planned_table, priced, write_hardware
 from rich.console import Console
 from rich.progress import Progress
 from test_train_ranks import processes_naming, write_toml
@@ -75,6 +77,21 @@ def test_the_example_is_written_and_trains(verb, store, tmp_path):
         True,
     )
     assert verb("config.toml", *more)[1].splitlines()[0].endswith(f"{steps} steps; raise run.epochs to go on")
+
+
+def test_a_run_by_plans_says_which_and_what_they_cost(verb, store, tmp_path):
+    hardware = write_hardware(tmp_path / "slow.json")
+    write_toml(tmp_path / "a.toml", planned_table(store, tmp_path / "run", priced(hardware), run__steps=2))
+
+    code, out, said = verb("a.toml")
+
+    assert code == 0, said
+    words = 'in slices by plans: "micropack" on dp 1 x pp 1, recompute "auto", rates of slow; 2 steps'
+    assert words in said
+    assert re.search(r"\n  \d+\.\d\d % of the time waiting for plans, after the first one \(\d+\.\d s\)", out)
+    summary = json.loads(verb("a.toml", "--set", "run.steps=3", "--json")[1])
+    assert summary["plan"]["plans"].startswith('"micropack" on dp 1 x pp 1')
+    assert summary["totals"]["first_plan_s"] > 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -154,17 +154,24 @@ def held_port() -> socket.socket:
 
 
 def start_ranks(
-    runs: list[dict[str, Any]], ranks: int, folder: Path, waits_at: int | None = None
+    runs: list[dict[str, Any]],
+    ranks: int,
+    folder: Path,
+    waits_at: int | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Train one run after the other in several processes, as torchrun would start them.
 
     What ends a rank by an error stands in `folder` then. A rank waits for its end where step `waits_at` begins.
+    `prepare` is called in each process before.
     """
     held = [held_port() for _ in runs]  # a store each: the first rank takes its own along when a run ends
     ports = [int(port.getsockname()[1]) for port in held]
     processes: list[Any] = []
     for rank in range(ranks):
-        process = CONTEXT.Process(target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at))
+        process = CONTEXT.Process(
+            target=_train_rank, args=(runs, rank, ranks, ports, folder, waits_at, prepare)
+        )
         process.start()
         processes.append(process)
     for port in held:
@@ -173,22 +180,33 @@ def start_ranks(
 
 
 def _train_rank(
-    runs: list[dict[str, Any]], rank: int, ranks: int, ports: list[int], folder: Path, waits_at: int | None
+    runs: list[dict[str, Any]],
+    rank: int,
+    ranks: int,
+    ports: list[int],
+    folder: Path,
+    waits_at: int | None,
+    prepare: Callable[[], None] | None,
 ) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    from varlen.train.planned_step import PlannedStepper
     from varlen.train.step import Stepper
     from varlen.train.trainer import train
 
-    inner = Stepper.step
+    def waiting(inner: Any) -> Any:
+        def step(self: Any, number: int, *arguments: Any) -> Any:
+            if number == waits_at and rank == ranks - 1:
+                (folder / "waits").touch()
+                signal.pause()
+            return inner(self, number, *arguments)
 
-    def step(self: Stepper, number: int, *arguments: Any) -> Any:
-        if number == waits_at and rank == ranks - 1:
-            (folder / "waits").touch()
-            signal.pause()
-        return inner(self, number, *arguments)
+        return step
 
-    Stepper.step = step  # type: ignore[method-assign]
+    for stepper in (Stepper, PlannedStepper):
+        stepper.step = waiting(stepper.step)  # type: ignore[method-assign]
+    if prepare is not None:
+        prepare()
     try:
         for made, port in zip(runs, ports):
             os.environ["MASTER_PORT"] = str(port)

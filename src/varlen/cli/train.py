@@ -14,7 +14,7 @@ from varlen.cli.extras import require_training
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:
-    from varlen.train.summary import TrainSummary
+    from varlen.train.summary import Totals, TrainSummary
 
 
 def train(
@@ -52,6 +52,9 @@ def train(
     in one; the same command goes on from the newest, on as many processes as you like, and at the same number of
     processes a CPU run ends with the very same weights as if it had never been stopped. Writes checkpoints,
     [bold]metrics.jsonl[/] and the trained model into the configuration's [bold]run.output[/].
+
+    The configuration's table of plans ([bold]--set plan.pp=1[/], or its commented lines in the example) runs steps in
+    slices: documents far longer than fit otherwise, work balanced over processes, and pipelines of stages.
 
     [bold]Example:[/]  varlen train --init config.toml
 
@@ -110,6 +113,8 @@ def _print_summary(summary: TrainSummary) -> None:
             f"  {totals.tokens_per_s:,.0f} effective tokens/s; {share:.2f} % of the time waiting for data, after the "
             f"first batch ({totals.first_batch_s:.1f} s)"
         )
+        if plan.plans is not None:
+            print(f"  {_plan_words(totals)}")
         if plan.steps is not None and summary.steps < plan.steps:
             print(f"  the data ended at step {summary.steps:,} of {plan.steps:,}; {_to_go_on(summary)}")
     exposed = summary.exposed
@@ -120,6 +125,16 @@ def _print_summary(summary: TrainSummary) -> None:
             f"{exposed.cached_s:.3f} s again from memory)"
         )
     print(f"  model: {summary.model_folder}   steps: {summary.metrics}   checkpoint: {summary.checkpoint}")
+
+
+def _plan_words(totals: Totals) -> str:
+    """Say what plans cost."""
+    share = 100 * totals.plan_wait_s / totals.seconds if totals.seconds else 0.0
+    quick = f"; {totals.quick_plans:,} of {totals.steps:,} weren't there in time, and steps had a quick one"
+    return (
+        f"{share:.2f} % of the time waiting for plans, after the first one ({totals.first_plan_s:.1f} s)"
+        f"{quick if totals.quick_plans else ''}"
+    )
 
 
 def _to_go_on(summary: TrainSummary) -> str:

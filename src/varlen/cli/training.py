@@ -53,9 +53,10 @@ def plan_words(plan: RunPlan) -> str:
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size:,} processes ({plan.parallel})"
     steps = "to the end of the data" if plan.steps is None else f"{plan.steps:,} steps"
     since = f", going on after step {plan.resumed_from:,}" if plan.resumed_from else ""
+    how = f'attention "{plan.attention}"' if plan.plans is None else f"in slices by plans: {plan.plans}"
     return (
         f"{plan.model}, {plan.num_parameters:,} parameters, {plan.precision} on {processes} of {plan.device}, "
-        f'attention "{plan.attention}"; {steps}{since}'
+        f"{how}; {steps}{since}"
     )
 
 

@@ -7,23 +7,29 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
-from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
+from varlen.runtime.member import Member
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import TaskRun
+from varlen.runtime.shards import Gathered
 from varlen.runtime.slices import check_plan, run_places
-from varlen.step_plan import StepPlan
+from varlen.step_plan import Mesh, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 SLICE_TOKENS = 8192
 """Rows of a MicroPack where nothing else is said: enough for attention kernels to run at their full rate."""
+DEADLINE_S = 600.0
+"""How long a process waits for others where nothing else is said: longer than any task takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,9 +37,10 @@ class StepStats:
     """What a step did; its gradients are in the model."""
 
     loss: float
-    """The batch's part of the step's loss: the sum of target losses, weighed, over the targets of the whole step."""
+    """The batch's part of the step's loss: the sum of target losses, weighed, over the targets of the whole step. The
+    same on every rank."""
     num_targets: int
-    """Of the batch."""
+    """Of the batch, on all ranks together."""
     plan: StepPlan
     """What was run."""
     places: Sequence[TaskRun]
@@ -41,7 +48,9 @@ class StepStats:
     document_losses: FloatArray | None
     """float64 `[num_segments]`: the mean loss of each document's targets, NaN without any; None unless asked for."""
     peak_bytes: int
-    """The most bytes of tensors alive at once; 0 where no meter was given."""
+    """The most bytes of tensors alive at once, on the rank where it is most; 0 where no meter was given."""
+    peaks_bytes: npt.NDArray[np.int64]
+    """int64 `[processes]`: the same of each rank."""
 
 
 class SliceEngine:
@@ -57,6 +66,13 @@ class SliceEngine:
     >>> engine = vl.SliceEngine(model, slice_tokens=8192)                # doctest: +SKIP
     >>> stats = engine.step(batch)                                       # doctest: +SKIP
     >>> optimizer.step(); optimizer.zero_grad()                          # doctest: +SKIP
+
+    On several GPUs each process makes an engine with the mesh and its rank among all, which cuts the model in place
+    to the stage of that rank, and gives every step the whole step's batch and plan; gradients are summed over
+    replicas.
+
+    >>> engine = vl.SliceEngine(model, mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank())      # doctest: +SKIP
+    >>> stats = engine.step(batch, plan)                                                    # doctest: +SKIP
     """
 
     def __init__(
@@ -67,6 +83,10 @@ class SliceEngine:
         recompute: Literal["none", "full"] = "full",
         weighting: LossWeighting = "token",
         kernels: Kernels = "auto",
+        mesh: Mesh | None = None,
+        rank: int | None = None,
+        deadline_s: float = DEADLINE_S,
+        gathered: Gathered = "unit",
     ) -> None:
         """Take a model.
 
@@ -78,13 +98,22 @@ class SliceEngine:
             weighting: of targets, as `PackedBatch.loss_weights` says.
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
                 ("varlen"), "flash_attn", "flex", or the first of these that can.
+            mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
+            rank: of this process among all, `stage * dp + data-parallel rank`; needed with a mesh.
+            deadline_s: longest wait for other processes in anything, a whole step's computing among it.
+            gathered: where FSDP2 has sharded parameters: whether they are whole during each "unit" of work, or all
+                through the "step", which gathers them once and holds them all.
 
         Raises:
-            ModelError: a family that isn't run in slices, or a model without a head; says which.
-            SettingError: a number of tokens below 1, or kernels of another name.
+            ModelError: a family that isn't run in slices, a model without a head, or one that can't be cut.
+            SettingError: a number of tokens below 1, kernels of another name, or processes that don't fit the
+                mesh.
+            PlanError: fewer layers than chunks, or other models on other ranks.
+            WorkerDiedError: another process is gone.
         """
         if recompute not in ("none", "full"):
             raise SettingError(f'recompute={recompute!r}; steps without a plan run "none" or "full"')
+        model = model.module if isinstance(model, DistributedDataParallel) else model
         self.model, self.recompute, self.weighting = model, recompute, weighting
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
@@ -92,6 +121,7 @@ class SliceEngine:
         before = _attention(model)
         Parts.of(model, kernels)
         model.set_attn_implementation(before)
+        self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
 
     def step(
         self,
@@ -114,9 +144,12 @@ class SliceEngine:
 
         Raises:
             DocumentsError: the batch has no target.
-            PlanError: a plan of other documents, or one that can't be run.
-            SettingError: weights that don't add up over batches.
+            PlanError: a plan of other documents, one that can't be run, or other plans or batches on other ranks.
+            SettingError: weights that don't add up over batches; or several GPUs, and no plan.
+            WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
+        if self._member is not None:
+            return self._step_of_many(self._member, batch, plan, meter, document_losses)
         lengths = _lengths(batch)
         used = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute) if plan is None else plan
         check_plan(used)
@@ -136,6 +169,69 @@ class SliceEngine:
             places=run.places,
             document_losses=_means(run.token_losses, data) if run.token_losses is not None else None,
             peak_bytes=max(peaks),
+            peaks_bytes=np.array([max(peaks)], np.int64),
+        )
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale gradients so that their norm over all parameters, on all stages and shards, is at most a number.
+
+        Returns what `torch.nn.utils.clip_grad_norm_` returns for the whole model in one process; all ranks call it
+        at once.
+
+        Args:
+            max_norm: that it may be.
+
+        Raises:
+            WorkerDiedError: another process is gone.
+        """
+        if self._member is not None:
+            return self._member.clip_grad_norm_(self.model, max_norm)
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
+
+    def close(self) -> None:
+        """Leave the groups of the job's processes; a step after it is refused."""
+        if self._member is not None:
+            self._member.close()
+
+    def _step_of_many(
+        self,
+        member: Member,
+        batch: PackedBatch,
+        plan: StepPlan | None,
+        meter: Meter | None,
+        document_losses: bool,
+    ) -> StepStats:
+        """Run this process's part of a step; what is wrong with it here ends it on all ranks."""
+        lengths = _lengths(batch)
+        used = plan or one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute)
+        data: StepData | VarlenError
+        try:
+            if plan is None and member.seat.mesh.num_gpus > 1:
+                raise SettingError(
+                    f"a step of {member.seat.mesh.num_gpus:,} GPUs without a plan; give engine.step the plan of "
+                    "vl.plan_step(batch.document_lengths, cost=..., mesh=...)"
+                )
+            check_plan(used)
+            check_lengths(used, lengths)
+            data = step_data_of(batch, next(self.model.parameters()).device, self.weighting)
+        except VarlenError as error:
+            data = error
+        before = _attention(self.model)
+        try:
+            run, totals = member.run(self.model, data, used, meter=meter, keeps_losses=document_losses)
+        finally:
+            self.model.set_attn_implementation(before)
+        losses = totals.token_losses
+        return StepStats(
+            loss=totals.loss,
+            num_targets=run.num_targets,
+            plan=used,
+            places=run.places,
+            document_losses=_means(losses, data)
+            if losses is not None and isinstance(data, StepData)
+            else None,
+            peak_bytes=int(totals.peaks_bytes.max()),
+            peaks_bytes=totals.peaks_bytes,
         )
 
 
@@ -219,6 +315,34 @@ def _means(losses: torch.Tensor, data: StepData) -> FloatArray:
     )
     means: FloatArray = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
     return means
+
+
+def _member(
+    model: Any,
+    mesh: Mesh | None,
+    rank: int | None,
+    deadline_s: float,
+    gathered: Gathered,
+    kernels: Kernels,
+) -> Member | None:
+    """This process among those of a mesh; None where it is alone.
+
+    Raises:
+        SettingError: a mesh without a rank, a rank without a mesh, or settings out of range.
+    """
+    if gathered not in ("unit", "step") or not deadline_s > 0:
+        raise SettingError(
+            f'gathered={gathered!r} and deadline_s={deadline_s!r}; there are "unit" and "step", and a deadline is '
+            "above 0"
+        )
+    if mesh is None and rank is None:
+        return None
+    if mesh is None or rank is None:
+        raise SettingError(
+            f"mesh={mesh!r} and rank={rank!r}; give both, such as mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank(), or "
+            "neither"
+        )
+    return Member(model, mesh, rank, deadline_s=deadline_s, gathered=gathered, kernels=kernels)
 
 
 def _attention(model: Any) -> str:

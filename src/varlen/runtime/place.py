@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,14 @@ class TaskRun:
     """int64 `[num_tasks]`: the most alive at once during each."""
 
 
+PASSES = ("forward", "backward", "weight gradients")
+"""By kind of task, for people."""
+
+
+def _nothing(_: range) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
 class Place:
     """One stage of one data-parallel rank during one step."""
 
@@ -71,6 +80,7 @@ class Place:
         *,
         clock: Clock,
         meter: Meter | None = None,
+        unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
     ) -> None:
         """Take the tasks of a stage.
 
@@ -82,12 +92,14 @@ class Place:
             wires: to the other stages of the rank's pipeline.
             clock: marks when tasks end.
             meter: counts bytes task by task; already entered.
+            unit: entered around every task, those of MicroPacks without slices too, with the layers of its chunk.
         """
         first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
         self._codes: list[int] = plan.tasks[first:last].tolist()
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
+        self._rank, self._unit = rank, unit
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
 
@@ -118,8 +130,16 @@ class Place:
             self._meter.begin_peak()
         key = self._packs[min(kind, BACKWARD)][micropack]
         self._clock.mark()
-        if key:
-            self._compute(kind, chunk, micropack, key)
+        try:
+            with self._unit(self._chunks[chunk // self._pp].layers):
+                if key:
+                    self._compute(kind, chunk, micropack, key)
+        except Exception as error:
+            error.add_note(
+                f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, MicroPack {micropack}, layers "
+                f"{self._chunks[chunk // self._pp].layers.start}-{self._chunks[chunk // self._pp].layers.stop - 1}"
+            )
+            raise
         self._clock.mark()
         live, peak = (self._meter.live, self._meter.peak) if self._meter is not None else (0, 0)
         self._run.append((kind, chunk, micropack, live, peak))

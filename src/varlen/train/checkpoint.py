@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -35,7 +36,8 @@ from varlen.errors import StateError, VarlenError
 from varlen.source.writing import sync
 from varlen.train.ranks import Ranks
 
-FORMAT = 1
+FORMAT = 2
+_WEIGHT = "model."
 _MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _Tensors = dict[str, torch.Tensor]
@@ -235,20 +237,47 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _Tensors:
+def read_weights(checkpoint: Path) -> _Tensors:
+    """Return the weights that a checkpoint holds, whole, by their names in the model; one process does so alone.
+
+    Args:
+        checkpoint: its folder.
+
+    Raises:
+        StateError: it can't be read.
+    """
+    try:
+        with _quiet():
+            reader = HuggingFaceStorageReader(str(checkpoint))
+            saved = reader.read_metadata().state_dict_metadata
+            tensors = {
+                name: torch.empty(said.size, dtype=said.properties.dtype)
+                for name, said in saved.items()
+                if name.startswith(_WEIGHT) and isinstance(said, TensorStorageMetadata)
+            }
+            load_tensors(tensors, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, ValueError) as error:
+        raise StateError(f"{checkpoint} can't be read: {_first_line(error)}") from None
+    return {name.removeprefix(_WEIGHT): tensor for name, tensor in tensors.items()}
+
+
+def state_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
+) -> _Tensors:
     """Return everything that a run's next step depends on and that is a tensor: weights and AdamW's state.
 
     A parameter without state yet, since nothing has trained it, gets one of zeros, which AdamW takes for none.
 
     Args:
-        model: bare, sharded or not.
+        model: bare, sharded or not, whole or a stage.
         optimizer: AdamW over its parameters.
+        tied: other names of tied weights, with those under which they are kept.
     """
-    names = dict(model.named_parameters())
+    names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in names.items()}
+    tensors = {f"{_WEIGHT}{name}": parameter.detach() for name, parameter in names.items()}
     tensors |= {
-        f"model.{name}": value
+        f"{_WEIGHT}{name}": value
         for name, value in model.state_dict().items()
         if name not in aliases and _is_kept(value)
     }
@@ -260,21 +289,25 @@ def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> _
                 state[part] = torch.zeros_like(parameter)
             tensors[f"optimizer.{part}.{name}"] = state[part]
         state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
-    steps = [float(optimizer.state[parameter]["step"]) for parameter in trained.values()]
-    return tensors | {"optimizer.steps": torch.tensor(steps, dtype=torch.float64)}
+        # By name, as a stage of a pipeline has only some of them.
+        tensors[f"optimizer.step.{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+    return tensors
 
 
-def put_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: torch.Tensor) -> None:
+def put_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: _Tensors
+) -> None:
     """Give every parameter's state the number of its steps, which isn't filled in place.
 
     Args:
-        model: bare, sharded or not.
+        model: bare, sharded or not, whole or a stage.
         optimizer: AdamW over its parameters.
-        steps: of `state_tensors`, filled.
+        tied: as for `state_tensors`.
+        tensors: of `state_tensors`, filled.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter, count in zip(trained, steps.tolist(), strict=True):
-        optimizer.state[parameter]["step"].fill_(count)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            optimizer.state[parameter]["step"].fill_(float(tensors[f"optimizer.step.{tied.get(name, name)}"]))
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:

@@ -80,8 +80,9 @@ def _dotted(name: str, key: str) -> str:
 
 def _nearest(key: str, name: str, known: Iterable[str]) -> str:
     """Return the setting that was meant: one of another table that has this very name, or one that is alike."""
-    tables = {table.name: get_type_hints(TrainSettings)[table.name] for table in fields(TrainSettings)}
-    for table, kind in tables.items():
+    hints = get_type_hints(TrainSettings)
+    for table in (field.name for field in fields(TrainSettings)):
+        kind = next(option for option in (hints[table], *get_args(hints[table])) if is_dataclass(option))
         if key in {field.name for field in fields(kind)}:
             return f"{table}.{key}"
     return _dotted(name, difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)[0])

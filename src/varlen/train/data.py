@@ -40,7 +40,7 @@ def vocabulary_of(data: DataSettings) -> int | None:
 
 
 def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoader:
-    """Return the loader of this rank; nothing is read ahead yet.
+    """Return the loader of this rank, or of whole steps where they are planned; nothing is read ahead yet.
 
     Args:
         settings: of the run.
@@ -55,6 +55,11 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
     data, run = settings.data, settings.run
     given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
     given = {name: value for name, value in given.items() if value is not None}
+    rank, world_size = ranks.rank, ranks.world_size
+    if settings.plan is not None:  # which divides a step's documents by itself, and must know them
+        rank, world_size = 0, 1
+        given.pop("micro_batch_size", None)
+        given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
     source = given.pop("source")
     cache = given.pop("cache", None)
     return PackedLoader(
@@ -63,8 +68,8 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
         **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
         cache=None if cache is None else Path(cache),
-        dp_rank=ranks.rank,
-        dp_world_size=ranks.world_size,
+        dp_rank=rank,
+        dp_world_size=world_size,
         device=None if ranks.device.type == "cpu" else ranks.device,
         model=config,
     )

@@ -49,6 +49,12 @@ seed = 0
 precision = "fp32"           # or "bf16"
 parallel = "fsdp"            # how processes share the work: "ddp", "fsdp" or "none"
 
+# [plan]                     # run steps in slices by plans made ahead; these are the defaults:
+# slice_tokens = 8192        # of one process: rows that run at once; documents may be far longer
+# pp = 1                     # of several: pipeline stages; the rest are data-parallel ranks
+# method = "micropack"       # how steps are planned for them; see varlen plan
+# hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what the GPU is or measures
+
 [log]
 every = 10                   # steps between two lines where there is no terminal to draw on
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,24 @@ from varlen.source.writing import sync
 from varlen.train.ranks import Ranks
 
 
-def export_model(model: Any, config: Any, folder: Path, ranks: Ranks) -> None:
+def whole_weights(model: Any, tied: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
+    """Return a model's weights on the first rank, each once; all ranks call it together.
+
+    Args:
+        model: bare, sharded or not, and no stage.
+        tied: other names of tied weights, which whole shards have too.
+    """
+    every: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return {name: weight for name, weight in every.items() if name not in tied}
+
+
+def export_model(weights: Mapping[str, torch.Tensor], config: Any, folder: Path, ranks: Ranks) -> None:
     """Write a model to a folder, which appears whole; all ranks call it together.
 
     Args:
-        model: bare, sharded or not.
+        weights: of the model by name; those of the first rank are written.
         config: of the model.
         folder: what is in it is replaced.
         ranks: of the run.
@@ -28,8 +42,6 @@ def export_model(model: Any, config: Any, folder: Path, ranks: Ranks) -> None:
     Raises:
         VarlenError: it can't be written, or another rank failed.
     """
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=whole)
     fault: VarlenError | None = None
     if ranks.is_first:
         partial = folder.with_name(f".{folder.name}.part")
@@ -38,7 +50,7 @@ def export_model(model: Any, config: Any, folder: Path, ranks: Ranks) -> None:
             with torch.device("meta"):
                 bare: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
             hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # in the midst of what a run shows
-            bare.save_pretrained(partial, state_dict=weights)
+            bare.save_pretrained(partial, state_dict=dict(weights))
             for path in partial.iterdir():
                 sync(path)
             shutil.rmtree(folder, ignore_errors=True)

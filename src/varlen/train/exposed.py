@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,14 @@ import torch
 from varlen.batch.packed import PackedBatch
 from varlen.feed.loader import PackedLoader
 from varlen.train.ranks import Ranks
-from varlen.train.step import Stepper
+from varlen.train.step import StepDone, Take
+
+
+class Steps(Protocol):
+    """What trains a step: `Stepper`, or `PlannedStepper`."""
+
+    def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
+        """Train one step; None where the data is at its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +79,7 @@ class Replay:
             self._steps.popleft()
 
     def measure(
-        self, loader: PackedLoader, stepper: Stepper, ranks: Ranks, number: int, say: Callable[[str], None]
+        self, loader: PackedLoader, stepper: Steps, ranks: Ranks, number: int, say: Callable[[str], None]
     ) -> Exposed | None:
         """Train the noted steps again, from memory; the weights are none of a run's afterwards.
 
@@ -102,7 +109,7 @@ class Replay:
         return Exposed(steps=count, real_s=real_s, cached_s=cached_s, waited_s=waited_s)
 
 
-def _seconds(stepper: Stepper, batches: list[PackedBatch], number: int) -> float:
+def _seconds(stepper: Steps, batches: list[PackedBatch], number: int) -> float:
     """Train one step that changes no weight, and return what it took."""
     here = iter(batches)
     done = stepper.step(number, 0.0, lambda: next(here))

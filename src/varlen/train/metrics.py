@@ -10,7 +10,7 @@ from typing import Any
 
 from varlen.errors import SettingError
 
-TIMINGS = ("tokens_per_s", "data_wait_s", "step_s")
+TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
 """What differs between two runs of the same steps; everything else is equal."""
 
 
@@ -42,6 +42,19 @@ class StepMetrics:
     """The longest that a rank waited for its batches; on a GPU, of the host, which runs ahead of it."""
     step_s: float
     """The slowest rank's, waiting included."""
+    plan_method: str | None = None
+    """Of the plan that was run; None where steps aren't planned, here and below."""
+    plan_answered_by: str | None = None
+    """Which of the method's candidates it is; begins with "quick" where the plan made ahead wasn't there."""
+    plan_wait_s: float | None = None
+    """The longest that a rank waited for the plan."""
+    plan_simulated_s: float | None = None
+    """What the cost model says of the step, the optimizer's part not counted; None without one."""
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the step's plan wasn't there in time."""
+        return (self.plan_answered_by or "").startswith("quick")
 
 
 class MetricsFile:

@@ -141,6 +141,19 @@ def _set_attention(model: Any, attention: str) -> None:
     raise ModelError(f'model.attention = "{attention}" can\'t be had: {refused or "the model keeps its own"}')
 
 
+def tied_names(model: Any) -> Mapping[str, str]:
+    """Return the other names of parameters that stand in several places, with the name that checkpoints have.
+
+    A stage may hold a tied weight in a place that isn't its first.
+
+    Args:
+        model: whole.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
 def described(config: Any) -> Mapping[str, Any]:
     """Return what tells one model from another, as JSON has it: a checkpoint's weights fit no other.
 

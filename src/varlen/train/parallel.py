@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,9 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
         ranks: of the run.
     """
     if settings.parallel == "fsdp" and dist.is_initialized():
-        return _sharded(model, settings, ranks)
+        return sharded(
+            model, settings, ranks.device, init_device_mesh(ranks.device.type, (ranks.world_size,))
+        )
     model.to(ranks.device)
     if ranks.world_size == 1:
         return model
@@ -41,17 +43,23 @@ def shared(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
     )
 
 
-def _sharded(model: Any, settings: RunSettings, ranks: Ranks) -> Any:
-    """Shard every layer by itself, and the rest together; weights stay float32 whatever is computed in."""
+def sharded(model: Any, settings: RunSettings, device: torch.device, mesh: DeviceMesh) -> Any:
+    """Shard every layer by itself, and the rest together; weights stay float32 whatever is computed in.
+
+    Args:
+        model: equal on all processes of the mesh, on the CPU.
+        settings: of the run.
+        device: of this process.
+        mesh: the processes that hold a shard each.
+    """
     half = torch.bfloat16 if settings.precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=None)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     layers = set(getattr(model, "_no_split_modules", None) or ())
     for module in list(model.modules()):
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model.to(ranks.device)
+    return model.to(device)
 
 
 def computing(model: Any, settings: RunSettings, ranks: Ranks) -> AbstractContextManager[Any]:

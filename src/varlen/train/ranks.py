@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,14 +15,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from varlen.errors import SettingError, VarlenError, WorkerDiedError
+from varlen.errors import SettingError, VarlenError
+from varlen.runtime.missing import Notes, naming_the_missing
 from varlen.train.settings import RunSettings
 
 _JOINED = itertools.count()
-_BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
-"""How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
-_ANSWER_S = 5.0
-"""A rank that is alive says so within this time after the group broke."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,68 +118,9 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
     )
     ranks = Ranks(rank=rank, world_size=world_size, device=device, store=PrefixStore("notes", store))
     try:
-        with naming_the_missing(ranks):
+        notes = Notes(store=ranks.store, rank=rank, world_size=world_size)
+        with naming_the_missing(notes, "the same command goes on from the newest checkpoint"):
             yield ranks
     finally:
         with suppress(Exception):  # of a broken group there is nothing to hear any more
             dist.destroy_process_group()
-
-
-@contextmanager
-def naming_the_missing(ranks: Ranks) -> Iterator[None]:
-    """Say which rank is gone, where its absence broke the group.
-
-    Every rank that fails leaves a note; one that was killed can't. So whoever finds the group broken waits a moment
-    for the notes of all, and names those without.
-
-    Raises:
-        WorkerDiedError: another rank is gone, or failed.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if ranks.world_size == 1:
-            raise
-        broken = _is_of_the_group(error)
-        with suppress(Exception):
-            ranks.store.set(f"ended {ranks.rank}", "waits" if broken else type(error).__name__)
-        if not broken:
-            raise
-        silent, failed = _others(ranks)
-        if not silent and not failed:
-            raise
-        raise WorkerDiedError(_epitaph(ranks, silent, failed)) from error
-
-
-def _is_of_the_group(error: BaseException) -> bool:
-    """Return whether it was the connection that failed, and nothing of this rank's own."""
-    said = str(error).lower()
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in said for word in _BROKEN)
-    )
-
-
-def _others(ranks: Ranks) -> tuple[list[int], list[tuple[int, str]]]:
-    """Return the ranks that left no note, and those that failed by themselves."""
-    end = time.monotonic() + _ANSWER_S
-    missing = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-    failed = []
-    while missing and time.monotonic() < end:
-        for rank in list(missing):
-            with suppress(Exception):
-                if ranks.store.check([f"ended {rank}"]):
-                    missing.remove(rank)
-                    note = ranks.store.get(f"ended {rank}").decode()
-                    if note != "waits":
-                        failed.append((rank, note))
-        time.sleep(0.05)
-    return missing, failed
-
-
-def _epitaph(ranks: Ranks, silent: Sequence[int], failed: Sequence[tuple[int, str]]) -> str:
-    gone = [f"rank {rank} failed ({note})" for rank, note in failed]
-    gone += [f"rank {rank} is gone (killed, stuck, or out of memory)" for rank in silent]
-    return (
-        f"{' and '.join(gone)}, one of {ranks.world_size:,} processes, and the others can't go on; the same command "
-        "goes on from the newest checkpoint"
-    )

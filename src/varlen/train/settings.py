@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from varlen.errors import SettingError
 from varlen.source.retry import Retry
+from varlen.step_plan import PlanMethod
 from varlen.types import Method, Overlong
 
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
-_TAKEN = {"", "checkpoints", "model", ".running"}
+_TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json"}
 """Names that the output folder has for other things."""
 
 
@@ -213,6 +214,77 @@ class MeasureSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """`[plan]`: steps run in slices by plans made ahead of them; an empty table is enough, none trains whole packs.
+
+    One process runs slices of `slice_tokens` unless a method or hardware is named. Several are a mesh of `pp` stages
+    and as many data-parallel ranks as that leaves; `run.parallel` says how the ranks share a stage. A plan cuts a
+    step into MicroPacks by itself, so `data.micro_batch_size` counts for nothing.
+    """
+
+    method: PlanMethod | None = None
+    """As `vl.plan_step` has them; left out: "micropack", or slices of `slice_tokens` for one process."""
+    slice_tokens: int | None = None
+    """Rows that one process runs at once at most, without hardware; left out: 8,192."""
+    pp: int = 1
+    """Pipeline stages; must divide the number of processes."""
+    virtual_stages: int = 1
+    """Chunks of layers of each stage."""
+    hardware: str = "auto"
+    """"h100", "h200", "a100", "b200", or a file of `varlen plan --calibrate`; "auto": what the GPU is, or where it is
+    none of these, what is measured of it (or of the CPU) in a new run, and kept in `run.output`."""
+    calibrate_s: float = 20.0
+    """How long that is measured."""
+    recompute: Literal["auto", "none", "full"] = "auto"
+    """Activations that are computed again in the backward pass; "auto": none where a step fits into memory so, and
+    for slices of `slice_tokens` all."""
+    memory_fraction: float = 0.92
+    """Share of a GPU's memory that plans may use."""
+    least_rows: int = 2048
+    """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
+    quick: PlanMethod = "sliced"
+    """Method of the answer where a plan isn't there in time. By the same as `method` it is the same plan, so that
+    runs are equal to the bit however long plans take; "sliced" takes least."""
+    ahead: int = 2
+    """Steps that are planned ahead."""
+    deadline_s: float = 300.0
+    """How long a run waits for its first plan, and for one that is made again after a stop."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers out of their range, and rows for plans that are made of seconds.
+
+        Raises:
+            SettingError: one is, named.
+        """
+        for name in ("slice_tokens", "pp", "virtual_stages", "least_rows", "ahead"):
+            if getattr(self, name) is not None:
+                _check_range(f"plan.{name}", getattr(self, name), 1)
+        for name, highest in (("calibrate_s", None), ("deadline_s", None), ("memory_fraction", 1)):
+            if not getattr(self, name) > 0:
+                raise SettingError(f"plan.{name} must be above 0, got {getattr(self, name):,}")
+            _check_range(f"plan.{name}", getattr(self, name), 0, highest)
+        if self.slice_tokens is not None and not self.is_even:
+            raise SettingError(
+                f"plan.slice_tokens = {self.slice_tokens:,} cuts steps without a cost model, and "
+                f"{self._priced_by} needs one; leave one of them out"
+            )
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing here needs a cost model, so that one process may run slices of `slice_tokens`."""
+        return not self._priced_by
+
+    @property
+    def _priced_by(self) -> str:
+        """The setting that needs a cost model; "" for none."""
+        if self.method not in (None, "sliced"):
+            return f'plan.method = "{self.method}"'
+        if self.hardware != "auto":
+            return f'plan.hardware = "{self.hardware}"'
+        return f"plan.pp = {self.pp}" if self.pp > 1 else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
     """The whole configuration: a field a table."""
 
@@ -222,6 +294,25 @@ class TrainSettings:
     run: RunSettings = field(default_factory=RunSettings)
     log: LogSettings = field(default_factory=LogSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
+    plan: PlanSettings | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what slices don't run.
+
+        Raises:
+            SettingError: an attention of another's, or half precision.
+        """
+        if self.plan is not None and self.run.precision != "fp32" and self.run.parallel != "fsdp":
+            raise SettingError(
+                f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: '
+                'slices compute in half precision where weights are sharded; set run.parallel = "fsdp", for one '
+                "process too"
+            )
+        if self.plan is not None and self.model.attention != "auto":
+            raise SettingError(
+                f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
+                "of them out"
+            )
 
 
 def _check_range(name: str, value: float, lowest: float, highest: float | None = None) -> None:

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
+from varlen.step_plan import StepPlan
 from varlen.train.data import smallest_batch
 from varlen.train.loss import target_loss_sum
 from varlen.train.parallel import accumulating, computing, settle
@@ -42,6 +43,10 @@ class StepDone:
     waited_s: float
     """Of the host, for batches."""
     watch: Stopwatch
+    plan: StepPlan | None = None
+    """That was run, where steps are planned."""
+    plan_wait_s: float = 0.0
+    """Of the host, for the plan."""
 
 
 class Stepper:
@@ -100,10 +105,7 @@ class Stepper:
             packs += len(batch.pack_ids)
             targets = batch.step_num_targets
         grad_norm = self._clip()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer, learning_rate)
         watch.stop()
         return StepDone(
             number=number,
@@ -140,3 +142,16 @@ class Stepper:
         """Return what dropout draws from: a function of the step, so that a resumed run draws the same."""
         mixed = np.random.SeedSequence([self._settings.run.seed, number, self._ranks.rank])
         return int(mixed.generate_state(1, np.uint64)[0] >> 1)
+
+
+def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Change weights by their gradients, which are gone then.
+
+    Args:
+        optimizer: over the weights.
+        learning_rate: of the step.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad()

@@ -24,6 +24,8 @@ class RunPlan:
     parallel: str
     device: str
     precision: str
+    plans: str | None = None
+    """Mesh, method and rates of the plans; None where steps aren't planned."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,15 +41,23 @@ class Totals:
     """Of these seconds, the slowest rank's at each step; the first batch's not counted."""
     first_batch_s: float = 0.0
     """Until the first batch was there."""
+    plan_wait_s: float = 0.0
+    """Of these seconds, waiting for plans; the first one's not counted."""
+    first_plan_s: float = 0.0
+    """Until the first plan was there."""
+    quick_plans: int = 0
+    """Steps whose plan wasn't there in time, so that a quick one was made."""
     loss: float | None = None
     """Of the last step."""
 
     def add(self, metrics: StepMetrics) -> None:
         """Add a step."""
         if self.steps == 0:
-            self.first_batch_s = metrics.data_wait_s
+            self.first_batch_s, self.first_plan_s = metrics.data_wait_s, metrics.plan_wait_s or 0.0
         else:
             self.data_wait_s += metrics.data_wait_s
+            self.plan_wait_s += metrics.plan_wait_s or 0.0
+        self.quick_plans += metrics.is_quick
         self.steps += 1
         self.tokens += metrics.tokens
         self.supervised_tokens += metrics.supervised_tokens

@@ -6,21 +6,36 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SettingError, SourceError, StateError, VarlenError
-from varlen.train.checkpoint import Checkpoint, load, newest, put_steps, remove_partial, save, state_tensors
+from varlen.train.checkpoint import (
+    Checkpoint,
+    load,
+    newest,
+    put_steps,
+    read_weights,
+    remove_partial,
+    save,
+    state_tensors,
+)
 from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of, vocabulary_of
-from varlen.train.export import export_model
+from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.interrupt import Interrupt
 from varlen.train.metrics import MetricsFile, StepMetrics
-from varlen.train.model import build_model, described, model_config
+from varlen.train.model import build_model, described, model_config, tied_names
 from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.parallel import shared
+from varlen.train.planned import engine_of, plans_of
+from varlen.train.planned_step import PlannedStepper
 from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
 from varlen.train.step import StepDone, Stepper
@@ -64,7 +79,7 @@ class _Run:
     """Everything that lives as long as a run."""
 
     def __init__(self, settings: TrainSettings, ranks: Ranks, watcher: Watcher, stack: ExitStack) -> None:
-        self._settings, self._ranks, self._watcher = settings, ranks, watcher
+        self._settings, self._ranks, self._watcher, self._stack = settings, ranks, watcher, stack
         self._folder = settings.run.folder
         self._checkpoints = self._folder / _CHECKPOINTS
         self._interrupt, self._totals, self._total_tokens = Interrupt(), Totals(), 0
@@ -79,8 +94,15 @@ class _Run:
             self._loader.load_state_dict(found.manifest["loader"])
         self._steps = steps_of(self._loader, settings)
         self._done = self._saved = 0 if found is None else found.step
+        self._plans = None
+        if settings.plan is not None:
+            say = partial(self._tell, "say")
+            self._plans = plans_of(self._loader, settings, self._config, ranks, say)
+            stack.callback(self._plans.close)
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
+            if self._plans is not None:
+                self._plans.begin(self._loader.step)
         self._stepper = self._build(found)
         self._plan = self._make_plan()
         self._metrics: MetricsFile | None = None
@@ -115,39 +137,60 @@ class _Run:
                 )
         return found
 
-    def _build(self, found: Checkpoint | None) -> Stepper:
+    def _build(self, found: Checkpoint | None) -> Stepper | PlannedStepper:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
         settings, ranks = self._settings, self._ranks
         model = build_model(self._config, settings.model, settings.run.seed, weights=found is None)
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._tied = tied_names(model)
+        stepper = self._planned_stepper(model) if self._plans is not None else self._stepper_of(model)
+        if found is not None:
+            tensors = state_tensors(stepper.model, stepper.optimizer, self._tied)
+            load(found, tensors, ranks)
+            put_steps(stepper.model, stepper.optimizer, self._tied, tensors)
+            self._total_tokens = int(found.manifest["total_tokens"])
+        return stepper
+
+    def _stepper_of(self, model: Any) -> Stepper:
+        """Share the model among ranks, whole packs at a time."""
+        settings, ranks = self._settings, self._ranks
         together = shared(model, settings.run, ranks)
-        optimizer = make_optimizer(model, settings.optimizer, ranks.device)
-        stepper = Stepper(
+        return Stepper(
             model=model,
             shared=together,
-            optimizer=optimizer,
+            optimizer=make_optimizer(model, settings.optimizer, ranks.device),
             settings=settings,
             ranks=ranks,
             micro_batches=self._loader.micro_batches,
         )
-        if found is not None:
-            tensors = state_tensors(model, optimizer)
-            load(found, tensors, ranks)
-            put_steps(model, optimizer, tensors["optimizer.steps"])
-            self._total_tokens = int(found.manifest["total_tokens"])
-        return stepper
+
+    def _planned_stepper(self, model: Any) -> PlannedStepper:
+        """Share the model among ranks and stages, slice by slice."""
+        settings, ranks = self._settings, self._ranks
+        assert self._plans is not None, "it was asked"
+        engine = engine_of(model, settings, ranks)
+        self._stack.callback(engine.close)
+        return PlannedStepper(
+            engine=engine,
+            optimizer=make_optimizer(engine.model, settings.optimizer, ranks.device),
+            plans=self._plans,
+            settings=settings,
+            ranks=ranks,
+        )
 
     def _make_plan(self) -> RunPlan:
         run, model = self._settings.run, self._stepper.model
         return RunPlan(
             steps=self._steps,
             resumed_from=self._done,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            num_parameters=self._num_parameters,
             model=self._config.model_type,
             attention=hf.implementation(model),
             world_size=self._ranks.world_size,
             parallel=run.parallel,
             device=self._ranks.device.type,
             precision=run.precision,
+            plans=None if self._plans is None else self._plans.words,
         )
 
     def train(self) -> TrainSummary:
@@ -171,14 +214,14 @@ class _Run:
                 if stop or is_due:
                     self._save()
                 if stop and self._done != self._steps:
-                    where = self._checkpoints / f"step-{self._done:08d}"
+                    where = self._newest
                     raise KeyboardInterrupt(
                         f"step {self._done:,} is saved in {where}, where the same command goes on"
                     )
             if self._done == 0:
                 raise SourceError(f"{self._settings.data.source} holds nothing to train on")
             self._save()
-        export_model(self._stepper.model, self._config, self._folder / _MODEL, self._ranks)
+        export_model(self._weights(), self._config, self._folder / _MODEL, self._ranks)
         return self._summary(self._measure())
 
     def _launch(self) -> _Launched | None:
@@ -214,8 +257,9 @@ class _Run:
             done.waited_s,
             seconds,
             self._interrupt.asked,
+            done.plan_wait_s,
         ]
-        losses, tokens, packs, waited, took, asked = self._ranks.gather(numbers).unbind(dim=1)
+        losses, tokens, packs, waited, took, asked, planned = self._ranks.gather(numbers).unbind(dim=1)
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
             step=done.number,
@@ -231,6 +275,7 @@ class _Run:
             tokens_per_s=float(tokens.sum() / took.max()),
             data_wait_s=float(waited.max()),
             step_s=float(took.max()),
+            **self._of_plan(done, float(planned.max())),
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             raise VarlenError(
@@ -245,6 +290,17 @@ class _Run:
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
         return bool(asked.any())
+
+    def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
+        """What is noted of a step's plan."""
+        if self._plans is None or done.plan is None:
+            return {}
+        return {
+            "plan_method": done.plan.method,
+            "plan_answered_by": done.plan.answered_by,
+            "plan_wait_s": waited_s,
+            "plan_simulated_s": self._plans.simulated_s(done.plan),
+        }
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.run.checkpoint_every
@@ -261,7 +317,7 @@ class _Run:
         save(
             self._checkpoints,
             self._done,
-            state_tensors(stepper.model, stepper.optimizer),
+            state_tensors(stepper.model, stepper.optimizer, self._tied),
             {
                 "varlen": __version__,
                 "kind": "checkpoint",
@@ -275,6 +331,18 @@ class _Run:
             settings.run.keep,
         )
         self._saved = self._done
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the whole model's weights on the first rank; of stages, as they were saved just now."""
+        plan = self._settings.plan
+        if plan is None or plan.pp == 1:
+            return whole_weights(self._stepper.model, self._tied)
+        return read_weights(self._newest) if self._ranks.is_first else {}
+
+    @property
+    def _newest(self) -> Path:
+        """The folder of the checkpoint of this step."""
+        return self._checkpoints / f"step-{self._done:08d}"
 
     def _measure(self) -> Exposed | None:
         """Measure what data cost, now that nothing of the run can change any more."""
@@ -294,7 +362,7 @@ class _Run:
             steps=self._done,
             total_tokens=self._total_tokens,
             totals=self._totals,
-            checkpoint=str(self._checkpoints / f"step-{self._done:08d}"),
+            checkpoint=str(self._newest),
             model_folder=str(self._folder / _MODEL),
             metrics=str(self._folder / self._settings.log.metrics),
             exposed=exposed,

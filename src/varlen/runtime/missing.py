@@ -1,0 +1,267 @@
+"""Who is missing: what ends one process of a job is told to the others, and whoever was killed is named by them.
+
+Every process that fails leaves a note in the job's store; one that was killed can't. So whoever finds a group broken
+waits a moment for the notes of others, and names those without. Who waits for another for long says so too, again
+and again, by a thread that looks now and then: whoever is waited for and waits for none is the one that is stuck.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from varlen.errors import WorkerDiedError
+
+_BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+"""How PyTorch words that the group is broken: gloo raises a bare RuntimeError."""
+ANSWER_S = 5.0
+"""A process that is alive says so within this time after the group broke."""
+_WAITS, _LOST = "waits", "lost "
+_ALL = -1
+"""Whom a process waits for in a collective."""
+_MOST_CHARACTERS = 500
+"""Of a note: an error's own message may hold a whole traceback."""
+
+
+class PeerLostError(WorkerDiedError):
+    """Nothing comes any more from the process at the other end of a channel, or from some of a group."""
+
+    def __init__(self, rank: int | None, said: str) -> None:
+        """Name it.
+
+        Args:
+            rank: of the process that is silent; None where it is any of a group.
+            said: what the connection said.
+        """
+        super().__init__(
+            f"nothing comes from {'others' if rank is None else f'rank {rank}'} any more: {said}"
+        )
+        self.rank = rank
+
+
+def _numbered(rank: int) -> str:
+    return f"rank {rank}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Notes:
+    """Notes that the processes of a job leave for each other."""
+
+    store: Any
+    """Of torch.distributed; None where there is one process."""
+    rank: int
+    world_size: int
+    name_of: Callable[[int], str] = _numbered
+    """What people call a rank."""
+    answer_s: float = ANSWER_S
+    """How long the note of another is waited for."""
+
+    def leave(self, note: str) -> None:
+        """Say how this process ended; where the store is gone too, nobody hears it."""
+        with suppress(Exception):
+            self.store.set(f"ended {self.rank}", note[:_MOST_CHARACTERS])
+
+    def of(self, rank: int) -> str | None:
+        """Return how another process ended; None while it has said nothing.
+
+        Args:
+            rank: of the other.
+        """
+        return self._note(f"ended {rank}")
+
+    def awaited_by(self, rank: int, heard: dict[int, str]) -> int | None:
+        """Return whom another process waits for; None where it says none, or said it before it was killed.
+
+        Args:
+            rank: of the other.
+            heard: what each process said when it was first asked; what is said again since then is of the living.
+        """
+        note = self._note(f"awaits {rank}") or ""
+        return int(note.split()[0]) if note and note != heard.setdefault(rank, note) else None
+
+    def say_awaited(self, rank: int | None, beat: int = 0) -> None:
+        """Say whom this process waits for.
+
+        Args:
+            rank: of the other; None where it waits no more.
+            beat: another one each time.
+        """
+        with suppress(Exception):
+            self.store.set(f"awaits {self.rank}", "" if rank is None else f"{rank} {beat}")
+
+    def _note(self, key: str) -> str | None:
+        with suppress(Exception):
+            if self.store.check([key]):
+                return str(self.store.get(key).decode())
+        return None
+
+
+class Lookout:
+    """Says in the job's store whom this process waits for, if it waits for longer than a moment."""
+
+    def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
+        """Begin to look; `close` ends it.
+
+        Args:
+            notes: of the job.
+            every_s: between two looks; who waits at two of them is said to wait.
+        """
+        self._notes, self._every_s = notes, every_s
+        self._wait: tuple[int, object] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="varlen lookout", daemon=True)
+        if notes.world_size > 1:
+            self._thread.start()
+
+    @contextmanager
+    def waiting(self, rank: int | None = None) -> Iterator[None]:
+        """Wait for another process.
+
+        Args:
+            rank: of the other; None for any of a group.
+        """
+        before, self._wait = self._wait, (_ALL if rank is None else rank, object())
+        try:
+            yield
+        finally:
+            self._wait = before
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def _look(self) -> None:
+        seen: tuple[int, object] | None = None
+        beat = said = 0
+        while not self._closed.wait(self._every_s):
+            wait, beat = self._wait, beat + 1
+            if wait is not None and wait is seen:
+                self._notes.say_awaited(wait[0], beat)
+                said = beat
+            elif said:
+                self._notes.say_awaited(None)
+                said = 0
+            seen = wait
+
+
+@contextmanager
+def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
+    """Say which process is gone, where its absence broke the group.
+
+    Args:
+        notes: of the job.
+        way_out: what to do about it.
+
+    Raises:
+        WorkerDiedError: another process is gone, or failed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if notes.world_size == 1:
+            raise
+        peer = error.rank if isinstance(error, PeerLostError) else None
+        is_broken = isinstance(error, PeerLostError) or _is_of_the_group(error)
+        notes.leave((_WAITS if peer is None else f"{_LOST}{peer}") if is_broken else _told(error))
+        if not is_broken:
+            raise
+        silent, failed = _others(notes) if peer is None else _cause(notes, peer)
+        if not silent and not failed:
+            raise
+        raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
+
+
+def _told(error: BaseException) -> str:
+    """An error as others hear of it."""
+    where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _is_of_the_group(error: BaseException) -> bool:
+    """Return whether it was the connection that failed, and nothing of this process's own."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in said for word in _BROKEN)
+    )
+
+
+def _cause(notes: Notes, peer: int) -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the process that began it: the silent one, or whom that one lost in turn, or who failed by itself.
+
+    So a process that is busy and hasn't noticed yet is not taken for one that is gone.
+    """
+    followed, heard = {notes.rank}, dict[int, str]()
+    end = time.monotonic() + notes.answer_s
+    while time.monotonic() < end:
+        note = notes.of(peer)
+        following = notes.awaited_by(peer, heard) if note is None else _ALL
+        if note is not None and note != _WAITS and not note.startswith(_LOST):
+            return [], [(peer, note)]
+        if note is not None and note.startswith(_LOST):
+            following = int(note[len(_LOST) :])
+        if following is None:
+            time.sleep(0.02)
+        elif following == _ALL or following in followed:
+            return _others(notes)
+        else:
+            followed.add(peer)
+            peer = following
+    return [peer], []
+
+
+def _others(notes: Notes) -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the processes that left no note and wait for none, and those that failed by themselves."""
+    end = time.monotonic() + notes.answer_s
+    missing = [rank for rank in range(notes.world_size) if rank != notes.rank]
+    failed: list[tuple[int, str]] = []
+    waiting, heard = set[int](), dict[int, str]()
+    while missing and not failed and time.monotonic() < end:
+        for rank in list(missing):
+            note = notes.of(rank)
+            if note is not None:
+                missing.remove(rank)
+                if note != _WAITS and not note.startswith(_LOST):
+                    failed.append((rank, note))
+            elif notes.awaited_by(rank, heard) is not None:
+                waiting.add(rank)
+        time.sleep(0.02)
+    return ([], failed) if failed else ([rank for rank in missing if rank not in waiting], [])
+
+
+def wait_until(is_done: Callable[[], bool], notes: Notes, timeout_s: float) -> None:
+    """Wait for the device, in which the messages of others are waited for, and look after the others meanwhile.
+
+    Args:
+        is_done: whether the device has come to the end.
+        notes: of the job.
+        timeout_s: the longest wait.
+
+    Raises:
+        PeerLostError: another process has ended, or time is over.
+    """
+    end = time.monotonic() + timeout_s
+    look = time.monotonic() + 1.0
+    while not is_done():
+        now = time.monotonic()
+        if now > end:
+            raise PeerLostError(None, f"the device has waited for {timeout_s:,.0f} s")
+        if now > look:
+            look = now + 1.0
+            ended = [r for r in range(notes.world_size) if r != notes.rank and notes.of(r) is not None]
+            if ended:
+                raise PeerLostError(ended[0], "it has ended")
+        time.sleep(0.0005)
+
+
+def _epitaph(notes: Notes, silent: Sequence[int], failed: Sequence[tuple[int, str]], way_out: str) -> str:
+    gone = [f"{notes.name_of(rank)} failed ({note})" for rank, note in failed]
+    gone += [f"{notes.name_of(rank)} is gone (killed, stuck, or out of memory)" for rank in silent]
+    return (
+        f"{' and '.join(gone)}, one of {notes.world_size:,} processes, and the others can't go on; {way_out}"
+    )

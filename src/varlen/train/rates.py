@@ -1,0 +1,83 @@
+"""What a run's plans are priced by: hardware of a name or a file, or what this machine was measured to be, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from varlen.cost.hardware import Hardware
+from varlen.cost.machines import MACHINES
+from varlen.cost.saved import load_hardware, save_hardware
+from varlen.cost.shape import ModelShape
+from varlen.errors import SettingError
+from varlen.runtime.calibrate import calibrate
+from varlen.train.settings import PlanSettings
+
+_MEASURED: Final = "hardware.json"
+
+
+def hardware_of(
+    settings: PlanSettings,
+    shape: ModelShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path,
+    say: Callable[[str], object],
+) -> Hardware:
+    """Return the hardware that plans are priced by.
+
+    Args:
+        settings: of the plans.
+        shape: of the model, at whose widths kernels are measured.
+        device: where the run computes.
+        dtype: that it computes in.
+        folder: of the run, which keeps what was measured: other rates would plan the steps of a resumed run anew.
+        say: told what goes on.
+
+    Raises:
+        SettingError: no such name, no such file, or a file of something else.
+
+    Cost: `settings.calibrate_s` seconds once, where nothing is named and the device isn't known.
+    """
+    named = settings.hardware
+    if named != "auto":
+        return _named(named)
+    card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    known = next((name for name in MACHINES if name in card), None)
+    if known is not None:
+        there = float(torch.cuda.get_device_properties(device).total_memory)
+        hardware = Hardware.named(known)
+        return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
+    kept = folder / _MEASURED
+    if kept.is_file():
+        return load_hardware(kept)
+    say(
+        f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
+    )
+    measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
+    folder.mkdir(parents=True, exist_ok=True)
+    save_hardware(measured, kept)
+    return measured
+
+
+def _named(name: str) -> Hardware:
+    """Hardware of a name or of a file.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if Path(name).is_file():
+        return load_hardware(name)
+    if Path(name).suffix == ".json" or "/" in name:
+        raise SettingError(
+            f"plan.hardware {name}: there is no such file; varlen plan --calibrate --save makes one"
+        )
+    try:
+        return Hardware.named(name)
+    except SettingError as error:
+        raise SettingError(f"plan.hardware: {error}; or the file of a calibration") from None

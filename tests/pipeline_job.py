@@ -1,0 +1,107 @@
+"""One rank of jobs of stages and replicas: `pipeline_job.py JOB OUT ...`; writes down what it found.
+
+A job runs many plans, since starting processes takes longer than most steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pipelines
+import torch
+import torch.distributed as dist
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+OUT = Path(sys.argv[2])
+WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
+
+
+def write(found: Any, name: Any = RANK) -> None:
+    part = OUT / f"{name}.part"
+    part.write_text(json.dumps(found))
+    part.rename(OUT / f"{name}.json")
+
+
+def plans(first: str, last: str, *paths: str) -> None:
+    """Random plans, shards, plans of the planner's, and what is refused."""
+    seeds = range(int(first), int(last))
+    found: dict[str, Any] = {
+        "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in seeds],
+        "sharded": [pipelines.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
+        "half": [pipelines.run_half(RANK, WORLD)],
+    }
+    found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
+    if WORLD == 2:
+        found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
+    else:
+        found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
+        found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
+        found["refused"] = [pipelines.refusals(RANK, WORLD)]
+    write(found)
+
+
+def random_plans(first: str, last: str) -> None:
+    """Random plans alone."""
+    write({"random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in range(int(first), int(last))]})
+
+
+def struck() -> None:
+    """Three jobs, in each of which something else happens to the second stage."""
+    for how, strikes in STRIKES.items():
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        children = {}
+        for rank in range(4):
+            child = os.fork()
+            if not child:
+                as_rank(rank, store.port, how, strikes)
+            children[child] = rank
+        awaited = [OUT / f"{how} {rank}.json" for rank in (0, 2, 3)]
+        end = time.monotonic() + 60
+        while not all(path.exists() for path in awaited) and time.monotonic() < end:
+            time.sleep(0.05)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any]) -> None:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        write(pipelines.struck(rank, 4, how, strikes), f"{how} {rank}")
+        time.sleep(60)  # it lives on, and the others are told all the same
+    finally:
+        os._exit(0)
+
+
+def fails() -> None:
+    raise ValueError("a wrong number")
+
+
+STRIKES = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "fails": fails,
+    "stuck": lambda: time.sleep(60),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if sys.argv[1] == "struck":
+        struck()
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    {"plans": plans, "random": random_plans}[sys.argv[1]](*sys.argv[3:])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

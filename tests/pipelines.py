@@ -1,0 +1,333 @@
+"""Steps of several processes for tests: random plans, the batch of a plan, and what one process makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from random_plans import random_plan
+from sliced import SIZES, tiny, uncut
+from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import varlen as vl
+from varlen.errors import VarlenError
+from varlen.runtime.ranks import open_groups, seat_of
+from varlen.runtime.slices import layers_of
+from varlen.runtime.stage import Elsewhere, cut_to_stage
+from varlen.step_plan import MicroPacks, StepPlan
+
+LAYERS = 8
+KEPT: list[BaseException] = []
+
+
+def plan_of(seed: int, mesh: vl.Mesh) -> StepPlan:
+    """A plan by dice that a mesh can run: no document is shared, and some document teaches something."""
+    for attempt in range(1000):
+        plan = random_plan(seed * 1000 + attempt, mesh=mesh)
+        if not plan.num_merged and not plan.splits_backward and plan.lengths.max(initial=0) > 1:
+            return plan
+    raise AssertionError("no plan in 1,000 attempts")
+
+
+def mesh_of(seed: int, world: int, **settings: Any) -> vl.Mesh:
+    """A mesh by dice of as many GPUs as there are processes."""
+    random = Random(seed)
+    dp = random.choice([n for n in (1, 2) if world % n == 0])
+    pp = world // dp
+    return vl.Mesh(dp=dp, pp=pp, virtual_stages=random.choice([1, 2]) if pp > 1 else 1, **settings)
+
+
+def batch_of(plan: StepPlan, seed: int = 0) -> vl.PackedBatch:
+    random = np.random.default_rng(seed)
+    documents = [random.integers(0, SIZES["vocab_size"], n).astype(np.int32) for n in plan.lengths.tolist()]
+    filled = [document for document in documents if len(document)]
+    packing = vl.pack([len(x) for x in filled], capacity=max(map(len, filled)), method="next_fit")
+    return vl.collate(filled, packing)
+
+
+def runnable(plan: StepPlan) -> StepPlan:
+    """The plan without documents of no tokens, and with slices of a document in one MicroPack joined."""
+    kept = np.flatnonzero(plan.lengths)
+    number = np.full(len(plan.lengths), -1, np.int32)
+    number[kept] = np.arange(len(kept), dtype=np.int32)
+    columns = {name: getattr(plan, name)[kept] for name in ("lengths", "first_ranks", "num_ranks")}
+    passes = {name: _joined(getattr(plan, name), number) for name in ("forward", "backward")}
+    return replace(plan, **columns, **passes)
+
+
+def _joined(packs: MicroPacks, number: Any) -> MicroPacks:
+    flat, offsets = [], [0]
+    for first, last in zip(packs.slice_offsets, packs.slice_offsets[1:]):
+        spans: dict[int, tuple[int, int]] = {}
+        for j in range(first, last):
+            document, start, stop = (int(x[j]) for x in (packs.document_ids, packs.starts, packs.stops))
+            before = spans.get(document, (start, stop))
+            spans[document] = (min(start, before[0]), max(stop, before[1]))
+        flat += [(number[document], *span) for document, span in spans.items()]
+        offsets.append(len(flat))
+    columns = np.array(flat, np.int32).reshape(-1, 3).T
+    return MicroPacks(
+        rank_offsets=packs.rank_offsets.copy(),
+        slice_offsets=np.array(offsets, np.int32),
+        document_ids=columns[0].copy(),
+        starts=columns[1].copy(),
+        stops=columns[2].copy(),
+    )
+
+
+def alone(model: Any, batch: vl.PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the uncut model in one process."""
+    return uncut(model, tokens_of(batch), batch.document_lengths.tolist())
+
+
+def tokens_of(batch: vl.PackedBatch) -> torch.Tensor:
+    return torch.as_tensor(batch.input_ids.ravel()[batch.segment_ids.ravel() >= 0]).long()
+
+
+def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor, relative to that tensor."""
+    return max(
+        (float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found),
+        default=0.0,
+    )
+
+
+def small(seed: int) -> Any:
+    """A model of enough layers for all meshes; every other one has the embedding's weight in its head."""
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": 16, "intermediate_size": 24}
+    return tiny("llama" if seed % 4 < 2 else "qwen3", head_dim=4, tie_word_embeddings=bool(seed % 2), **sizes)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """AdamW that doesn't divide gradients which are rounding alone by next to nothing."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+
+
+@dataclass
+class Distances:
+    """How far several processes are from one, as the largest relative difference of each kind."""
+
+    loss: float = 0.0
+    documents: float = 0.0
+    gradients: float = 0.0
+    """Of the first step, from equal weights."""
+    later_gradients: float = 0.0
+    """From weights that an optimizer has moved."""
+    norm: float = 0.0
+    weights: float = 0.0
+
+    def saw(self, name: str, distance: float) -> None:
+        setattr(self, name, max(getattr(self, name), distance))
+
+
+def whole_of(gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
+
+
+def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps: int = 2) -> dict[str, Any]:
+    """Train as one of several processes, and the uncut model beside it, and say how far they are apart."""
+    model, seen = engine.model, Distances()
+    mine, its = optimizer_of(model), optimizer_of(whole)
+    for step in range(steps):
+        batch = batch_of(plan, seed + step)
+        loss, wanted = alone(whole, batch)
+        for name, gradient in wanted.items():
+            whole.get_parameter(name).grad = gradient.clone()
+        stats = engine.step(batch, plan, document_losses=True)
+        found = whole_of({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        if "model.embed_tokens.weight" not in found and "model.embed_tokens.weight" in wanted:
+            wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])
+        seen.saw("loss", abs(stats.loss - loss) / loss)
+        known = np.maximum(plan.lengths - 1, 0)
+        seen.saw("documents", abs(np.nansum(stats.document_losses * known) / known.sum() - loss) / loss)
+        seen.saw("gradients" if step == 0 else "later_gradients", furthest(found, wanted))
+        norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+        seen.saw("norm", abs(engine.clip_grad_norm_(0.1) - norm) / norm)
+        for optimizer in (mine, its):
+            optimizer.step()
+            optimizer.zero_grad()
+        known_weights = whole.state_dict()
+        seen.saw("weights", furthest(whole_of(model.state_dict()), known_weights))
+    return {
+        **asdict(seen),
+        "names": sorted(model.state_dict()),
+        "tasks": [len(place.kinds) for place in stats.places],
+        "targets": stats.num_targets - int(known.sum()),
+    }
+
+
+def run_random_plan(seed: int, rank: int, world: int) -> dict[str, Any]:
+    """Train by a random plan as one of several processes, and say how far it is from one process."""
+    mesh = mesh_of(seed, world)
+    plan = runnable(plan_of(seed, mesh))
+    engine = vl.SliceEngine(small(seed), mesh=mesh, rank=rank, deadline_s=60)
+    with closing(engine):
+        return {"mesh": [mesh.dp, mesh.pp, mesh.virtual_stages], **compare(engine, small(seed), plan, seed)}
+
+
+def planned(settings: dict[str, Any], lengths: list[int], mesh: vl.Mesh) -> StepPlan:
+    """A plan of the planner's."""
+    cost = vl.CostModel(
+        model=vl.ModelShape.from_config(small(0).config),
+        hardware=vl.Hardware.named("h100"),
+        mode="flops",
+        **settings,
+    )
+    search = vl.Search(merges=False, splits_backward=False, repairs=False, least_rows=4)
+    return vl.plan_step(lengths, cost=cost, mesh=mesh, search=search)
+
+
+def run_plan(path: str, rank: int) -> dict[str, Any]:
+    """Train by a plan in a file."""
+    plan = vl.load_plan(path)
+    with closing(vl.SliceEngine(small(0), mesh=plan.mesh, rank=rank, deadline_s=60)) as engine:
+        return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
+
+
+def run_sharded(seed: int, rank: int, world: int, gathered: Any, wraps: str) -> dict[str, Any]:
+    """Train by a random plan where FSDP2 has divided parameters among replicas."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
+    plan = runnable(plan_of(seed, mesh))
+    model = small(seed)
+    cut_to_stage(model, mesh, rank // 2)
+    devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    decoder = model.model
+    for layer in decoder.layers if wraps != "root" else ():
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=devices)
+    if wraps == "parts":
+        for part in (decoder.embed_tokens, decoder.norm, model.lm_head):
+            if not isinstance(part, Elsewhere):
+                fully_shard(part, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
+        counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
+        return {"counts": counts, **compare(engine, small(seed), plan, seed)}
+
+
+def run_replicas(rank: int, world: int) -> dict[str, Any]:
+    """Train replicas that DDP holds; its own sums would add gradients twice."""
+    mesh = vl.Mesh(dp=world)
+    plan = runnable(plan_of(5, mesh))
+    held = DistributedDataParallel(small(1))
+    with closing(vl.SliceEngine(held, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        return compare(engine, small(1), plan, 5)
+
+
+def run_in_parts(rank: int, world: int) -> dict[str, Any]:
+    """A step in two batches, whose gradients add up, on a model that is on "meta" but for its own stage."""
+    mesh = vl.Mesh(dp=2, pp=world // 2)
+    plans = [runnable(plan_of(seed, mesh)) for seed in (1, 2)]
+    batches = [batch_of(plan, seed) for seed, plan in enumerate(plans)]
+    targets = sum(batch.num_targets for batch in batches)
+    tokens = torch.cat([tokens_of(batch) for batch in batches])
+    lengths = [n for plan in plans for n in plan.lengths.tolist()]
+    _, wanted = uncut(small(1), tokens, lengths)
+    wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
+    model = small(1)
+    elsewhere = [
+        layers for stage, layers in enumerate(layers_of(model, mesh)) if stage % mesh.pp != rank // 2
+    ]
+    for layer in itertools.chain(*elsewhere):
+        model.model.layers[layer].to("meta")
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        for batch, plan in zip(batches, plans):
+            engine.step(replace(batch, step_num_targets=targets), plan)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {"gradients": furthest(found, wanted)}
+
+
+def run_half(rank: int, world: int) -> dict[str, Any]:
+    """Gradients of weights that are computed with in bfloat16, sharded and sent in it."""
+    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters")
+    plan = runnable(plan_of(3, mesh))
+    whole, model = (tiny("llama", torch.float32, num_hidden_layers=4) for _ in range(2))
+    cut_to_stage(model, mesh, rank // 2)
+    devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=devices, mp_policy=policy)
+    fully_shard(model, mesh=devices, mp_policy=policy)
+    batch = batch_of(plan, 3)
+    _, wanted = alone(whole, batch)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        engine.step(batch, plan)
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {"half": furthest(found, wanted), "dtypes": sorted({str(x.dtype) for x in found.values()})}
+
+
+def run_neighbours(rank: int, world: int) -> dict[str, Any]:
+    """Groups of neighbouring ranks of a stage, which are made when they are first wanted."""
+    seat = seat_of(vl.Mesh(dp=4, pp=world // 4), rank)
+    groups = open_groups(seat, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60)
+    found = [groups.peers(first, count).gathered(torch.tensor(rank)).tolist() for first, count in ((0, 4),)]
+    first = seat.dp_rank // 2 * 2
+    found.append(groups.peers(first, 2).gathered(torch.tensor(rank)).tolist())
+    assert groups.peers(first, 2) is groups.peers(first, 2)
+    groups.close()
+    return {"ranks": found}
+
+
+def refusals(rank: int, world: int) -> dict[str, str]:
+    """What every rank says where ranks mean different things."""
+    mesh = vl.Mesh(dp=2, pp=world // 2)
+    plan = runnable(plan_of(0, mesh))
+    batch, said = batch_of(plan), {}
+    is_odd = rank == 2
+
+    def tried(name: str, step: Callable[[vl.SliceEngine], Any], **settings: Any) -> None:
+        try:
+            with closing(vl.SliceEngine(small(0), **{"mesh": mesh, "rank": rank, **settings})) as engine:
+                step(engine)
+        except VarlenError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    other = replace(plan, method="sliced") if is_odd else plan
+    tried("plan", lambda engine: engine.step(batch, other))
+    tried("batch", lambda engine: engine.step(batch_of(plan, 9) if is_odd else batch, plan))
+    short = runnable(plan_of(1, mesh))
+    tried("one rank", lambda engine: engine.step(batch, short if is_odd else plan))
+    tried("no plan", lambda engine: engine.step(batch))
+    tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
+    tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
+    tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
+    swapped = replace(plan, tasks=plan.tasks[::-1].copy())
+    tried("order", lambda engine: engine.step(batch, swapped))
+    layers = 6 if is_odd else LAYERS
+    try:
+        vl.SliceEngine(tiny("llama", num_hidden_layers=layers), mesh=mesh, rank=rank)
+    except VarlenError as error:
+        said["model"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[str, Any]:
+    """Run a step in which something happens to the second stage in its third task; what the others say, and when."""
+    mesh = vl.Mesh(pp=world)
+    plan = runnable(plan_of(0, mesh))
+    model = small(0)
+    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if how == "stuck" else 300)
+    if rank == 1:
+        calls = itertools.count()
+        layer = next(x for x in model.model.layers if not isinstance(x, Elsewhere))
+        layer.register_forward_pre_hook(lambda *_: strikes() if next(calls) == 2 else None)
+    begun = time.monotonic()
+    try:
+        engine.step(batch_of(plan), plan)
+    except Exception as error:
+        KEPT.append(error)  # as a debugger would, and with it all that its frames know
+        said = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+        return {"said": said, "seconds": time.monotonic() - begun, "how": how}
+    return {"said": "nothing", "seconds": time.monotonic() - begun, "how": how}

@@ -1,0 +1,28 @@
+"""Long runs of the engine: stages and replicas run a thousand random plans, and never wait for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import as_ranks
+from test_runtime_pipeline import DISTANCES, EXACT, JOB, LIBRARIES
+
+pytestmark = pytest.mark.soak
+PLANS = 1_000
+AT_ONCE = 125
+"""Of a job, so that each stays within the time that a job may take."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_random_plans_come_to_an_end_with_exact_gradients(tmp_path: Path, ranks: int) -> None:
+    seen = 0
+    for first in range(0, PLANS // 2, AT_ONCE):
+        as_ranks(JOB, "random", tmp_path, first, first + AT_ONCE, ranks=ranks, libraries=LIBRARIES)
+        for rank in range(ranks):
+            found = json.loads((tmp_path / f"{rank}.json").read_text())["random"]
+            assert all(one[name] <= EXACT for one in found for name in DISTANCES)
+            seen += len(found)
+
+    assert seen == PLANS // 2 * ranks
