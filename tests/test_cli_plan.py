@@ -37,7 +37,7 @@ def test_help_shows_an_example_and_loads_no_library():
 
     assert shown.returncode == 0, shown.stderr
     assert (
-        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k"
+        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k --stretch"
         in shown.stdout
     )
     for option in ("--sweep", "--calibrate", "--trace", "--save", "--recompute", "--hardware", "--in-order"):
@@ -120,25 +120,30 @@ def test_steps_and_seeds_choose_documents(plan):
     assert tokens() == tokens("--seed", 0) != tokens("--seed", 1)
 
 
-def test_documents_longer_than_the_positions_are_refused_or_stretched(plan, tmp_path):
-    config = {
-        "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 2048,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = ("lengths.npz", "--model", "config.json", "--gpus", 2, "--method", "packed")
+def test_a_plan_far_from_its_bound_is_said_to_be_so(plan):
+    small = plan("lengths.npz", *JOB, "--method", "packed")
+    near = plan(
+        "lengths.npz",
+        "--model",
+        "llama-2-7b",
+        "--gpus",
+        1,
+        "--method",
+        "packed",
+        "--capacity",
+        "4k",
+        "--hardware",
+        "b200",
+    )
 
-    short = plan(*arguments, "--capacity", "2k")
-    long = plan(*arguments, "--capacity", "32k")
-    stretched = plan(*arguments, "--capacity", "32k", "--stretch")
-
-    assert (short[0], short[2]) == (0, "")
-    assert long[0] == 2
-    over = int((LENGTHS > 2048).sum())
-    assert f"{over} documents of {LENGTHS.size} are longer than the 2,048 positions of" in long[2]
-    assert "--capacity 2048" in long[2]
-    assert "--stretch" in long[2]
-    assert (stretched[0], stretched[2]) == (0, "")
+    found = json.loads(plan("lengths.npz", *JOB, "--method", "packed", "--json")[1])
+    ratio = found["methods"][0]["lower_bound_ratio"]
+    assert ratio > 1.2
+    assert (
+        f"takes {ratio:.2f} times the lower bound of this mesh; others of 32 GPUs may come nearer.\n"
+        in small[1]
+    )
+    assert "may come nearer" not in near[1]
 
 
 def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):

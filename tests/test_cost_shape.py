@@ -18,7 +18,7 @@ from transformers import (
 
 from varlen.cost.check import check_mesh, check_positions
 from varlen.cost.shape import ModelShape
-from varlen.cost.shapes import SHAPES
+from varlen.cost.shapes import POSITIONS, SHAPES
 from varlen.errors import ModelError, SettingError
 from varlen.step_plan import Mesh
 
@@ -233,3 +233,25 @@ def test_documents_over_the_positions_are_named() -> None:
         check_positions(shape, lengths)
     check_positions(shape, lengths[:2])
     check_positions(ModelShape.named("llama-3-8b"), np.array([10**9], np.int32))
+
+
+def test_a_known_shape_takes_any_length_and_says_what_its_checkpoint_has() -> None:
+    published = {
+        "llama-2-7b": 4096, "llama-3-8b": 8192, "llama-3.1-8b": 131_072, "mistral-7b": 32_768, "gpt-7b": None,
+    }  # fmt: skip
+
+    for name, positions in published.items():
+        shape = ModelShape.named(name)
+        assert (shape.max_positions, shape.published_positions) == (None, positions)
+        check_positions(shape, np.array([10**9], np.int32))
+    assert ModelShape.from_config(LlamaConfig()).published_positions is None
+
+
+def test_every_known_shape_but_those_of_papers_has_positions() -> None:
+    assert set(SHAPES) - set(POSITIONS) == {name for name in SHAPES if name.startswith("gpt-")}
+    assert set(POSITIONS) <= set(SHAPES)
+
+
+def test_llama_3_and_its_successor_are_one_shape() -> None:
+    for size in ("8b", "70b", "405b"):
+        assert SHAPES[f"llama-3-{size}"] == SHAPES[f"llama-3.1-{size}"]

@@ -19,6 +19,7 @@ from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep
 from varlen.report.plan_sweep_table import sweep_table
 from varlen.report.plan_table import plan_table
 from varlen.report.plan_words import baseline, duration, headline, truncation
+from varlen.report.words import times
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 
@@ -107,24 +108,42 @@ def test_truncation_is_counted_and_said():
     assert truncation(comparison(capacity=65_536)) == ""
 
 
-def test_the_headline_compares_with_packs_as_users_run_them():
+def test_the_headline_compares_with_packs_as_users_run_them_and_with_the_next_best():
     found = comparison()
     alone = comparison(methods=("micropack",))
 
-    best, other = found.best, baseline(found)
-    assert other.name == "packed"
-    assert headline(found).startswith(f"{duration(best.step_s)} a step with {best.title}: ")
-    assert headline(found).endswith("as fast as packs as they come.")
+    best, second, packs = found.methods[0], found.methods[1], found.method("packed")
+    assert baseline(found) is packs is not second
+    assert headline(found) == (
+        f"{duration(best.step_s)} a step with {best.title}: {times(packs.step_s / best.step_s)} as fast as packs as "
+        f"they come, and {times(second.step_s / best.step_s)} as fast as {second.title}, the next best."
+    )
     assert baseline(alone) is None
     assert "times the lower bound" in headline(alone)
 
 
-def test_without_packs_the_headline_compares_with_the_next_best():
-    found = comparison(methods=("micropack", "sliced", "dynamic_cp"))
+def test_where_packs_have_no_plan_the_headline_compares_with_the_next_best_alone():
+    found = comparison()
+    unfit = replace(found.method("packed"), plan=None, timeline=None, refusal="too little memory")
+    found = replace(found, methods=(*(row for row in found.methods if row.name != "packed"), unfit))
 
-    others = [row.step_s for row in found.methods if row is not found.best]
-    assert len(others) == 2
-    assert baseline(found).step_s == min(others)
+    best, second = found.methods[:2]
+    assert second.name != "packed_tuned"
+    assert baseline(found) is second
+    assert headline(found) == (
+        f"{duration(best.step_s)} a step with {best.title}: {times(second.step_s / best.step_s)} as fast as "
+        f"{second.title}."
+    )
+
+
+def test_a_headline_does_not_call_a_rival_slower_that_is_as_fast():
+    found = comparison()
+    best = found.methods[0]
+    found = replace(found, methods=(best, replace(best, name="sliced")))
+
+    assert (
+        headline(found) == f"{duration(best.step_s)} a step with {best.title}: no faster than equal slices."
+    )
 
 
 def test_where_no_method_has_a_plan_each_says_why_and_json_does_too():

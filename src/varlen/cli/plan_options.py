@@ -69,7 +69,7 @@ Capacity = Annotated[
     typer.Option(
         metavar="N",
         help="Tokens that documents are truncated to: 65536, 256k, 1m. Repeatable with --sweep.  "
-        "[dim]\\[default: 128k][/]",
+        "[dim]\\[default: 128k, or the model's positions if fewer][/]",
         rich_help_panel=STEPS,
     ),
 ]
@@ -80,7 +80,8 @@ Stretch = Annotated[
     bool,
     typer.Option(
         "--stretch",
-        help="Plan documents longer than the model has positions, as if these were extended.",
+        help="Plan documents longer than the model's positions (a name's are its checkpoint's) as if these were "
+        "stretched; without, they are an error.",
         rich_help_panel=STEPS,
     ),
 ]

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from varlen.report.plan_figures import PlanComparison
     from varlen.report.plan_sweep import PlanSweep
 
+_FAR = 1.2
+"""Times its lower bound from which a plan is far enough away for another mesh to be worth a look."""
+_WIDEST_TP = 8
+"""GPUs of a usual node."""
 _OPTIONS = {"output": "-o", "trace": "--trace", "save": "--save"}
 
 
@@ -140,6 +144,13 @@ def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
         "save": "holds the fastest plan; varlen.load_plan reads it",
     }
     lines = [f"{path} {said[name]}." for name, path in outputs.items() if path is not None]
+    ratio = found.bound_ratio(found.best)
+    if ratio >= _FAR:
+        wider = ", with more --tp say" if found.mesh.tp < _WIDEST_TP else ""
+        lines.append(
+            f"The fastest plan takes {ratio:.2f} times the lower bound of this mesh; others of "
+            f"{many(found.mesh.num_gpus, 'GPU')} may come nearer{wider}."
+        )
     if outputs["output"] is None:
         lines.append("-o report.html shows the timelines to zoom into; --sweep looks for a faster mesh.")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from varlen.cost import config
-from varlen.cost.shapes import SHAPES
+from varlen.cost.shapes import POSITIONS, SHAPES
 from varlen.errors import SettingError
 
 _LEAST_ONE = ("hidden", "layers", "heads", "vocab")
@@ -112,7 +112,7 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> ModelShape:
-        """Return a known shape.
+        """Return a known shape, which limits no positions; `published_positions` says what its checkpoint has.
 
         Args:
             name: such as "llama-3-8b"; upper case and underscores are read too.
@@ -146,6 +146,15 @@ class ModelShape:
         """
         settings: Mapping[str, Any] = config.read(config_like)
         return cls(**{**settings, "name": name or settings["name"]})
+
+    @property
+    def published_positions(self) -> int | None:
+        """Positions of the checkpoint that a known shape was published as; None for another name.
+
+        >>> ModelShape.named("llama-3-8b").published_positions
+        8192
+        """
+        return POSITIONS.get(self.name)
 
     @property
     def num_dense_layers(self) -> int:

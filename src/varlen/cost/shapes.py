@@ -1,6 +1,7 @@
-"""The shapes that go by a name, each as its published configuration gives it.
+"""The shapes that go by a name, each as its published configuration gives it, and the positions of its checkpoint.
 
-No shape limits positions: long-context training begins with extending a checkpoint's, and the shape is the same.
+A shape by itself limits no positions: long-context training begins with extending a checkpoint's, and the shape is
+the same. `POSITIONS` stand apart, for those who plan the checkpoint as it is.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3-8b": _dense(4096, 14336, 32, 32, 8, 128256),
     "llama-3-70b": _dense(8192, 28672, 80, 64, 8, 128256),
     "llama-3-405b": _dense(16384, 53248, 126, 128, 8, 128256),
+    # The same paper's later checkpoints: the same shapes with more positions.
+    "llama-3.1-8b": _dense(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _dense(8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": _dense(16384, 53248, 126, 128, 8, 128256),
     # Qwen team 2024, "Qwen2.5 Technical Report", arXiv 2412.15115.
     "qwen2.5-7b": _dense(3584, 18944, 28, 28, 4, 152064),
     "qwen2.5-14b": _dense(5120, 13824, 48, 40, 8, 152064),
@@ -72,3 +77,24 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "gpt-13b": _gpt(5120, 40, 40),
     "gpt-30b": _gpt(6656, 60, 52),
 }
+
+POSITIONS: Final[dict[str, int]] = {
+    # Of "LLaMA", which came without a config.json: max_seq_len of ModelArgs in the code that came with it.
+    **dict.fromkeys(("llama-7b", "llama-13b", "llama-30b", "llama-65b"), 2048),
+    # All others: max_position_embeddings of meta-llama/Llama-2-7b-hf, -13b-hf and -70b-hf,
+    **dict.fromkeys(("llama-2-7b", "llama-2-13b", "llama-2-70b"), 4096),
+    # meta-llama/Meta-Llama-3-8B and -70B,
+    **dict.fromkeys(("llama-3-8b", "llama-3-70b"), 8192),
+    # meta-llama/Llama-3.1-8B, -70B and -405B (of 405B there is no earlier one),
+    **dict.fromkeys(("llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"), 131_072),
+    # Qwen/Qwen2.5-7B, -14B, -32B and -72B,
+    **dict.fromkeys(("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"), 131_072),
+    # Qwen/Qwen3-8B, -14B, -32B, -30B-A3B and -235B-A22B,
+    **dict.fromkeys(("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"), 40_960),
+    # mistralai/Mistral-7B-v0.3 and -v0.1, Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1,
+    **dict.fromkeys(("mistral-7b", "mistral-7b-v0.1", "mixtral-8x7b"), 32_768),
+    "mixtral-8x22b": 65_536,
+    # and deepseek-ai/DeepSeek-V3.
+    "deepseek-v3": 163_840,
+}
+"""Of the published checkpoints, by name. The shapes that papers train at several lengths (gpt-…) have none."""

@@ -66,12 +66,16 @@ def mesh_words(mesh: Mesh) -> str:
 
 
 def baseline(found: PlanComparison) -> MethodFigures | None:
-    """Return what the fastest method is compared with: packs as users run them, else tuned, else the next best."""
+    """Return what the fastest method is compared with: packs as users run them, else the next best."""
+    row = found.method("packed")
+    if row is not None and row.timeline is not None and row is not found.best:
+        return row
+    return next_best(found)
+
+
+def next_best(found: PlanComparison) -> MethodFigures | None:
+    """Return the fastest method but one, or None where a single one has a plan."""
     planned = [row for row in found.methods if row.timeline is not None and row is not found.best]
-    for name in ("packed", "packed_tuned"):
-        row = found.method(name)
-        if row is not None and row.timeline is not None and row is not found.best:
-            return row
     return min(planned, key=lambda row: row.step_s, default=None)
 
 
@@ -80,14 +84,18 @@ def headline(found: PlanComparison) -> str:
     best = found.best
     if best is None:
         return "No method holds this step on this mesh."
-    other = baseline(found)
     step = f"{duration(best.step_s)} a step with {best.title}"
-    if other is None:
+    others = dict.fromkeys(row for row in (baseline(found), next_best(found)) if row is not None)
+    if not others:
         return f"{step}, {ratio(found.bound_ratio(best))} times the lower bound."
+    said = [_beside(best, row) for row in others]
+    return f"{step}: {said[0]}." if len(said) == 1 else f"{step}: {said[0]}, and {said[1]}, the next best."
+
+
+def _beside(best: MethodFigures, other: MethodFigures) -> str:
+    """Say how much faster one method is than another."""
     faster = other.step_s / best.step_s
-    if faster < 1.02:
-        return f"{step}, and no more with {other.title}."
-    return f"{step}: {times(faster)} as fast as {other.title}."
+    return f"{times(faster)} as fast as {other.title}" if faster >= 1.02 else f"no faster than {other.title}"
 
 
 def setting(found: PlanComparison) -> str:
