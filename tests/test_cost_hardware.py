@@ -215,6 +215,10 @@ def test_a_fingerprint_sees_every_figure() -> None:
     assert len({other.fingerprint for other in [cost, *others]}) == 7
 
 
+NULL = object()
+"""JSON's null as the value of a setting."""
+
+
 def broken(path: Path, changes: dict[str, Any]) -> Path:
     """A saved machine with something wrong."""
     save_hardware(Hardware.named("h100"), path)
@@ -223,7 +227,7 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
         if value is None:
             del record[name]
         else:
-            record[name] = value
+            record[name] = None if value is NULL else value
     path.write_text(json.dumps(record))
     return path
 
@@ -234,8 +238,15 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
         ({"format": "torch 2"}, r"is of format 'torch 2', not 'varlen hardware 1'"),
         ({"launch_s": None, "colour": "red"}, r"lacks \['launch_s'\] and has unknown \['colour'\]"),
         ({"gemm": {"rows": [1, 2], "tflops": [5, None]}}, r"1 holes in 2 cells: 2 rows \(nan\)"),
-        ({"gemm": {"rows": [1, 2]}}, "is no hardware: TypeError"),
-        ({"attention": {"forward": {}}}, "is no hardware: "),
+        ({"gemm": {"rows": [1, 2]}}, r"gemm holds \['rows'\]; it must be an object of rows, tflops"),
+        ({"attention": {"forward": {}}}, r"attention holds \['forward'\]; .* of forward, backward\. Measure"),
+        ({"attention": NULL}, "attention is null; it must be an object of forward, backward"),
+        ({"gemm": NULL}, "gemm is null; it must be an object of rows, tflops"),
+        ({"inter": NULL}, "inter is null; it must be an object of latency_s, bytes_per_s"),
+        ({"host": {"latency_s": 1, "bytes_per_s": 5, "mtu": 9}}, "host holds .*'mtu'"),
+        ({"launch_s": NULL}, "hardware launch_s=None; it must be a number of at least 0"),
+        ({"source": NULL}, "hardware source=None; it must be words"),
+        ({"gpus_per_node": 7.5}, "hardware gpus_per_node=7.5; it must be a whole number"),
         ({"gemm": {"rows": [[1], [1, 2]], "tflops": [1]}}, "ragged or holds words"),
         ({"intra": {"latency_s": "a", "bytes_per_s": 5}}, "bytes_per_s must be a number above 0"),
         ({"memory_bytes": "much"}, "hardware memory_bytes='much'; it must be a number above 0"),

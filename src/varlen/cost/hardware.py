@@ -154,10 +154,15 @@ class Hardware:
     exponents are the machine's C library's, whose last bit another's may not share; nothing else of a price is."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise SettingError(f"hardware {name}={getattr(self, name)!r}; it must be words")
         for name in ("memory_bytes", "memory_bytes_per_s", "gpus_per_node", "peak_tflops", "measured_heads"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
                 raise SettingError(f"hardware {name}={value!r}; it must be a number above 0")
+        if self.gpus_per_node != int(self.gpus_per_node):
+            raise SettingError(f"hardware gpus_per_node={self.gpus_per_node!r}; it must be a whole number")
         for name in ("launch_s", "heads_exponent"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:

@@ -61,6 +61,11 @@ class CostModel:
     ring attention (Liu et al. 2023, arXiv 2310.01889), 0 where nothing overlaps."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, ModelShape) or not isinstance(self.hardware, Hardware):
+            raise SettingError(
+                f"model is a {type(self.model).__name__} and hardware a {type(self.hardware).__name__}; give a "
+                "vl.ModelShape and a vl.Hardware, such as ModelShape.named('llama-3-8b') and Hardware.named('h100')"
+            )
         for name, allowed in (
             ("recompute", Recompute),
             ("offload", Offload),

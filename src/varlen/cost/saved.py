@@ -70,35 +70,53 @@ def load_hardware(path: str | Path) -> Hardware:
         )
     try:
         return _hardware(record)
-    except (KeyError, TypeError) as error:
-        raise SettingError(
-            f"{path} is no hardware: {error!r}; measure it by varlen plan --calibrate"
-        ) from None
     except SettingError as error:
         raise SettingError(f"{path}: {error}") from None
 
 
 def _hardware(record: Mapping[str, Any]) -> Hardware:
     """The record as hardware."""
-    attention, back = record["attention"], record["gemm_backward"]
+    attention, back = _object(record, "attention", ("forward", "backward")), record["gemm_backward"]
     given: dict[str, Any] = {name: record[name] for name in _PLAIN}
-    given |= {name: Link(**record[name]) for name in _LINKS}
+    given |= {name: Link(**_object(record, name, _names(Link))) for name in _LINKS}
     return Hardware(
         **given,
-        attention=(_table(attention["forward"]), _table(attention["backward"])),
-        gemm=_curve(record["gemm"]),
-        gemm_backward=None if back is None else _curve(back),
+        attention=(_table(attention, "forward"), _table(attention, "backward")),
+        gemm=_curve(record, "gemm"),
+        gemm_backward=None if back is None else _curve(record, "gemm_backward"),
     )
 
 
-def _table(arrays: Mapping[str, Any]) -> RateTable:
+def _table(within: Mapping[str, Any], name: str) -> RateTable:
     """A table; null is a hole."""
-    return RateTable(**{name: _floats(values) for name, values in arrays.items()})
+    arrays = _object(within, name, _names(RateTable))
+    return RateTable(**{column: _floats(values) for column, values in arrays.items()})
 
 
-def _curve(arrays: Mapping[str, Any]) -> RateCurve:
+def _curve(within: Mapping[str, Any], name: str) -> RateCurve:
     """A curve; null is a hole."""
-    return RateCurve(**{name: _floats(values) for name, values in arrays.items()})
+    arrays = _object(within, name, _names(RateCurve))
+    return RateCurve(**{column: _floats(values) for column, values in arrays.items()})
+
+
+def _names(kind: type[Link | RateTable | RateCurve]) -> tuple[str, ...]:
+    """What an object of the file holds that becomes one of these."""
+    return tuple(field.name for field in fields(kind))
+
+
+def _object(within: Mapping[str, Any], name: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """A part of the file, with these names and no others.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    found = within[name]
+    if not isinstance(found, Mapping) or set(found) != set(names):
+        seen = f"holds {sorted(found)}" if isinstance(found, Mapping) else f"is {json.dumps(found)[:40]}"
+        raise SettingError(
+            f"{name} {seen}; it must be an object of {', '.join(names)}. Measure it by varlen plan --calibrate"
+        )
+    return found
 
 
 def _floats(values: Any) -> FloatArray:

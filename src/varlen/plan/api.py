@@ -30,6 +30,8 @@ from varlen.types import FloatArray, Int32Array
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the layers that recompute fully, where selective recomputation leaves memory short."""
 _LEAST_CAPACITY_STEP = 128
+_MANY_RANKS, _LEAST_TOKENS = 1024, 128
+"""Data-parallel ranks that any step is planned on, and the tokens of each GPU from which it is planned on more."""
 _WORTH_A_TRY = 1.04
 """Times its lower bound that a plan takes, about: more recomputation is tried where so much would still be faster."""
 _WORTH_OFFLOADING = 1.13
@@ -74,7 +76,7 @@ def plan_step(
         LengthsError: no tokens, lengths that are negative or fractional, or more than the model has positions for.
         OverlongDocumentError: documents over `capacity`.
         SettingError: an unknown method, or a mesh that doesn't divide the model.
-        PlanError: memory holds no plan; says what would.
+        PlanError: memory holds no plan, or the step has nothing for most ranks of a mesh; says what would.
 
     Cost: "micropack" takes under 0.1 s for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
     Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly.
@@ -90,6 +92,7 @@ def plan_step(
             f"cost is a {type(cost).__name__} and mesh a {type(mesh).__name__}; give a vl.CostModel and a vl.Mesh"
         )
     held = _checked(lengths, cost)
+    _check_ranks(held, mesh)
     used = Search() if search is None else search
     if not isinstance(used, Search):
         raise SettingError(f"search is a {type(search).__name__}; it must be a vl.Search")
@@ -134,6 +137,22 @@ def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
         raise LengthsError(f"{held.size:,} documents have no token among them; a step needs at least one")
     check_positions(cost.model, held)
     return held
+
+
+def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
+    """Refuse more data-parallel ranks than a step has work for, which would take minutes and gigabytes to plan.
+
+    Raises:
+        PlanError: says how many there may be.
+    """
+    tokens = int(lengths.sum(dtype=np.int64))
+    most = max(_MANY_RANKS, tokens // (_LEAST_TOKENS * mesh.cp))
+    if mesh.dp > most:
+        raise PlanError(
+            f"a mesh of dp={mesh.dp:,} for {tokens:,} tokens in {np.count_nonzero(lengths):,} documents: over "
+            f"{_MANY_RANKS:,} ranks are planned only where each GPU has {_LEAST_TOKENS} tokens; dp may be at most "
+            f"{most:,}, or give the step more documents"
+        )
 
 
 def _capacity(lengths: Int32Array, capacity: int | None) -> int:

@@ -13,7 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.errors import DeadlockError, SettingError
 from varlen.simulate.deadlock import explain
 from varlen.simulate.durations import Durations, durations
-from varlen.simulate.form import check_form, check_shares
+from varlen.simulate.form import check_form, check_places, check_shares
 from varlen.simulate.graph import build_graph
 from varlen.simulate.memory import memory_of
 from varlen.simulate.timeline import Timeline
@@ -51,8 +51,8 @@ def simulate(
         The timeline; a slower GPU, a missing overlap and contention never make any task of it earlier.
 
     Raises:
-        PlanError: arrays of wrong shapes or out of range, or a plan that leaves something out;
-            `varlen.plan.check.check_plan` asks for every rule.
+        PlanError: arrays of wrong shapes or out of range, or a plan that leaves something out. That is looked for in
+            O(slices); `varlen.plan.check.check_plan` asks for every rule.
         DeadlockError: tasks wait for each other in a circle, which the message names.
         SettingError: a slowdown of another shape, or something else than a plan and a cost model.
 
@@ -65,6 +65,7 @@ def simulate(
         )
     check_form(plan)
     check_shares(plan)
+    check_places(plan)
     priced = cost.as_planned(plan)
     return run_plan(
         plan,
@@ -148,7 +149,10 @@ def _factors(slowdown: npt.ArrayLike | None, num_places: int) -> FloatArray:
     """
     if slowdown is None:
         return np.ones(num_places)
-    factors = np.asarray(slowdown, np.float64).reshape(-1)
+    try:
+        factors = np.asarray(slowdown, np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"slowdown is no array of numbers: {error}; give dp * pp factors") from None
     wrong = ~(np.isfinite(factors) & (factors >= 0))
     if len(factors) != num_places:
         raise SettingError(

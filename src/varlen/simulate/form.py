@@ -7,8 +7,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from varlen.counts import many
 from varlen.errors import PlanError
-from varlen.step_plan import KINDS, MicroPacks, StepPlan
+from varlen.step_plan import KINDS, Mesh, MicroPacks, StepPlan
 
 AGAIN: Final = "the plan was changed or made by other code; plan the step again"
 _PASSES: Final = ("forward", "backward")
@@ -32,6 +33,7 @@ def check_form(plan: StepPlan) -> None:
     Raises:
         PlanError: one is wrong.
     """
+    _check_parts(plan)
     mesh, count = plan.mesh, plan.num_documents
     _check_array("lengths", plan.lengths, np.int32, None, 0, None)
     _check_array("first_ranks", plan.first_ranks, np.int32, count, -1, mesh.dp)
@@ -55,6 +57,18 @@ def check_form(plan: StepPlan) -> None:
             )
     _check_array("tasks", plan.tasks, np.uint8, None, 0, KINDS * mesh.virtual_stages)
     _check_offsets("task_offsets", plan.task_offsets, mesh.dp * mesh.pp, plan.tasks.size)
+
+
+def _check_parts(plan: StepPlan) -> None:
+    """Require a mesh, and MicroPacks of both passes.
+
+    Raises:
+        PlanError: one is something else.
+    """
+    for name, kind in (("mesh", Mesh), ("forward", MicroPacks), ("backward", MicroPacks)):
+        part = getattr(plan, name)
+        if not isinstance(part, kind):
+            raise PlanError(f"{name} of the plan is a {type(part).__name__}, no {kind.__name__}; {AGAIN}")
 
 
 def _check_array(
@@ -115,3 +129,40 @@ def check_shares(plan: StepPlan) -> None:
             f"must be a power of two of them from a multiple of it, within {dp:,} ranks, or 1 from rank -1 for an "
             f"empty document ({int(wrong.sum()):,} of {num.size:,} documents are otherwise); {AGAIN}"
         )
+
+
+def check_places(plan: StepPlan) -> None:
+    """Require that slices stand on their documents' ranks, as many tokens of them as each document has.
+
+    Less than `varlen.plan.check.check_plan`, which also asks for each token once and for their order.
+
+    Args:
+        plan: of good form and shares.
+
+    Raises:
+        PlanError: one doesn't, or tokens are missing or too many.
+
+    Cost: O(slices).
+    """
+    for name in _PASSES:
+        micropacks: MicroPacks = getattr(plan, name)
+        documents, sizes = micropacks.document_ids, micropacks.stops - micropacks.starts
+        places = micropacks.ranks[micropacks.micropack_of_slice] - plan.first_ranks[documents]
+        wrong = (places < 0) | (places >= plan.num_ranks[documents])
+        if wrong.any():
+            j = first_of(wrong)
+            first, ranks = plan.first_ranks[documents[j]], many(int(plan.num_ranks[documents[j]]), "rank")
+            raise PlanError(
+                f"{name} slice {j:,} of document {documents[j]:,} is on rank {places[j] + first:,}, and the document "
+                f"on {ranks} from rank {first:,} ({int(wrong.sum()):,} of {wrong.size:,} are elsewhere); {AGAIN}"
+            )
+        held = np.bincount(documents, sizes, plan.num_documents)
+        wanted = plan.lengths.astype(np.float64) * plan.num_ranks
+        wrong = held != wanted
+        if wrong.any():
+            j = first_of(wrong)
+            ranks = many(int(plan.num_ranks[j]), "rank")
+            raise PlanError(
+                f"the {name} slices of document {j:,} hold {held[j]:,.0f} tokens of its {wanted[j]:,.0f} on {ranks} "
+                f"({int(wrong.sum()):,} of {wrong.size:,} documents differ); {AGAIN}"
+            )
