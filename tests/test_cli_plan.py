@@ -101,7 +101,7 @@ def test_lengths_come_from_any_of_three_files_or_from_documents(plan, tmp_path):
 
 
 def test_a_text_of_words_is_a_document_and_one_of_numbers_holds_lengths(tmp_path):
-    (tmp_path / "words.txt").write_text("12\nand thirteen\n")
+    (tmp_path / "words.txt").write_text("12\nand thirteen\nor more\n")
     (tmp_path / "numbers.txt").write_text("12\n\n13\n")
     (tmp_path / "empty.txt").write_text("")
 
@@ -289,6 +289,7 @@ def test_a_number_of_tokens_is_refused_unless_it_is_one(words):
         ("5\n-3\n7\n", "line 2 is '-3'"),
         ("length\n5\n6\n", "line 1 is 'length'"),
         ("5\n7\n8.5\n", "line 3 is '8.5'"),
+        ("12\nabc", "line 2 is 'abc'"),
     ],
 )
 def test_a_wrong_line_among_lengths_is_named_and_not_planned_as_text(plan, tmp_path, text, said):
@@ -297,7 +298,7 @@ def test_a_wrong_line_among_lengths_is_named_and_not_planned_as_text(plan, tmp_p
     words = one_sentence(plan("odd.txt"))
 
     assert words.startswith("odd.txt holds a length a line, but ")
-    assert f"{said}, no whole number from 0 (1 of 3 lines are none)" in words
+    assert f"{said}, no whole number from 0 (1 of {len(text.split())} lines are none)" in words
 
 
 def test_a_length_below_0_is_named(plan, tmp_path):

@@ -24,7 +24,7 @@ def counted(data: Sequence[str]) -> Lengths | None:
         data: as given.
 
     Raises:
-        SourceError: an `.npy` file of something else than lengths, or a text of which most lines are lengths.
+        SourceError: an `.npy` file of something else than lengths, or a text of which half the lines are lengths.
     """
     if len(data) != 1 or not Path(data[0]).is_file():
         return None
@@ -90,7 +90,7 @@ def _lines(path: Path) -> Lengths | None:
     """Read a text of numbers; None where most lines are something else, and the text a document.
 
     Raises:
-        SourceError: most lines are lengths, and some are not.
+        SourceError: half the lines or more are lengths, and some are not.
     """
     import numpy as np
 
@@ -102,13 +102,13 @@ def _lines(path: Path) -> Lengths | None:
     except UnicodeDecodeError:
         return None
     wrong = [(number, words) for number, words in lines if not words.isdigit() or len(words) > _MOST_DIGITS]
-    if 2 * len(wrong) >= len(lines):
+    if not lines or 2 * len(wrong) > len(lines):
         return None
     if wrong:
         number, words = wrong[0]
         raise SourceError(
             f"{path} holds a length a line, but line {number:,} is {words[:40]!r}, no whole number from 0 "
-            f"({len(wrong):,} of {len(lines):,} lines are none); mend or remove them"
+            f"({len(wrong):,} of {len(lines):,} lines are none); mend or remove them, or give a document as .jsonl"
         )
     found = np.array([int(words) for _, words in lines], np.int64)
     return Lengths(lengths=found, targets=None, excerpts={}, skipped=(), are_counted=True)
