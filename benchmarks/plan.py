@@ -22,6 +22,7 @@ from benchmarks.plan_ablation import ABLATION_CELLS, TIMES, ablated, planning_ti
 from benchmarks.plan_engine import engine_speed
 from benchmarks.plan_grid import Cell, equal_rates, grid, interleaved
 from benchmarks.plan_methods import METHODS, measured
+from benchmarks.plan_runs import note_run
 from benchmarks.table import RESULTS
 
 FOLDER = RESULTS / "plan" / "methods"
@@ -109,6 +110,7 @@ def _run(name: str, jobs: list[Job], result: dict[str, Any], out: Path, processe
             part["load"] = [min([load(), *part["load"]]), max([load(), *part["load"]])]
             part["seconds"] = round(part["seconds"] + time.perf_counter() - said, 1)
             said = time.perf_counter()
+            note_run(part, result)
             _write(result, out)
             what = f"{name} {done}/{len(waiting)} {said - begun:.0f} s  {running[future]:<60}"
             print(f"\r{what}", end="", file=sys.stderr, flush=True)
@@ -128,6 +130,7 @@ def _renew(name: str, methods: tuple[str, ...], result: dict[str, Any], out: Pat
             record["methods"] |= rounded(future.result()["methods"], DIGITS)
     part = result["parts"][name]
     part["renewed"] = {"methods": methods, "seconds": round(time.perf_counter() - begun, 1)}
+    note_run(part, result, methods)
     _write(result, out)
 
 

@@ -133,7 +133,7 @@ def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
     over = sum(not figure["fits"] for figure in ours)
     return [
         Verdict(
-            what="step time over the bound, calibrated rates, large enough cells, median",
+            what="step time over the own bound of a plan, calibrated rates, large enough cells, median",
             value=middle(large),
             target=1.08,
             is_least=False,
@@ -147,7 +147,7 @@ def _of_bounds(cells: list[Record], equal: list[Record]) -> list[Verdict]:
             cells=len(large),
         ),
         Verdict(
-            what="step time over the bound, equal rates, 4x4, worst",
+            what="step time over the own bound of a plan, equal rates, 4x4, worst",
             value=max(even, default=None),
             target=1.10,
             is_least=False,

@@ -28,6 +28,7 @@ from benchmarks.plan_figures import (
     verdicts,
     where,
 )
+from benchmarks.plan_runs import EXACT_HEAD, RUNS_HEAD, exact, exact_words, load_exact, runs
 from benchmarks.table import ROOT
 
 PAGE = ROOT / "docs" / "planning-results.md"
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where it is stale")
     is_check = parser.parse_args(arguments).check
     try:
-        fresh = page(load_newest())
+        fresh = page(load_newest(), load_exact())
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
@@ -66,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def page(result: dict[str, Any]) -> str:
-    """Return the page that a result makes."""
+def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
+    """Return the page that a result makes, and what exact solvers brought."""
     cells = tuned(result)
     held = result["machine"]
     parts = [
@@ -78,25 +79,28 @@ def page(result: dict[str, Any]) -> str:
         "robin, 1F1B; every other method is at the best setting that the simulator finds for it in each cell: "
         "capacity, number of micro-batches, assignment to ranks, order, and 1, 2 or 3 chunks of layers a GPU "
         "(interleaved stages).",
-        f"{result['date']}: {held['cpu']}, {held['cores']} cores, Python {held['python']}, varlen "
-        f"{result['versions']['varlen']} ({result['versions']['commit']}). {_times_of(result)} "
-        f"Run: {len(cells):,} of {result['total_cells']:,} cells, drawn the same way every time "
-        "(`benchmarks/plan_grid.py`): of each set, capacity and mesh as many, with numbers "
+        f"Last run on {result['date']}: {held['cores']} cores, Python {held['python']}, varlen "
+        f"{result['versions']['varlen']}; below stands for each part when and on what it was run, and the "
+        f"machine's load meanwhile. Of the grid: {len(cells):,} of {result['total_cells']:,} cells, drawn the same "
+        "way every time (`benchmarks/plan_grid.py`): of each set, capacity and mesh as many, with numbers "
         "of documents, models and seeds taking turns.",
+        _table(RUNS_HEAD, runs(result)),
         "## Targets",
         _table(
             ("what must hold", "found", "target", "cells", "met"),
             (_verdict(found) for found in verdicts(result)),
         ),
-        "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. The bound counts work "
-        "at the highest rates over all rows, without launches, so that no plan reaches it; filling the pipeline with "
-        "the smallest unit is part of it. It counts what the plan recomputes: a plan that recomputes more, to fit or "
-        "because it is faster so, has more to do.",
+        "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. A plan's *own bound* "
+        "counts work at the highest rates over all rows, without launches, so that no plan reaches it; filling the "
+        "pipeline with a unit of 2,048 rows is part of it, and so is what the plan recomputes: a plan that "
+        "recomputes more, to fit or because it is faster so, has more to do. `varlen plan` prints another one, *over "
+        "bound*, which is one for all methods: no plan recomputes less than it counts, and pipelines fill with a "
+        "single row. It is lower, so that the same plan stands further above it.",
         "## Methods",
         _methods(cells),
-        "Step time over the bound, where the method fits; bubble, imbalance (busiest rank over the mean), peak "
-        "memory and planning time are medians. Planning time is of this process alone while another ran beside it. "
-        "*Doesn't fit*: memory holds no plan of the method, even with recomputation.",
+        "Step time over the plan's own bound, where the method fits; bubble, imbalance (busiest rank over the mean), "
+        "peak memory and planning time are medians. Planning time is of this process alone while another ran beside "
+        "it. *Doesn't fit*: memory holds no plan of the method, even with recomputation.",
         "## Speed-up of micropack",
         _by_mesh(cells),
         "Median (least to most) of the cells that both fit, by capacity and dp x pp.",
@@ -108,6 +112,7 @@ def page(result: dict[str, Any]) -> str:
         "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart.",
         "## Equal rates",
         _equal(records_of(result, "equal_rates")),
+        *(("## Exact solvers", _table(EXACT_HEAD, exact(solved)), exact_words(solved)) if solved else ()),
         "## Interleaved stages",
         _interleaved(result),
         "Several chunks of layers a GPU fill a pipeline sooner, which helps most where a step has little work beside "
@@ -115,13 +120,13 @@ def page(result: dict[str, Any]) -> str:
         "that fit both ways. *Tuned* is each cell at the number that suits the method, which is what counts "
         "everywhere else on this page, save under *what each idea brings* and *equal rates*: there it is one.",
         "## Worst cells",
-        "Furthest from the bound:",
+        "Furthest from their own bound:",
         _worst(cells, lambda record: record["methods"][_CHIEF].get("ratio", 0.0)),
         "Nearest to, or behind, the best other method:",
         _worst(cells, lambda record: -min((v for n in OTHERS if (v := speedup(record, n))), default=1e9)),
         "## Every cell",
-        "Step time of micropack, its ratio to the bound, and its speed-up over the others; - where a plan doesn't "
-        "fit.",
+        "Step time of micropack, its ratio to its own bound, and its speed-up over the others; - where a plan "
+        "doesn't fit.",
         _cells(sorted(cells, key=lambda record: str(record["key"]))),
     ]
     return "\n\n".join(parts) + "\n"
@@ -132,16 +137,6 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     names = list(head)
     lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _times_of(result: dict[str, Any]) -> str:
-    """Say how long the parts took and how busy the machine was."""
-    told = [
-        f"{name} {part['seconds'] / 60:.1f} min (load {part['load'][0]} to {part['load'][1]})"
-        for name, part in result["parts"].items()
-        if part["load"]
-    ]
-    return f"Parts, with the load average of the machine: {', '.join(told)}."
 
 
 def _number(value: float | None, unit: str = "") -> str:
@@ -191,7 +186,7 @@ def _methods(cells: list[Record]) -> str:
         )
     head = (
         "method",
-        "over bound, all cells",
+        "over own bound, all cells",
         "large enough cells",
         "bubble",
         "imbalance",
@@ -214,7 +209,7 @@ def _by_mesh(cells: list[Record]) -> str:
             )
             row = [f"{capacity // 1024}K, {text}", f"{len(some)}"]
             rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
-    head = ("capacity, dp x pp", "cells", *(TITLES[name] for name in OTHERS), "over bound")
+    head = ("capacity, dp x pp", "cells", *(TITLES[name] for name in OTHERS), "over own bound")
     return _table(head, rows)
 
 
@@ -230,7 +225,7 @@ def _by_set(cells: list[Record]) -> str:
             lost = [100 * record["truncated_share"] for record in some]
             row = [f"{name}, {capacity // 1024}K", f"{_number(middle(lost))} %"]
             rows.append([*row, *(_spread(speedups(some, name)) for name in OTHERS), _spread(ratios(some))])
-    head = ("set, capacity", "truncated", *(TITLES[name] for name in OTHERS), "over bound")
+    head = ("set, capacity", "truncated", *(TITLES[name] for name in OTHERS), "over own bound")
     return _table(head, rows)
 
 
@@ -262,7 +257,7 @@ def _equal(records: list[Record]) -> str:
         some = where(records, lambda r, c=capacity: r["cell"]["capacity"] == c)
         row = (f"{capacity // 1024}K, 4x4, 7B", f"{len(some)}", _spread(ratios(some)))
         rows.append((*row, _spread(speedups(some, "packed"))))
-    return _table(("cells", "number", "over bound", "speed-up over packed, tuned"), rows)
+    return _table(("cells", "number", "over own bound", "speed-up over packed, tuned"), rows)
 
 
 def _interleaved(result: dict[str, Any]) -> str:
@@ -279,7 +274,7 @@ def _interleaved(result: dict[str, Any]) -> str:
         (
             "chunks a GPU",
             "cells",
-            "over bound, large enough",
+            "over own bound, large enough",
             *(f"over one, {TITLES[name]}" for name in TUNED),
         ),
         (
@@ -323,8 +318,8 @@ def _cells(records: list[Record]) -> str:
         row = [record["key"].replace("/", ", "), f"{record['tokens'] / 1e6:.2f} M", seconds]
         row += [_number(ours.get("ratio")), _number(ours.get("bubble")), _recomputed(ours)]
         rows.append([*row, *(_number(speedup(record, name)) for name in OTHERS)])
-    head = ("cell", "tokens", "step", "over bound", "bubble", "recompute", *(TITLES[name] for name in OTHERS))
-    return _table(head, rows)
+    head = ("cell", "tokens", "step", "over own bound", "bubble", "recompute")
+    return _table((*head, *(TITLES[name] for name in OTHERS)), rows)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import plan as benchmark
 from benchmarks import plan_figures as figures_of
+from benchmarks import plan_runs
 from benchmarks import plan_table as page_of
 from benchmarks.plan_ablation import ABLATION_CELLS, SETTINGS
 from benchmarks.plan_grid import CAPACITIES, MESHES, SETS, Cell, equal_rates, grid
@@ -194,3 +199,62 @@ def test_lengths_are_cut_at_the_capacity_and_the_loss_is_told(name: str) -> None
     assert lengths.size == 512
     assert 0 < lengths.min() <= lengths.max() <= 65_536
     assert (told["truncated_documents"] == 0) == (told["truncated_share"] == 0)
+
+
+def test_each_part_says_on_which_days_and_commits_it_was_run() -> None:
+    told = result([record()], times=[])
+    told["parts"]["grid"].pop("runs", None)
+    first = told | {"date": "2026-01-02", "versions": {"commit": "aaa"}}
+    later = told | {"date": "2026-01-03", "versions": {"commit": "bbb"}}
+    for run in (first, first, later):
+        plan_runs.note_run(told["parts"]["grid"], run)
+    plan_runs.note_run(told["parts"]["grid"], later, ("sliced", "micropack"))
+
+    page = page_of.page(told)
+
+    assert "| grid | 2026-01-02 | aaa | a processor | 1.0 | 1 to 2 | 1 |\n| grid | 2026-01-03 | bbb |" in page
+    assert page.count("| grid | ") == 2
+    assert "| grid, sliced, micropack anew | 2026-01-03 | bbb | a processor |" in page
+    assert "| times | not kept | not kept | not kept | 0.0 | not kept to not kept | 0 |" in page
+
+
+def test_a_record_that_is_kept_notes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = result([])
+    told["parts"] = {}
+    monkeypatch.setattr(benchmark, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+
+    benchmark._run("engine", [("one", dict, ())], told, tmp_path / "found.json", 1)
+
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["parts"]["engine"]["records"] == [{"key": "one"}]
+    assert found["parts"]["engine"]["runs"] == [{"date": "2026-01-01", "commit": "abc", "cpu": "a processor"}]
+
+
+def test_exact_solvers_are_shown_with_the_date_the_commit_and_the_command() -> None:
+    def step(name: str, gained: float, proven: bool) -> dict[str, Any]:
+        answer = {"over_bound": 0.001, "gained": gained, "proven": proven, "seconds": 2.0}
+        return {"step": name, "assign": {"over_bound": 0.001, "seconds": 0.0}, "highs": answer}
+
+    solved = {
+        "date": "2026-02-02",
+        "machine": {"cpu": "another"},
+        "versions": {"commit": "ccc", "highs": "1.2", "ortools": "absent"},
+        "limits": {"highs_nodes": 1200, "cp_sat_deterministic_s": 1.0},
+        "steps": [step("even", 0.0, True), step("even", 0.0002, False)],
+    }
+
+    page = page_of.page(result([record()]), solved)
+
+    assert "| even | 2 | 0.1000 | 0.0200 | 1 | 2.00 | - | - | - |" in page
+    assert "2026-02-02, commit ccc, another: HiGHS 1.2 (at most 1,200 nodes), on one thread" in page
+    assert "`python -m benchmarks.plan_exact` measures them anew (4 s here" in page
+    assert "## Exact solvers" not in page_of.page(result([record()]))
+
+
+def test_what_exact_solvers_brought_is_kept_and_of_a_clean_commit() -> None:
+    kept = plan_runs.load_exact()
+
+    assert kept is not None
+    assert len(kept["steps"]) == 21
+    assert not kept["versions"]["commit"].endswith("+")
+    assert plan_runs.load_exact(Path("gone.json")) is None
