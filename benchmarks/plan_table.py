@@ -70,32 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
 def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
     """Return the page that a result makes, and what exact solvers brought."""
     cells = tuned(result)
-    held = result["machine"]
     parts = [
-        "# Planning: results",
-        "Written by `python -m benchmarks.plan_table` from the newest file of `make bench-plan`; nothing here is "
-        "typed. Simulated: no GPU ran. Every method plans the same steps; one simulator runs all plans, at the same "
-        "rates, with the same memory. `packed, as users run it` is best-fit-decreasing at the capacity, dealt round "
-        "robin, 1F1B; every other method is at the best setting that the simulator finds for it in each cell: "
-        "capacity, number of micro-batches, assignment to ranks, order, and 1, 2 or 3 chunks of layers a GPU "
-        "(interleaved stages).",
-        f"Last run on {result['date']}: {held['cores']} cores, Python {held['python']}, varlen "
-        f"{result['versions']['varlen']}; below stands for each part when and on what it was run, and the "
-        f"machine's load meanwhile. Of the grid: {len(cells):,} of {result['total_cells']:,} cells, drawn the same "
-        "way every time (`benchmarks/plan_grid.py`): of each set, capacity and mesh as many, with numbers "
-        "of documents, models and seeds taking turns.",
-        _table(RUNS_HEAD, runs(result)),
-        "## Targets",
-        _table(
-            ("what must hold", "found", "target", "cells", "met"),
-            (_verdict(found) for found in verdicts(result)),
-        ),
-        "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. A plan's *own bound* "
-        "counts work at the highest rates over all rows, without launches, so that no plan reaches it; filling the "
-        "pipeline with a unit of 2,048 rows is part of it, and so is what the plan recomputes: a plan that "
-        "recomputes more, to fit or because it is faster so, has more to do. `varlen plan` prints another one, *over "
-        "bound*, which is one for all methods: no plan recomputes less than it counts, and pipelines fill with a "
-        "single row. It is lower, so that the same plan stands further above it.",
+        *_beginning(result, cells),
         "## Methods",
         _methods(cells),
         "Step time over the plan's own bound, where the method fits; bubble, imbalance (busiest rank over the mean), "
@@ -130,6 +106,37 @@ def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
         _cells(sorted(cells, key=lambda record: str(record["key"]))),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _beginning(result: dict[str, Any], cells: list[Record]) -> list[str]:
+    """Return what the page says of its runs, and every target."""
+    held = result["machine"]
+    return [
+        "# Planning: results",
+        "Written by `python -m benchmarks.plan_table` from the newest file of `make bench-plan`; nothing here is "
+        "typed. Simulated: no GPU ran. Every method plans the same steps; one simulator runs all plans, at the same "
+        "rates, with the same memory. `packed, as users run it` is best-fit-decreasing at the capacity, dealt round "
+        "robin, 1F1B; every other method is at the best setting that the simulator finds for it in each cell: "
+        "capacity, number of micro-batches, assignment to ranks, order, and 1, 2 or 3 chunks of layers a GPU "
+        "(interleaved stages).",
+        f"Last run on {result['date']}: {held['cores']} cores, Python {held['python']}, varlen "
+        f"{result['versions']['varlen']}; below stands for each part when and on what it was run, and the "
+        f"machine's load meanwhile. Of the grid: {len(cells):,} of {result['total_cells']:,} cells, drawn the same "
+        "way every time (`benchmarks/plan_grid.py`): of each set, capacity and mesh as many, with numbers "
+        "of documents, models and seeds taking turns.",
+        _table(RUNS_HEAD, runs(result)),
+        "## Targets",
+        _table(
+            ("what must hold", "found", "target", "cells", "met"),
+            (_verdict(found) for found in verdicts(result)),
+        ),
+        "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. A plan's *own bound* "
+        "counts work at the highest rates over all rows, without launches, so that no plan reaches it; filling the "
+        "pipeline with a unit of 2,048 rows is part of it, and so is what the plan recomputes: a plan that "
+        "recomputes more, to fit or because it is faster so, has more to do. `varlen plan` prints another one, *over "
+        "bound*, which is one for all methods: no plan recomputes less than it counts, and pipelines fill with a "
+        "single row. It is lower, so that the same plan stands further above it.",
+    ]
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -76,6 +76,13 @@ def test_the_page_shows_every_figure_of_every_method():
             assert value in text
 
 
+def test_the_axis_of_memory_says_which_figure_is_the_peak_and_which_line_the_limit():
+    page = plan_page(comparison())
+
+    assert 'fillText("limit"' in page
+    assert "fillText(`peak ${" in page
+
+
 def test_a_step_without_a_plan_has_a_page_that_says_why_and_draws_nothing():
     found = impossible()
 
