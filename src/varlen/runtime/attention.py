@@ -18,7 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.errors import ModelError
 from varlen.runtime import flash
+from varlen.runtime import merged as dp_merge
 from varlen.runtime.cache import DocumentCache, Pair
+from varlen.runtime.dealing import Ranges
+from varlen.runtime.shared import Share
 
 NAME = "varlen_slices"
 UNKNOWN_PATTERNS = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indices")
@@ -34,11 +37,18 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
+    share: Share | None = None
+    """Which of them this rank computes, where several share the document."""
 
     @property
     def rows(self) -> int:
-        """Tokens of the slice."""
-        return self.stop - self.start
+        """Tokens of the slice that this rank computes."""
+        return self.stop - self.start if self.share is None else self.share.rows
+
+    @property
+    def ranges(self) -> Ranges:
+        """Which these are."""
+        return ((self.start, self.stop),) if self.share is None else self.share.ranges
 
 
 class Tile(NamedTuple):
@@ -173,8 +183,12 @@ class _SliceAttention(torch.autograd.Function):
         outs, sums, row = [], [], 0
         for piece in slices:
             rows = slice(row, row + piece.rows)
-            pair = piece.cache.write(layer, piece.start, key[:, :, rows], value[:, :, rows])
-            out, lse = _forward(query[:, :, rows], pair, piece, scale, window)
+            if piece.share is not None:
+                given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], piece.cache, piece.share)
+                out, lse = dp_merge.forward(*given, layer=layer, scale=scale, window=window)
+            else:
+                pair = piece.cache.write(layer, piece.start, key[:, :, rows], value[:, :, rows])
+                out, lse = _forward(query[:, :, rows], pair, piece, scale, window)
             outs.append(out)
             sums.append(lse)
             row = rows.stop
@@ -182,6 +196,7 @@ class _SliceAttention(torch.autograd.Function):
         out = outs[0] if len(outs) == 1 else torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2)
         ctx.save_for_backward(query, out, *sums)
         ctx.slices, ctx.layer, ctx.scale, ctx.window = slices, layer, scale, window
+        ctx.none = dp_merge.none_of(key, value)
         return out
 
     @staticmethod
@@ -192,8 +207,12 @@ class _SliceAttention(torch.autograd.Function):
         for piece, lse in zip(reversed(ctx.slices), reversed(sums), strict=True):
             rows = slice(stop - piece.rows, stop)
             given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse))
-            parts.append(_backward(*given, piece, ctx.layer, ctx.scale, ctx.window))
-            piece.cache.release(ctx.layer, piece.start)
+            if piece.share is not None:
+                how = {"layer": ctx.layer, "scale": ctx.scale, "window": ctx.window}
+                parts.append(dp_merge.backward(*given, ctx.none, piece.cache, piece.share, **how))
+            else:
+                parts.append(_backward(*given, piece, ctx.layer, ctx.scale, ctx.window))
+                piece.cache.release(ctx.layer, piece.start)
             stop = rows.start
         if len(parts) == 1:
             return *parts[0], None, None, None, None

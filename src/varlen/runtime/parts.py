@@ -81,7 +81,9 @@ class Parts:
             slices: whose rows they are.
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
         """
-        ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])[None].to(like.device)
+        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None].to(
+            like.device
+        )
         return Positions(ids, self.rotary(like, position_ids=ids))
 
     def run_layer(

@@ -1,0 +1,175 @@
+"""Documents that data-parallel ranks share: whose rows are whose, and the gradients of the uncut model from all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_plans import random_plan
+from side_by_side import run_side_by_side
+from sliced import Slice, tiny, tokens_of, uncut
+from step_plans import micropacks_of
+
+from varlen.plan.check import check_plan
+from varlen.runtime.dealing import deal
+from varlen.runtime.merged import tiles_of
+from varlen.runtime.place import keys_of
+from varlen.runtime.shared import num_rows
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
+
+Holders = list[tuple[int, int]]
+"""The first rank of each document, and how many."""
+
+
+def owner_of(token: int, slices: list[tuple[int, int]], num_ranks: int) -> int:
+    """Whose a token's row is, read slowly: the chunk of its forward slice, and who has that."""
+    for start, stop in slices:
+        for chunk in range(2 * num_ranks):
+            first, last = (start + i * (stop - start) // (2 * num_ranks) for i in (chunk, chunk + 1))
+            if first <= token < last:
+                return min(chunk, 2 * num_ranks - 1 - chunk)
+    raise AssertionError(token)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    bounds = sorted({0, length, *draw(st.lists(st.integers(1, length), max_size=4))})
+    return list(zip(bounds, bounds[1:]))
+
+
+@given(st.data(), st.integers(1, 90), st.sampled_from([2, 4, 8]))
+def test_rows_are_dealt_as_their_forward_slices_say(data: st.DataObject, length: int, num_ranks: int) -> None:
+    slices = data.draw(cuts(length))
+    owners = [owner_of(token, slices, num_ranks) for token in range(length)]
+
+    dealing = deal(slices, num_ranks)
+
+    found, places = dealing.places()
+    assert found.tolist() == owners
+    assert places.tolist() == [owners[:token].count(owner) for token, owner in enumerate(owners)]
+    for start, stop in [(0, length), *data.draw(cuts(length))]:
+        assert dealing.before(stop) == [owners[:stop].count(rank) for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            ranges = dealing.ranges(rank, start, stop)
+            mine = [token for token in range(start, stop) if owners[token] == rank]
+            assert [token for first, last in ranges for token in range(first, last)] == mine
+            assert all(first < last for first, last in ranges)
+            assert all(one[1] < other[0] for one, other in zip(ranges, ranges[1:]))
+
+
+def test_every_rank_has_the_same_work_of_a_slice() -> None:
+    dealing = deal([(0, 64), (64, 128)], 4)
+
+    for start in (0, 64):
+        work = [
+            sum(
+                token
+                for first, last in dealing.ranges(rank, start, start + 64)
+                for token in range(first, last)
+            )
+            for rank in range(4)
+        ]
+        assert max(work) == min(work)
+
+
+def test_a_window_is_blocks_of_rows_that_see_their_last_tokens() -> None:
+    blocks = list(tiles_of(((1000, 1600), (2000, 2100)), window=100))
+
+    assert [(b.row, b.stop_row) for b in blocks] == [(0, 512), (512, 600), (600, 700)]
+    assert [(b.start, b.stop) for b in blocks] == [(901, 1512), (1413, 1600), (1901, 2100)]
+
+
+def rounds_of(draw: st.DrawFn, lengths: list[int], holders: Holders, dp: int) -> list[list[list[Slice]]]:
+    """The MicroPacks of each rank, one of each in turn holding what is drawn for that turn."""
+    queues = [[(d, a, b) for a, b in draw(cuts(length))] for d, length in enumerate(lengths)]
+    ranks: list[list[list[Slice]]] = [[] for _ in range(dp)]
+    while waiting := [d for d, queue in enumerate(queues) if queue]:
+        chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=4, unique=True))
+        pieces = [queues[d].pop(0) for d in chosen]
+        for rank in range(dp):
+            ranks[rank].append(
+                [piece for piece in pieces if 0 <= rank - holders[piece[0]][0] < holders[piece[0]][1]]
+            )
+    return ranks
+
+
+def plan_of(lengths: list[int], holders: Holders, forward: Any, backward: Any, **settings: Any) -> StepPlan:
+    """A plan of ranks of one stage, which run all forward and then all backward."""
+    tasks = [[FORWARD] * len(one) + [BACKWARD] * len(other) for one, other in zip(forward, backward)]
+    return StepPlan(
+        lengths=np.array(lengths, np.int32),
+        first_ranks=np.array([first for first, _ in holders], np.int32),
+        num_ranks=np.array([num for _, num in holders], np.int32),
+        forward=micropacks_of(forward),
+        backward=micropacks_of(backward),
+        tasks=np.array([code for one in tasks for code in one], np.uint8),
+        task_offsets=np.cumsum([0, *map(len, tasks)]).astype(np.int32),
+        mesh=Mesh(dp=len(forward)),
+        **settings,
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """Documents shared by two and by four ranks and by none, several in a MicroPack, cut anywhere in both passes."""
+    dp = draw(st.sampled_from([2, 4]))
+    lengths, holders = [], []
+    for number in range(draw(st.integers(1, 4))):
+        num = draw(st.sampled_from([n for n in (1, 2, 4) if n <= dp])) if number else dp
+        holders.append((draw(st.integers(0, dp // num - 1)) * num, num))
+        lengths.append(draw(st.integers(2, 40 if num > 1 else 9)))
+    forward = rounds_of(draw, lengths, holders, dp)
+    if draw(st.booleans()):
+        again = rounds_of(draw, lengths, holders, dp)
+        backward = [list(reversed(packs)) for packs in again]
+        return plan_of(lengths, holders, forward, backward, recompute="full")
+    return plan_of(lengths, holders, forward, [list(reversed(packs)) for packs in forward])
+
+
+def check(model: Any, plan: StepPlan) -> Any:
+    check_plan(plan)
+    lengths = plan.lengths.tolist()
+    tokens = tokens_of(lengths)
+    loss, wanted = uncut(model, tokens, [length for length in lengths if length])
+
+    sides = run_side_by_side(model, tokens, plan)
+
+    assert sides.loss == pytest.approx(loss, rel=1e-12)
+    weight = 1 / sum(max(length - 1, 0) for length in lengths)
+    assert sides.token_losses.sum().item() * weight == pytest.approx(loss, rel=1e-12)
+    assert sides.gradients.keys() == wanted.keys()
+    for name, gradient in sides.gradients.items():
+        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm() + 1e-15, name
+    return sides
+
+
+@given(plans())
+@settings(max_examples=30)
+def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan: StepPlan) -> None:
+    check(tiny("llama"), plan)
+
+
+@given(plans(), st.sampled_from([1, 3, 9, 17]))
+@settings(max_examples=15)
+def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan, window: int) -> None:
+    check(tiny("mistral", sliding_window=window), plan)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
+@settings(max_examples=20)
+def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
+    mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
+    plan = random_plan(seed, mesh=mesh)
+    keys = [key for rank in range(4) for key in (*keys_of(plan.forward, rank), *keys_of(plan.backward, rank))]
+    assume(plan.lengths.max(initial=0) > 1)
+    assume(all(len({document for document, _, _ in key}) == len(key) for key in keys))
+
+    sides = check(tiny("llama", num_hidden_layers=6), plan)
+
+    for rank, wires in enumerate(sides.wires):
+        packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
+        for (kind, micropack, _), rows in wires.rows.items():
+            assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
