@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from sliced import take_gradients
 
-from varlen.runtime.clock import Clock
+from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import Parts
 from varlen.runtime.peers import groups_of
-from varlen.runtime.place import Place
+from varlen.runtime.place import Place, TaskRun
 from varlen.runtime.shared import SharedDocument, shared_documents
 from varlen.runtime.slices import chunk_steps, layers_of, step_data
 from varlen.step_plan import StepPlan
@@ -50,6 +50,7 @@ class ThreadPeers:
         self._table.barrier.wait()
         given = list(self._table.given)
         self._table.barrier.wait()
+        self._table.given[self.rank] = None
         assert len({(x.shape, x.dtype) for x in given}) == 1, [x.shape for x in given]
         return given
 
@@ -105,11 +106,12 @@ def run_side_by_side(model: Any, tokens: torch.Tensor, plan: StepPlan) -> Sides:
         rank, stage = divmod(number, mesh.pp)
         mine = models[number]
 
-        def peers_of(first: int, size: int) -> ThreadPeers:
-            return ThreadPeers(tables[stage, first, size], rank - first)
-
-        shared = shared_documents(plan, rank, peers_of, tokens.device)
-        losses, of_tokens = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
+        groups = {
+            (first, size): ThreadPeers(tables[stage, first, size], rank - first)
+            for first, size in groups_of(plan, rank)
+        }
+        shared = shared_documents(plan, rank, groups, tokens.device)
+        losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
         with guard:
             sides.shared[rank] = shared
             sides.loss += losses
@@ -133,17 +135,18 @@ def run_place(
     stage: int,
     wires: Any,
     shared: dict[int, SharedDocument],
-) -> tuple[float, torch.Tensor | None]:
-    """Run one stage of one rank; returns its part of the loss, and the losses of its tokens."""
+    meter: Meter | None = None,
+) -> tuple[float, torch.Tensor | None, TaskRun]:
+    """Run one stage of one rank; returns its part of the loss, the losses of its tokens, and what tasks took."""
     parts, data = Parts.of(model), step_data(plan, tokens, None)
     chunks = chunk_steps(parts, layers_of(model, plan.mesh), data, plan, keeps_losses=True, shared=shared)
     mine = chunks[stage :: plan.mesh.pp]
-    place = Place(plan, rank, stage, mine, wires, clock=Clock(tokens.device))
+    place = Place(plan, rank, stage, mine, wires, clock=Clock(tokens.device), meter=meter)
     while place.next_task:
         place.run_next()
     losses = [loss for chunk in mine for loss in chunk.losses]
     assert all(not chunk._documents and not chunk._graphs for chunk in mine)
-    return float(sum(losses, torch.zeros(()))), mine[-1].token_losses
+    return float(sum(losses, torch.zeros(()))), mine[-1].token_losses, place.told()
 
 
 def in_threads(run: Callable[[int], None], count: int, tables: list[Table]) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_plans import random_plan
-from side_by_side import run_side_by_side
+from ranks import as_ranks
+from side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
 from sliced import Slice, tiny, tokens_of, uncut
 from step_plans import micropacks_of
 
 from varlen.plan.check import check_plan
+from varlen.runtime.clock import bytes_meter
 from varlen.runtime.dealing import deal
 from varlen.runtime.merged import tiles_of
 from varlen.runtime.place import keys_of
-from varlen.runtime.shared import num_rows
+from varlen.runtime.shared import num_rows, shared_documents
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
+JOB = Path(__file__).parent / "merged_job.py"
 Holders = list[tuple[int, int]]
 """The first rank of each document, and how many."""
 
@@ -173,3 +180,81 @@ def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int)
         packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
         for (kind, micropack, _), rows in wires.rows.items():
             assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
+
+
+def shared_by_two(cuts: list[tuple[int, int]], **settings: Any) -> StepPlan:
+    """One document on two ranks."""
+    rank: list[list[Slice]] = [[(0, a, b)] for a, b in cuts]
+    return plan_of([cuts[-1][1]], [(0, 2)], [rank, rank], [rank[::-1], rank[::-1]], **settings)
+
+
+def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows() -> None:
+    tokens = [(token, token + 1) for token in range(7)]
+    forward: list[list[Slice]] = [[(0, a, b)] for a, b in [*tokens, (7, 9), (9, 20)]]
+    backward: list[list[Slice]] = [[(0, a, b)] for a, b in [(13, 20), (8, 13), (1, 8), (0, 1)]]
+    ranks = range(4)
+
+    for family in ("llama", "mistral"):
+        model = tiny(family, sliding_window=5) if family == "mistral" else tiny(family)
+        check(model, plan_of([20], [(0, 4)], [forward for _ in ranks], [forward[::-1] for _ in ranks]))
+        apart = plan_of([20], [(0, 4)], [forward for _ in ranks], [backward for _ in ranks], recompute="full")
+        check(model, apart)
+
+
+def test_experts_of_a_rank_without_rows_learn_nothing() -> None:
+    settings = {"num_local_experts": 4, "experts_implementation": "eager"}
+    check(tiny("mixtral", **settings), shared_by_two([(0, 1), (1, 2), (2, 9)]))
+
+
+def test_a_window_longer_than_a_block_of_rows_is_exact() -> None:
+    check(
+        tiny("mistral", sliding_window=100, num_hidden_layers=1),
+        shared_by_two([(0, 3), (3, 1400), (1400, 1500)]),
+    )
+
+
+def live_bytes(plan: StepPlan) -> list[list[int]]:
+    """Bytes alive on each of two ranks after each task, in float32."""
+    model, tokens, table = tiny("llama", torch.float32), tokens_of(plan.lengths.tolist()), Table(2)
+    found: list[list[int]] = [[], []]
+
+    def run(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        for parameter in mine.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        shared = shared_documents(plan, rank, {(0, 2): ThreadPeers(table, rank)}, tokens.device)
+        with bytes_meter(tokens.device) as meter:
+            *_, told = run_place(mine, tokens, plan, rank, 0, QueueWires(), shared, meter)
+        found[rank] += told.live_bytes.tolist()
+
+    in_threads(run, 2, [table])
+    return found
+
+
+def test_a_rank_keeps_its_own_rows_alone() -> None:
+    whole = 256 * 2 * (32 + 2 * 2 * 8) * 4
+
+    for live in live_bytes(shared_by_two([(0, 128), (128, 256)], recompute="full")):
+        assert live[1] == pytest.approx(whole / 2, rel=0.1), live
+        assert live[-1] < 10_000  # losses, labels and positions
+
+
+def test_more_slices_keep_no_more() -> None:
+    few, many = (
+        live_bytes(shared_by_two([(at, at + step) for at in range(0, 512, step)]))[0][512 // step - 1]
+        for step in (256, 16)
+    )
+
+    assert many < 1.05 * few
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks: int) -> None:
+    said = json.loads(
+        as_ranks(JOB, ranks=num_ranks, libraries="torch,transformers.models.llama.modeling_llama")
+    )
+
+    assert [set(step["sizes"]) for step in said] == 2 * [{1, 2, num_ranks}]
+    for step in said:
+        assert step["loss"] < 1e-12
+        assert step["gradients"] < 1e-12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -127,14 +127,14 @@ class Share:
 
 
 def shared_documents(
-    plan: StepPlan, rank: int, peers_of: Callable[[int, int], Peers], device: torch.device
+    plan: StepPlan, rank: int, groups: Mapping[tuple[int, int], Peers], device: torch.device
 ) -> dict[int, SharedDocument]:
     """Return the documents of a plan that a rank shares, at one stage.
 
     Args:
         plan: of the step.
         rank: data-parallel.
-        peers_of: gives the group that begins at a data-parallel rank and has a size, at this stage.
+        groups: that it shares them with, by first rank and size; by `PeerGroups.of`.
         device: of the model.
 
     Cost: O(tokens of these documents), and 8 bytes each on the device.
@@ -145,8 +145,9 @@ def shared_documents(
         if first <= rank < first + size:
             dealing = deal(_slices_of(plan.forward, rank, document), size)
             owners, places = (torch.from_numpy(x).to(device) for x in dealing.places())
-            peers = peers_of(first, size)
-            found[document] = SharedDocument(dealing=dealing, peers=peers, owners=owners, places=places)
+            found[document] = SharedDocument(
+                dealing=dealing, peers=groups[first, size], owners=owners, places=places
+            )
     return found
 
 
