@@ -3,6 +3,7 @@ the sums over ranks are from the uncut model."""
 
 import json
 import warnings
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from random_plans import random_plan
 from side_by_side import QueueWires, run_place
 from sliced import take_gradients, tiny, tokens_of, uncut
 
-from varlen.runtime.peers import PeerGroups
+from varlen.runtime.peers import peers_of
 from varlen.runtime.shared import shared_documents
 from varlen.step_plan import Mesh
 
@@ -34,12 +35,16 @@ def main():
     warnings.simplefilter("error")
     dist.init_process_group("gloo")
     rank, dp = dist.get_rank(), dist.get_world_size()
-    groups = PeerGroups(range(dp), rank)
+
+    @cache
+    def group_of(first, size):
+        return dist.new_group(range(first, first + size), use_local_synchronization=True)
+
     model, told = tiny("llama"), []
     for plan in plans_of(dp):
         lengths = [length for length in plan.lengths.tolist() if length]
         tokens = tokens_of(lengths)
-        shared = shared_documents(plan, rank, groups.of(plan), tokens.device)
+        shared = shared_documents(plan, rank, peers_of(plan, rank, group_of), tokens.device)
         mine, *_ = run_place(model, tokens, plan, rank, 0, QueueWires(), shared)
         loss, gradients = torch.tensor(mine, dtype=torch.float64), take_gradients(model)
         dist.all_reduce(loss)

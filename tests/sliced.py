@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
@@ -72,15 +73,39 @@ def one_gpu_plan(
     )
 
 
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[int], Any]:
+    """Documents cut anywhere in both passes, their slices one after the other in MicroPacks of up to three."""
+    lengths = draw(st.lists(st.integers(2, 24), min_size=1, max_size=4))
+    recompute = draw(st.sampled_from(["none", "full"]))
+
+    def cut() -> list[list[Slice]]:
+        queues = []
+        for document, length in enumerate(lengths):
+            cuts = sorted({0, length, *draw(st.lists(st.integers(1, length), max_size=3))})
+            queues.append([(document, a, b) for a, b in zip(cuts, cuts[1:])])
+        packs = []
+        while waiting := [d for d, queue in enumerate(queues) if queue]:
+            chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True))
+            packs.append([queues[d].pop(0) for d in chosen])
+        return packs
+
+    forward = cut()
+    backward = list(reversed(cut())) if recompute == "full" else None
+    return lengths, one_gpu_plan(lengths, forward, backward, recompute=recompute)
+
+
 def tokens_of(lengths: Sequence[int], seed: int = 0) -> torch.Tensor:
     """Random tokens of all documents, one behind the other."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(0, SIZES["vocab_size"], (sum(lengths),), generator=made)  # type: ignore[call-overload]
 
 
-def uncut(model: Any, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[float, dict[str, torch.Tensor]]:
+def uncut(
+    model: Any, tokens: torch.Tensor, lengths: Sequence[int], attention: str = "sdpa"
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the model as a whole, document by document, with no slice."""
-    model.set_attn_implementation("sdpa")  # eager computes its softmax in float32
+    model.set_attn_implementation(attention)  # eager computes its softmax in float32
     targets = sum(length - 1 for length in lengths)
     total = 0.0
     for document in torch.split(tokens, list(lengths)):

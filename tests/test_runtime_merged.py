@@ -21,7 +21,6 @@ from step_plans import micropacks_of
 from varlen.plan.check import check_plan
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.dealing import deal
-from varlen.runtime.merged import tiles_of
 from varlen.runtime.place import keys_of
 from varlen.runtime.shared import num_rows, shared_documents
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
@@ -80,13 +79,6 @@ def test_every_rank_has_the_same_work_of_a_slice() -> None:
             for rank in range(4)
         ]
         assert max(work) == min(work)
-
-
-def test_a_window_is_blocks_of_rows_that_see_their_last_tokens() -> None:
-    blocks = list(tiles_of(((1000, 1600), (2000, 2100)), window=100))
-
-    assert [(b.row, b.stop_row) for b in blocks] == [(0, 512), (512, 600), (600, 700)]
-    assert [(b.start, b.stop) for b in blocks] == [(901, 1512), (1413, 1600), (1901, 2100)]
 
 
 def rounds_of(draw: st.DrawFn, lengths: list[int], holders: Holders, dp: int) -> list[list[list[Slice]]]:

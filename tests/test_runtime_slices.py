@@ -9,8 +9,7 @@ import pytest
 import torch
 from benchmarks.plan_accuracy import LENGTHS, Case, cases, predicted_bytes
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
 
 from varlen.cost.shape import ModelShape
 from varlen.errors import DocumentsError, ModelError, PlanError
@@ -71,28 +70,6 @@ def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompu
         [30, 7, 1, 4],
         one_gpu_plan([30, 7, 1, 4], forward, recompute=recompute),
     )
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[list[int], Any]:
-    """Documents cut anywhere in both passes, their slices one after the other in MicroPacks of up to three."""
-    lengths = draw(st.lists(st.integers(2, 24), min_size=1, max_size=4))
-    recompute = draw(st.sampled_from(["none", "full"]))
-
-    def cut() -> list[list[Slice]]:
-        queues = []
-        for document, length in enumerate(lengths):
-            cuts = sorted({0, length, *draw(st.lists(st.integers(1, length), max_size=3))})
-            queues.append([(document, a, b) for a, b in zip(cuts, cuts[1:])])
-        packs = []
-        while waiting := [d for d, queue in enumerate(queues) if queue]:
-            chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True))
-            packs.append([queues[d].pop(0) for d in chosen])
-        return packs
-
-    forward = cut()
-    backward = list(reversed(cut())) if recompute == "full" else None
-    return lengths, one_gpu_plan(lengths, forward, backward, recompute=recompute)
 
 
 @given(plans())
@@ -247,12 +224,6 @@ def test_tokens_that_do_not_match_the_plan_are_refused() -> None:
         run_step(tiny("llama"), tokens_of([7]), plan)
     with pytest.raises(DocumentsError, match="none of 8 tokens has a label"):
         run_step(tiny("llama"), tokens_of([8]), plan, labels=torch.full((8,), -100))
-
-
-def test_a_family_that_does_not_run_layer_by_layer_is_refused_by_name() -> None:
-    model = tiny("gpt_neox")
-    with pytest.raises(ModelError, match="slices don't run gpt_neox models"):
-        run_step(model, tokens_of([8]), one_gpu_plan([8], [[(0, 0, 8)]]))
 
 
 def test_a_model_outside_slices_is_told_which_attention_to_choose() -> None:

@@ -1,15 +1,15 @@
 """The attention of slices: rows attend to their document's earlier slices in a cache, and causally to themselves.
 
-It goes through transformers' registry, so that no model is patched. The tokens before a slice and the slice's own
-rows are two calls, merged by log-sum-exp: no mask is formed and no key copied. The backward adds to the gradients of
-earlier tokens in the cache itself, and a slice takes up there what its later ones have left; so one ordinary
-`backward` per MicroPack, last to first, is the exact gradient of the uncut document.
+It goes through transformers' registry, so that no model is patched. On CUDA a kernel computes slices whole; elsewhere
+the tokens before a slice and the slice's own rows are two calls, merged by log-sum-exp: no mask is formed and no key
+copied. The backward adds to the gradients of earlier tokens in the cache itself, and a slice takes up there what its
+later ones have left; so one ordinary `backward` per MicroPack, last to first, is the exact gradient of the uncut
+document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,50 +17,16 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.errors import ModelError
-from varlen.runtime import flash
-from varlen.runtime import merged as dp_merge
-from varlen.runtime.cache import DocumentCache, Pair
-from varlen.runtime.dealing import Ranges
-from varlen.runtime.shared import Share
+from varlen.runtime import flash, merged, tiles
+from varlen.runtime.cache import Pair
+from varlen.runtime.choice import Kernels, chosen
+from varlen.runtime.flash import Rule
+from varlen.runtime.kernels import Lengths, Qkv, SliceKernel
+from varlen.runtime.tiles import CachedSlice as CachedSlice
 
 NAME = "varlen_slices"
-UNKNOWN_PATTERNS = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indices")
+UNKNOWN_PATTERNS = ("position_bias", "indices", "block_indices")
 """Arguments by which some families change who is attended to or how much, which slices don't compute."""
-BLOCK = 512
-"""Rows of a sliding window computed at once, so that memory is linear in the slice."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CachedSlice:
-    """The rows `start:stop` of a document, which stand in a MicroPack behind those of the slices before it."""
-
-    cache: DocumentCache
-    start: int
-    stop: int
-    share: Share | None = None
-    """Which of them this rank computes, where several share the document."""
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the slice that this rank computes."""
-        return self.stop - self.start if self.share is None else self.share.rows
-
-    @property
-    def ranges(self) -> Ranges:
-        """Which these are."""
-        return ((self.start, self.stop),) if self.share is None else self.share.ranges
-
-
-class Tile(NamedTuple):
-    """A rectangle of attention: some rows of a slice over some tokens of its document."""
-
-    first_row: int
-    stop_row: int
-    first_key: int
-    stop_key: int
-    causal: bool
-    window: int | None
-    """Only the last this many tokens are seen; None where `causal` says it all."""
 
 
 def register() -> str:
@@ -79,7 +45,10 @@ def slice_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     slices: Sequence[CachedSlice] | None = None,
+    kernels: Kernels = "auto",
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within documents; transformers' calling convention.
@@ -88,19 +57,22 @@ def slice_attention(
         module: the attention layer that calls.
         query: `[1, query_heads, rows, dim]`, rows of all slices of a MicroPack, one slice behind the other.
         key: `[1, key_heads, rows, dim]`; `query_heads` is a multiple of `key_heads`.
-        value: as `key`.
+        value: `[1, key_heads, rows, value_dim]`.
         attention_mask: must be None.
         dropout: of attention weights; must be 0.
         scaling: of scores; None for `dim ** -0.5`.
         sliding_window: attend to the last this many tokens, the token itself included.
+        softcap: scores s become `softcap * tanh(s / softcap)`.
+        s_aux: `[query_heads]`: sinks, a score of each head that all its rows see and that has nothing to give.
         slices: whose rows these are.
+        kernels: what computes it.
         rest: ignored, apart from patterns that slices don't compute.
 
     Returns:
-        `[1, rows, query_heads, dim]`, and None for the weights, which are never formed.
+        `[1, rows, query_heads, value_dim]`, and None for the weights, which are never formed.
 
     Raises:
-        ModelError: no slices, a mask, dropout, or a pattern that slices don't compute.
+        ModelError: no slices, a mask, dropout, a pattern that slices don't compute, or kernels that don't.
     """
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
@@ -114,7 +86,8 @@ def slice_attention(
         what = ", ".join(given) or f"dropout={dropout}"
         raise ModelError(f"{name} passes {what}, which the attention of slices doesn't compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(query, key, value, slices, layer=layer, scale=scale, window=sliding_window)
+    rule = Rule(scale, sliding_window, softcap)
+    out = attend(query, key, value, slices, layer=layer, rule=rule, sinks=s_aux, kernels=kernels)
     return out.transpose(1, 2), None
 
 
@@ -125,8 +98,9 @@ def attend(
     slices: Sequence[CachedSlice],
     *,
     layer: int,
-    scale: float,
-    window: int | None = None,
+    rule: Rule,
+    sinks: torch.Tensor | None = None,
+    kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """Attend from every slice to its document up to itself, and keep its keys and values in the document's cache.
 
@@ -135,35 +109,78 @@ def attend(
     Args:
         query: `[1, query_heads, rows, dim]`.
         key: `[1, key_heads, rows, dim]`.
-        value: as `key`.
+        value: `[1, key_heads, rows, value_dim]`.
         slices: whose rows these are, in order; their lengths add up to `rows`.
         layer: the index under which caches keep this layer.
-        scale: of scores.
-        window: attend to the last this many tokens, the token itself included; None for all.
+        rule: of scores.
+        sinks: `[query_heads]`: scores that all rows see and that have nothing to give; None for none.
+        kernels: what computes it.
 
     Returns:
-        `[1, query_heads, rows, dim]`; heads of one row lie side by side in memory.
+        `[1, query_heads, rows, value_dim]`; heads of one row lie side by side in memory.
+
+    Raises:
+        ModelError: kernels asked for by name don't compute this.
 
     Cost: the work of causal attention cut to the slices; memory linear in rows and tokens.
     """
-    return _SliceAttention.apply(query, key, value, slices, layer, scale, window)  # type: ignore[no-any-return, no-untyped-call]
+    kernel = chosen(query, key, value, rule, kernels)
+    call = Call(slices, layer, rule, kernel)
+    return _SliceAttention.apply(query, key, value, sinks, call)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def tiles_of(start: int, stop: int, window: int | None = None) -> Iterator[Tile]:
-    """Yield the rectangles that a slice is computed in; those without a window share all its rows.
+class Call(NamedTuple):
+    """What one call of attention is about, its tensors apart."""
 
-    >>> [tuple(tile)[:5] for tile in tiles_of(10, 14)]
-    [(0, 4, 0, 10, False), (0, 4, 10, 14, True)]
-    """
-    rows = stop - start
-    if window is None or stop <= window:
-        if start:
-            yield Tile(0, rows, 0, start, False, None)
-        yield Tile(0, rows, start, stop, True, None)
-        return
-    for first in range(0, rows, BLOCK):
-        last = min(first + BLOCK, rows)
-        yield Tile(first, last, max(0, start + first - window + 1), start + last, False, window)
+    slices: Sequence[CachedSlice]
+    layer: int
+    rule: Rule
+    kernel: SliceKernel | None
+
+    def groups(self) -> Iterator[Sequence[CachedSlice]]:
+        """Yield slices that are computed together: with a kernel, neighbours that begin their documents."""
+        group: list[CachedSlice] = []
+        for piece in self.slices:
+            if group and (self.kernel is None or self._is_apart(piece) or self._is_apart(group[0])):
+                yield group
+                group = []
+            group.append(piece)
+        if group:
+            yield group
+
+    def _is_apart(self, piece: CachedSlice) -> bool:
+        return piece.start > 0 or piece.share is not None
+
+    def forward(self, query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice]) -> flash.Partial:
+        """Attend from the rows of a group.
+
+        Args:
+            query: `[1, query_heads, rows, dim]`, of the group.
+            pair: keys and values of the documents up to the group's rows.
+            group: one slice, or with a kernel several that begin their documents.
+        """
+        if self.kernel is None:
+            return tiles.forward(query, pair, group[0], self.rule)
+        return _forward_whole(query, pair, group, self.rule, self.kernel)
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        whole: flash.Partial,
+        group: Sequence[CachedSlice],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of a group's queries, keys and values; those of earlier tokens go to its cache.
+
+        Args:
+            gradient: of the output.
+            query: of the group.
+            whole: what `forward` gave.
+            group: as given to `forward`.
+        """
+        if self.kernel is None:
+            return tiles.backward(gradient, query, whole, group[0], self.layer, self.rule)
+        return _backward_whole(gradient, query, whole, group, self)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -175,135 +192,124 @@ class _SliceAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slices: Sequence[CachedSlice],
-        layer: int,
-        scale: float,
-        window: int | None,
+        sinks: torch.Tensor | None,
+        call: Call,
     ) -> torch.Tensor:
-        outs, sums, row = [], [], 0
-        for piece in slices:
-            rows = slice(row, row + piece.rows)
-            if piece.share is not None:
-                given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], piece.cache, piece.share)
-                out, lse = dp_merge.forward(*given, layer=layer, scale=scale, window=window)
-            else:
-                pair = piece.cache.write(layer, piece.start, key[:, :, rows], value[:, :, rows])
-                out, lse = _forward(query[:, :, rows], pair, piece, scale, window)
-            outs.append(out)
-            sums.append(lse)
-            row = rows.stop
-        # Joined by rows, so that heads of a row lie side by side and the output projection needs no copy.
-        out = outs[0] if len(outs) == 1 else torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2)
-        ctx.save_for_backward(query, out, *sums)
-        ctx.slices, ctx.layer, ctx.scale, ctx.window = slices, layer, scale, window
-        ctx.none = dp_merge.none_of(key, value)
+        parts, row = [], 0
+        for group in call.groups():
+            first, pairs = row, []
+            if group[0].share is not None:
+                rows = slice(row, row + group[0].rows)
+                given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], group[0])
+                parts.append(merged.forward(*given, call.layer, call.rule.window, call.forward))
+                row = rows.stop
+                continue
+            for piece in group:
+                rows = slice(row, row + piece.rows)
+                pairs.append(piece.cache.write(call.layer, piece.start, key[:, :, rows], value[:, :, rows]))
+                row = rows.stop
+            rows = slice(first, row)
+            of_rows = call.kernel is not None and not group[0].start
+            pair = (key[:, :, rows], value[:, :, rows]) if of_rows else pairs[0]
+            parts.append(call.forward(query[:, :, rows], pair, group))
+        out, lse = _joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
+        if sinks is not None:
+            out, lse = flash.with_sinks((out, lse), sinks)
+        ctx.save_for_backward(query, out, lse, sinks)
+        ctx.call, ctx.none = call, merged.none_of(key, value)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, out, *sums = ctx.saved_tensors
+        query, out, lse, sinks = ctx.saved_tensors
+        call: Call = ctx.call
+        by_sinks = None
+        if ctx.needs_input_grad[3]:
+            by_sinks = flash.sinks_backward(gradient, (out, lse), sinks)
         parts, stop = [], query.shape[2]
-        for piece, lse in zip(reversed(ctx.slices), reversed(sums), strict=True):
-            rows = slice(stop - piece.rows, stop)
-            given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse))
-            if piece.share is not None:
-                how = {"layer": ctx.layer, "scale": ctx.scale, "window": ctx.window}
-                parts.append(dp_merge.backward(*given, ctx.none, piece.cache, piece.share, **how))
-            else:
-                parts.append(_backward(*given, piece, ctx.layer, ctx.scale, ctx.window))
-                piece.cache.release(ctx.layer, piece.start)
+        for group in reversed(list(call.groups())):
+            rows = slice(stop - sum(piece.rows for piece in group), stop)
+            given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse[:, :, rows]))
             stop = rows.start
-        if len(parts) == 1:
-            return *parts[0], None, None, None, None
-        joined = (
-            torch.cat([x.transpose(1, 2) for x in group], 1).transpose(1, 2) for group in zip(*parts[::-1])
-        )
-        return *joined, None, None, None, None
+            if group[0].share is not None:
+                of_piece = (group[0], call.layer, call.rule.window)
+                parts.append(merged.backward(*given, *of_piece, ctx.none, call.backward))
+                continue
+            parts.append(call.backward(*given, group))
+            for piece in reversed(group):
+                piece.cache.release(call.layer, piece.start)
+        by_query, by_key, by_value = (_joined(each) for each in zip(*parts[::-1]))
+        return by_query, by_key, by_value, by_sinks, None
 
 
-def _forward(
-    query: torch.Tensor, pair: Pair, piece: CachedSlice, scale: float, window: int | None
+def _forward_whole(
+    query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice], rule: Rule, kernel: SliceKernel
 ) -> flash.Partial:
-    tiles = list(tiles_of(piece.start, piece.stop, window))
-    parts = [
-        flash.forward(*_of_tile(query, pair, tile), scale=scale, **_sight(tile, piece, query))
-        for tile in tiles
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    if tiles[0].window is None:
-        return flash.merge(parts[1], parts[0])
-    out = torch.cat([x.transpose(1, 2) for x, _ in parts], 1).transpose(1, 2)
-    return out, torch.cat([lse for _, lse in parts], 2)
+    """Attend from the rows of a group in one call.
+
+    Args:
+        query: `[1, query_heads, rows, dim]`, of the group.
+        pair: keys and values of the documents up to the group's rows.
+        group: a slice with earlier tokens, or slices that begin their documents.
+        rule: of scores.
+        kernel: that computes it.
+    """
+    first = _first_key(group, rule)
+    given = Qkv(_tokens(query), *(_tokens(x)[first:] for x in pair))
+    out, lse = kernel.forward(given, _lengths(group, first), rule)
+    return out.transpose(0, 1)[None], lse[None]
 
 
-def _backward(
+def _backward_whole(
     gradient: torch.Tensor,
     query: torch.Tensor,
     merged: flash.Partial,
-    piece: CachedSlice,
-    layer: int,
-    scale: float,
-    window: int | None,
+    group: Sequence[CachedSlice],
+    call: Call,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of a slice's queries, keys and values; those of earlier tokens go to its cache."""
-    start, cache = piece.start, piece.cache
-    pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
-    own = cache.own_gradients(layer, start, piece.stop)
-    by_queries: list[torch.Tensor] = []
-    for tile in tiles_of(start, piece.stop, window):
-        rows = slice(tile.first_row, tile.stop_row)
-        part = (merged[0][:, :, rows], merged[1][:, :, rows])
-        by_query, *by_pair = flash.backward(
-            gradient[:, :, rows],
-            *_of_tile(query, pair, tile),
-            part,
-            scale=scale,
-            **_sight(tile, piece, query),
-        )
-        if tile.window is None and by_queries:
-            by_queries[0] += by_query
-        else:
-            by_queries.append(by_query)
-        before = max(0, min(start, tile.stop_key) - tile.first_key)
-        if earlier is not None and before:
-            for total, part_of_it in zip(earlier, by_pair):
-                total[:, :, tile.first_key : tile.first_key + before] += part_of_it[:, :, :before]
-        if tile.stop_key > start:
-            first = max(tile.first_key, start) - start
-            own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
-    assert own is not None
-    by_query = by_queries[0] if len(by_queries) == 1 else torch.cat(by_queries, 2)
-    return by_query, own[0].to(query.dtype), own[1].to(query.dtype)
+    """Return the gradients of a group's queries, keys and values; those of earlier tokens go to their cache."""
+    layer, first = call.layer, _first_key(group, call.rule)
+    assert call.kernel is not None
+    pairs = [piece.cache.read(layer, piece.stop) for piece in group]
+    given = Qkv(_tokens(query), *(_tokens(_joined(each))[first:] for each in zip(*pairs)))
+    whole = (_tokens(merged[0]), merged[1][0].contiguous())
+    by_query, *by_pair = call.kernel.backward(
+        _tokens(gradient), given, whole, _lengths(group, first), call.rule
+    )
+    found = [x.transpose(0, 1)[None] for x in by_pair]
+    if before := group[0].start - first:
+        earlier = group[0].cache.earlier_gradients(layer, group[0].start)
+        assert earlier is not None
+        for total, part in zip(earlier, found):
+            total[:, :, first:] += part[:, :, :before]
+        found = [x[:, :, before:] for x in found]
+    row = 0
+    for piece in group:
+        later = piece.cache.own_gradients(layer, piece.start, piece.stop)
+        for total, part in zip(later or (), found):
+            part[:, :, row : row + piece.rows] += total
+        row += piece.rows
+    return by_query.transpose(0, 1)[None], found[0], found[1]
 
 
-def _added(own: Pair | None, parts: Sequence[torch.Tensor], first: int, rows: int) -> Pair:
-    """Add gradients of the keys and values from row `first` on to a slice's own."""
-    if own is None:
-        if parts[0].shape[2] == rows:
-            return parts[0], parts[1]
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        own = tuple(x.new_zeros(1, x.shape[1], rows, x.shape[3], dtype=wide) for x in parts)  # type: ignore[assignment]
-        assert own is not None
-    for total, part in zip(own, parts):
-        total[:, :, first : first + part.shape[2]] += part
-    return own
+def _first_key(group: Sequence[CachedSlice], rule: Rule) -> int:
+    """Return the first token that a group's rows see, of its one document; 0 where it has several."""
+    return 0 if rule.window is None else max(0, group[0].start - rule.window + 1)
 
 
-def _of_tile(query: torch.Tensor, pair: Pair, tile: Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    keys = slice(tile.first_key, tile.stop_key)
-    return query[:, :, tile.first_row : tile.stop_row], pair[0][:, :, keys], pair[1][:, :, keys]
+def _lengths(group: Sequence[CachedSlice], first: int) -> Lengths:
+    return Lengths(tuple(piece.rows for piece in group), tuple(piece.stop - first for piece in group))
 
 
-def _sight(tile: Tile, piece: CachedSlice, like: torch.Tensor) -> dict[str, Any]:
-    """Return which keys a tile's rows see, as the kernels take it."""
-    if tile.window is None:
-        return {"causal": tile.causal}
-    rows = torch.arange(piece.start + tile.first_row, piece.start + tile.stop_row, device=like.device)
-    keys = torch.arange(tile.first_key, tile.stop_key, device=like.device)
-    distance = rows[:, None] - keys
-    return {"seen": (distance >= 0) & (distance < tile.window)}
+def _tokens(heads: torch.Tensor) -> torch.Tensor:
+    """View `[1, heads, tokens, dim]` as `[tokens, heads, dim]`."""
+    return heads[0].transpose(0, 1)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join rows, so that heads of a row lie side by side and the output projection needs no copy."""
+    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

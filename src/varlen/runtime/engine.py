@@ -13,6 +13,7 @@ from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
 from varlen.errors import DocumentsError, PlanError, SettingError
 from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
 from varlen.runtime.parts import IGNORED, Parts
@@ -65,6 +66,7 @@ class SliceEngine:
         *,
         recompute: Literal["none", "full"] = "full",
         weighting: LossWeighting = "token",
+        kernels: Kernels = "auto",
     ) -> None:
         """Take a model.
 
@@ -74,18 +76,21 @@ class SliceEngine:
             recompute: what steps without a plan do with activations: "full" computes them again in the backward
                 pass, "none" keeps those of a whole document.
             weighting: of targets, as `PackedBatch.loss_weights` says.
+            kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
+                ("varlen"), "flash_attn", "flex", or the first of these that can.
 
         Raises:
             ModelError: a family that isn't run in slices, or a model without a head; says which.
-            SettingError: a number of tokens below 1.
+            SettingError: a number of tokens below 1, or kernels of another name.
         """
         if recompute not in ("none", "full"):
             raise SettingError(f'recompute={recompute!r}; steps without a plan run "none" or "full"')
         self.model, self.recompute, self.weighting = model, recompute, weighting
+        self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
         before = _attention(model)
-        Parts.of(model)
+        Parts.of(model, kernels)
         model.set_attn_implementation(before)
 
     def step(
@@ -117,7 +122,7 @@ class SliceEngine:
         check_plan(used)
         check_lengths(used, lengths)
         before = _attention(self.model)
-        parts = Parts.of(self.model)
+        parts = Parts.of(self.model, self.kernels)
         try:
             data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
             run = run_places(self.model, parts, data, used, meter=meter, keeps_losses=document_losses)

@@ -4,12 +4,15 @@ A row's attention over all its keys is the mean of its attention over parts of t
 log-sum-exp. Given the merged output and the merged log-sum-exp, a part's backward is that of the whole (Dao 2023,
 "FlashAttention-2", arXiv 2307.08691; Liu, Zaharia & Abbeel 2023, "Ring Attention", arXiv 2310.01889), so that nothing
 is differentiated twice. PyTorch's own kernels compute it: on CPU in every floating dtype, on CUDA in half precision.
-What they don't compute, bands of a sliding window among it, has its scores formed here.
+What they don't compute, soft caps and the edges of a sliding window among it, has its scores formed here.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from torch.nn.functional import pad
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -18,18 +21,29 @@ _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-"""The widest head that the CUDA kernel takes."""
+"""The widest head that the CUDA kernels take."""
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output `[1, query_heads, rows, dim]` and log-sum-exp `[1, query_heads, rows]`, float32 or wider."""
+
+
+class Rule(NamedTuple):
+    """How scores are made of queries and keys, and which of them count."""
+
+    scale: float
+    """Of the product of a query and a key."""
+    window: int | None = None
+    """Attend to the last this many tokens, the token itself included; None for all."""
+    cap: float | None = None
+    """Scores s become `cap * tanh(s / cap)` (Gemma 2); None: they stay."""
 
 
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    rule: Rule,
     *,
-    scale: float,
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> Partial:
@@ -38,21 +52,22 @@ def forward(
     Args:
         query: `[1, query_heads, rows, dim]`, any strides.
         key: `[1, key_heads, keys, dim]`; `query_heads` is a multiple of `key_heads`, and no key is copied.
-        value: as `key`.
-        scale: of scores.
+        value: `[1, key_heads, keys, value_dim]`.
+        rule: of scores; its window is what `seen` says.
         causal: row i sees the keys 0 to i; there are as many keys as rows.
         seen: bool `[rows, keys]`, which keys each row sees; None for all, or as `causal` says.
 
     Returns:
-        The output, 0 in rows that see no key, and their log-sum-exp, `-inf` in such rows.
+        The output, `[1, query_heads, rows, value_dim]`, 0 in rows that see no key, and their log-sum-exp, `-inf` in
+        such rows.
     """
-    if seen is not None or not _has_kernel(query):
-        return _forward_by_scores(query, key, value, scale, _seen(query, causal, seen))
-    if query.is_cuda:
-        out, lse, *_ = _CUDA(query, key, value, 0.0, causal, False, scale=scale)
-        return out, lse
-    out, lse = _CPU(query, key, value, 0.0, causal, scale=scale)
-    return out, lse
+    if seen is not None or rule.cap is not None or not _has_kernel(query, value):
+        return _forward_by_scores(query, key, value, rule, _seen(query, causal, seen))
+    width, value_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = _padded(width, query, key, value)
+    kernel = _CUDA if query.is_cuda else _CPU
+    out, lse, *_ = kernel(query, key, value, 0.0, causal, scale=rule.scale)
+    return (out if value_width == width else out[..., :value_width]), lse
 
 
 def backward(
@@ -61,8 +76,8 @@ def backward(
     key: torch.Tensor,
     value: torch.Tensor,
     merged: Partial,
+    rule: Rule,
     *,
-    scale: float,
     causal: bool = False,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,38 +89,74 @@ def backward(
         key: as in `forward`.
         value: as in `forward`.
         merged: output and log-sum-exp over all keys of these rows, not over those given alone.
-        scale: as in `forward`.
+        rule: as in `forward`.
         causal: as in `forward`.
         seen: as in `forward`.
+
+    Returns:
+        Gradients in the shapes of `query`, `key` and `value`; float32 or wider where scores are formed.
     """
-    out, lse = merged
-    if seen is not None or not _has_kernel(query):
-        return _backward_by_scores(gradient, query, key, value, merged, scale, _seen(query, causal, seen))
+    if seen is not None or rule.cap is not None or not _has_kernel(query, value):
+        return _backward_by_scores(gradient, query, key, value, merged, rule, _seen(query, causal, seen))
+    widths = [x.shape[-1] for x in (query, key, value)]
+    gradient, query, key, value, out = _padded(max(widths), gradient, query, key, value, merged[0])
+    given = (gradient, query, key, value, out, merged[1].contiguous())
     if query.is_cuda:
         rows, keys, none = query.shape[2], key.shape[2], torch.empty(0, dtype=torch.int64)
-        given = (gradient, query, key, value, out, lse)
-        by_query, by_key, by_value = _CUDA_BACKWARD(
-            *given, None, None, rows, keys, 0.0, causal, none, none, scale=scale
-        )
-        return by_query, by_key, by_value
-    by_query, by_key, by_value = _CPU_BACKWARD(
-        gradient, query, key, value, out, lse, 0.0, causal, scale=scale
-    )
+        made = _CUDA_BACKWARD(*given, None, None, rows, keys, 0.0, causal, none, none, scale=rule.scale)
+    else:
+        made = _CPU_BACKWARD(*given, 0.0, causal, scale=rule.scale)
+    by_query, by_key, by_value = (x[..., :width] for x, width in zip(made, widths))
     return by_query, by_key, by_value
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """Merge attention of the same rows over two sets of keys; the first output's memory is used again."""
-    out, lse = one[0], torch.logaddexp(one[1], other[1])
-    weights = [(part[1] - lse).exp_().unsqueeze(-1).to(out.dtype) for part in (one, other)]
-    return out.mul_(weights[0]).addcmul_(other[0], weights[1]), lse
+    """Merge attention of the same rows over two sets of keys; the first output's memory is used again.
+
+    Each row must see a key of the first set or of the second. One weight moves the first output towards the other,
+    so that half precision rounds once.
+    """
+    weight = torch.sigmoid(other[1] - one[1]).unsqueeze(-1)
+    out = one[0].lerp_(other[0].to(one[0].dtype), weight.to(one[0].dtype).expand_as(one[0]))
+    return out, torch.logaddexp(one[1], other[1])
 
 
-def _has_kernel(query: torch.Tensor) -> bool:
+def with_sinks(merged: Partial, sinks: torch.Tensor) -> Partial:
+    """Merge a score of each head into it that every row sees and that has nothing to give (gpt-oss).
+
+    Args:
+        merged: over all keys; the output's memory is used again.
+        sinks: `[query_heads]`: a score each.
+    """
+    out, lse = merged
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return out.mul_((lse - total).exp_().unsqueeze(-1).to(out.dtype)), total
+
+
+def sinks_backward(gradient: torch.Tensor, merged: Partial, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of sinks, `[query_heads]`.
+
+    Args:
+        gradient: of the output, in its shape.
+        merged: by `with_sinks`.
+        sinks: as given to it.
+    """
+    out, lse = merged
+    of_row = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weights = (sinks.to(lse.dtype)[None, :, None] - lse).exp_()
+    return weights.mul_(of_row).sum((0, 2)).neg_().to(sinks.dtype)
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     if query.device.type == "cpu":
         return True
-    width = query.shape[-1]
+    width = max(query.shape[-1], value.shape[-1])
     return query.is_cuda and query.dtype in HALF and width % 8 == 0 and width <= MAX_HEAD_DIM
+
+
+def _padded(width: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Give heads the same width, as kernels want it; zeros add nothing to a score, and give nothing."""
+    return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 
 def _seen(query: torch.Tensor, causal: bool, seen: torch.Tensor | None) -> torch.Tensor | None:
@@ -120,22 +171,26 @@ def _grouped(x: torch.Tensor, key_heads: int) -> torch.Tensor:
     return x.reshape(1, key_heads, -1, *x.shape[2:])
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, seen: torch.Tensor | None) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, rule: Rule, seen: torch.Tensor | None) -> torch.Tensor:
     """Return scores `[1, key_heads, queries a key, rows, keys]`, float32 or wider, `-inf` where not seen."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = _grouped(query, key.shape[1]).to(wide) @ key.to(wide).transpose(-1, -2)[:, :, None] * scale
+    scores = _grouped(query, key.shape[1]).to(wide) @ key.to(wide).transpose(-1, -2)[:, :, None]
+    scores *= rule.scale
+    if rule.cap is not None:
+        scores = scores.div_(rule.cap).tanh_().mul_(rule.cap)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 
 
 def _forward_by_scores(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule, seen: torch.Tensor | None
 ) -> Partial:
-    scores = _scores(query, key, scale, seen)
+    """As `forward`; the output is float32 or wider, so that many parts can be merged before it is rounded."""
+    scores = _scores(query, key, rule, seen)
     lse = scores.logsumexp(-1)
     # A row that sees nothing would compute `inf - inf`.
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     out = weights @ value.to(weights.dtype)[:, :, None]
-    return out.flatten(1, 2).to(query.dtype), lse.flatten(1, 2)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _backward_by_scores(
@@ -144,16 +199,23 @@ def _backward_by_scores(
     key: torch.Tensor,
     value: torch.Tensor,
     merged: Partial,
-    scale: float,
+    rule: Rule,
     seen: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = key.shape[1]
-    scores = _scores(query, key, scale, seen)
+    scores = _scores(query, key, rule, seen)
+    bent = None
+    if rule.cap is not None:
+        bent = 1 - (scores / rule.cap).square_()
+        if seen is not None:
+            bent.masked_fill_(~seen, 0.0)
     weights = scores.sub_(_grouped(merged[1], heads).unsqueeze(-1)).exp_()
     g, out = (_grouped(x, heads).to(weights.dtype) for x in (gradient, merged[0]))
     by_value = (weights.transpose(-1, -2) @ g).sum(2)
     by_weight = g @ value.to(weights.dtype).transpose(-1, -2)[:, :, None]
-    by_score = weights.mul_(by_weight.sub_((g * out).sum(-1, keepdim=True))).mul_(scale)
+    by_score = weights.mul_(by_weight.sub_((g * out).sum(-1, keepdim=True))).mul_(rule.scale)
+    if bent is not None:
+        by_score *= bent
     by_query = (by_score @ key.to(weights.dtype)[:, :, None]).flatten(1, 2)
     by_key = (by_score.transpose(-1, -2) @ _grouped(query, heads).to(weights.dtype)).sum(2)
-    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype)
+    return by_query, by_key, by_value

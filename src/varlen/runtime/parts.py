@@ -14,9 +14,9 @@ from torch import nn
 
 from varlen.errors import ModelError
 from varlen.runtime.attention import CachedSlice, register
+from varlen.runtime.choice import Kernels, check_kernels
+from varlen.runtime.families import check_settings, family_of, rope_by_length
 
-FAMILIES = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Families whose forward is embedding, rotary positions, layers, norm and head, with nothing in between."""
 HEAD_ROWS = 1024
 """Rows whose logits are there at once."""
 IGNORED = -100
@@ -32,6 +32,16 @@ class Positions(NamedTuple):
     """What layers turn them into."""
 
 
+class Logits(NamedTuple):
+    """What becomes of what the head gives: `z` is `factor * z`, and then `cap * tanh(z / cap)`."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+
+AS_GIVEN = Logits()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
     """A causal decoder in the pieces that a step runs one by one."""
@@ -41,37 +51,57 @@ class Parts:
     rotary: nn.Module
     norm: nn.Module
     head: nn.Linear
+    kernels: Kernels = "auto"
+    """What computes attention."""
+    rotary_types: Sequence[str] = ()
+    """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
+    by_length: bool = False
+    """Whether rotary positions depend on how long a document is in all."""
+    embedding_factor: float = 1.0
+    """By which embeddings are multiplied outside of their module."""
+    logits: Logits = AS_GIVEN
 
     @classmethod
-    def of(cls, model: Any) -> Parts:
+    def of(cls, model: Any, kernels: Kernels = "auto") -> Parts:
         """Take a model apart, and set its attention to that of slices.
 
         Args:
             model: a transformers model with a language-model head; its attention is changed in place, and
                 `model.set_attn_implementation("sdpa")` undoes it.
+            kernels: what computes attention.
 
         Raises:
-            ModelError: a family that isn't known to run layer by layer, or a model without a head.
+            ModelError: a family that isn't known to run layer by layer, one in which slices would learn something
+                else, or a model without a head.
+            SettingError: kernels of another name.
         """
-        family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        if family not in FAMILIES:
-            raise ModelError(
-                f"slices don't run {family} models, whose layers may need more than rows and their positions; "
-                f"they run {', '.join(FAMILIES)}"
-            )
+        check_kernels(kernels)
+        name, family = family_of(model)
+        check_settings(name, model)
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError(
                 f"{type(model).__name__} has no language-model head; give a model for causal language"
             )
-        decoder = model.get_decoder()
+        decoder, config = model.get_decoder(), model.config
         model.set_attn_implementation(register())
+        layers = tuple(decoder.layers)[: config.num_hidden_layers]
+        factor = float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0
+        if family.logit_divisor:
+            factor /= float(getattr(config, family.logit_divisor))
         return cls(
-            embedding=decoder.embed_tokens,
-            layers=tuple(decoder.layers),
+            embedding=getattr(decoder, family.embedding),
+            layers=layers,
             rotary=decoder.rotary_emb,
-            norm=decoder.norm,
+            norm=getattr(decoder, family.norm),
             head=head,
+            kernels=kernels,
+            rotary_types=tuple(config.layer_types[: len(layers)]) if family.rotary == "by_layer_type" else (),
+            by_length=rope_by_length(config),
+            embedding_factor=float(getattr(config, family.embedding_factor))
+            if family.embedding_factor
+            else 1.0,
+            logits=Logits(factor, getattr(config, family.logit_cap) if family.logit_cap else None),
         )
 
     def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
@@ -84,7 +114,30 @@ class Parts:
         ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None].to(
             like.device
         )
-        return Positions(ids, self.rotary(like, position_ids=ids))
+        ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
+        named = {
+            kind: self._rotated(ids, ends, like, *([kind] if kind else []))
+            for kind in dict.fromkeys(self.rotary_types or ("",))
+        }
+        return Positions(ids, named if self.rotary_types else named[""])
+
+    def _rotated(
+        self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor, *kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of positions, `[1, rows, dim]`.
+
+        Where they depend on how long a text is, each slice shows the last position of its document too.
+        """
+        if not ends:
+            cosines, sines = self.rotary(like, ids, *kind)
+            return cosines, sines
+        made, row = [], 0
+        for rows, length in ends:
+            with_end = torch.cat([ids[:, row : row + rows], ids.new_tensor([[length - 1]])], 1)
+            made.append([x[:, :-1] for x in self.rotary(like, with_end, *kind)])
+            row += rows
+        cosines, sines = (torch.cat(each, 1) for each in zip(*made))
+        return cosines, sines
 
     def run_layer(
         self,
@@ -101,13 +154,15 @@ class Parts:
             positions: of the rows, by `positions`.
             slices: whose rows these are.
         """
+        rotated = positions.embeddings
         out = self.layers[layer](
             hidden,
             attention_mask=None,
             position_ids=positions.ids,
-            position_embeddings=positions.embeddings,
+            position_embeddings=rotated[self.rotary_types[layer]] if self.rotary_types else rotated,
             use_cache=False,
             slices=slices,
+            kernels=self.kernels,
         )
         return out if isinstance(out, torch.Tensor) else out[0]
 
@@ -115,7 +170,7 @@ class Parts:
         """Return `[1, rows, hidden]` of int64 `[rows]`, apart from the graph; `embed_backward` is its backward."""
         with torch.no_grad():
             hidden: torch.Tensor = self.embedding(input_ids[None])
-        return hidden
+        return hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
 
     def embed_backward(self, input_ids: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add to the embedding's gradient where its rows were used.
@@ -125,7 +180,11 @@ class Parts:
         weight, unused = self.embedding.weight, self.embedding.padding_idx
         if not weight.requires_grad:
             return
+        factor = self.embedding_factor
+        if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
+            factor *= scale.to(weight.dtype).item()  # Gemma's embedding multiplies what it looks up
         rows = gradient[0].to(weight.dtype)
+        rows = rows if factor == 1 else rows * factor
         if unused is not None:
             rows = rows * (input_ids != unused)[:, None]
         _gradient(weight).index_add_(0, input_ids, rows)
@@ -143,10 +202,13 @@ class Parts:
         Returns:
             The cross-entropy of each row, `[rows]`, 0 without a label, and the gradient of `hidden`.
         """
+        at_once = (
+            HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
+        )  # a cap's slope takes a buffer more
         gradient = torch.empty_like(hidden)
         losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for first in range(0, hidden.shape[1], HEAD_ROWS):
-            rows = slice(first, first + HEAD_ROWS)
+        for first in range(0, hidden.shape[1], at_once):
+            rows = slice(first, first + at_once)
             part = hidden[0, rows].detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.norm(part)
@@ -165,7 +227,15 @@ class Parts:
         takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
         """
         logits = nn.functional.linear(normed, self.head.weight.detach(), _detached(self.head.bias))
+        factor, cap = self.logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        slope: torch.Tensor | float = factor
+        if factor != 1:
+            wide *= factor
+        if cap is not None:
+            wide.div_(cap).tanh_()
+            slope = wide.square().neg_().add_(1).mul_(factor)
+            wide *= cap
         targets = labels.clamp_min(0)[:, None]
         wide -= wide.amax(-1, keepdim=True)
         at_target = wide.gather(1, targets)[:, 0]
@@ -174,6 +244,8 @@ class Parts:
         weights = weights.to(wide.dtype)
         wide *= (weights / total)[:, None]
         wide.scatter_add_(1, targets, -weights[:, None])
+        if factor != 1 or cap is not None:
+            wide *= slope
         by_logits = logits.copy_(wide)
         weight, bias = self.head.weight, self.head.bias
         if weight.requires_grad:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from varlen.step_plan import StepPlan
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Peers(Protocol):
@@ -47,10 +43,11 @@ class ProcessPeers:
         """Take a group.
 
         Args:
-            group: of torch.distributed, with this process in it.
+            group: with this process in it: a `ProcessGroup` of torch.distributed, or a backend such as
+                `ProcessGroupNCCL`.
         """
         self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._size = int(group.rank()), int(group.size())
 
     @property
     def rank(self) -> int:
@@ -65,48 +62,30 @@ class ProcessPeers:
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `Peers.all_gather`."""
         out = rows.new_empty(self._size, *rows.shape)
-        _all_gather(out.flatten(0, 1), rows.contiguous(), group=self._group)
+        self._group._allgather_base(out.flatten(0, 1), rows.contiguous()).wait()
         return out
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         """As `Peers.reduce_scatter`."""
         out = parts.new_empty(parts.shape[1:])
-        _reduce_scatter(out, parts.contiguous().flatten(0, 1), group=self._group)
+        self._group._reduce_scatter_base(out, parts.contiguous().flatten(0, 1)).wait()
         return out
 
 
-class PeerGroups:
-    """The groups that one process has been in so far; each is made once in a job, when a plan first needs it."""
+def peers_of(plan: StepPlan, rank: int, group_of: Callable[[int, int], Any]) -> dict[tuple[int, int], Peers]:
+    """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.
 
-    def __init__(self, ranks: Sequence[int], rank: int, **settings: Any) -> None:
-        """Take where data-parallel ranks are.
+    Called by all processes of a stage before they run the plan: where members wait for each other to make a new
+    group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
+    other; the larger is asked for first everywhere, and no two wait for each other.
 
-        Args:
-            ranks: `[dp]`: the process of each data-parallel rank at this process's stage.
-            rank: data-parallel, of this process.
-            settings: for `torch.distributed.new_group`, such as `timeout` and `backend`.
-        """
-        self._ranks, self._rank, self._settings = ranks, rank, settings
-        self._made: dict[tuple[int, int], ProcessPeers] = {}
-
-    def of(self, plan: StepPlan) -> dict[tuple[int, int], Peers]:
-        """Return the groups that a plan has this process in, by first data-parallel rank and size.
-
-        Called by all processes of a stage before they run the plan: the members of a new group wait here for each
-        other, and for no one else. Groups are aligned, so that of two that have a process in common one holds the
-        other; the larger is made first everywhere, and no two wait for each other.
-
-        Args:
-            plan: of the step.
-        """
-        return {key: self._peers(*key) for key in groups_of(plan, self._rank)}
-
-    def _peers(self, first: int, size: int) -> Peers:
-        if (first, size) not in self._made:
-            members = [self._ranks[rank] for rank in range(first, first + size)]
-            group = dist.new_group(members, use_local_synchronization=True, **self._settings)
-            self._made[first, size] = ProcessPeers(group)
-        return self._made[first, size]
+    Args:
+        plan: of the step.
+        rank: data-parallel.
+        group_of: returns what `ProcessPeers` takes, of neighbouring data-parallel ranks of this stage: given the
+            first one, and how many; made once in a job, and not once a step.
+    """
+    return {key: ProcessPeers(group_of(*key)) for key in groups_of(plan, rank)}
 
 
 def groups_of(plan: StepPlan, rank: int) -> list[tuple[int, int]]:

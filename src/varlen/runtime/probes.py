@@ -19,6 +19,7 @@ from varlen.cost.shape import ModelShape
 from varlen.runtime.attention import CachedSlice, attend
 from varlen.runtime.cache import DocumentCache
 from varlen.runtime.clock import Clock
+from varlen.runtime.flash import Rule
 from varlen.runtime.parts import Parts
 from varlen.types import FloatArray
 
@@ -131,7 +132,7 @@ def attention_probe(
         keys=keys,
         flops=4.0 * model.heads * model.head_dim * pairs_of(rows, keys),
         prepare=prepare,
-        forward=lambda slices: attend(query, key, value, slices, layer=0, scale=scale),
+        forward=lambda slices: attend(query, key, value, slices, layer=0, rule=Rule(scale)),
         backward=lambda out: out.backward(gradient),
     )
 

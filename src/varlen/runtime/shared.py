@@ -29,9 +29,14 @@ class SharedDocument:
     """int32 `[tokens]`: its place among that rank's rows."""
 
     @property
+    def tokens(self) -> int:
+        """Of the document."""
+        return len(self.owners)
+
+    @property
     def rows(self) -> int:
         """Rows of this rank."""
-        return self.dealing.before(len(self.owners))[self.peers.rank]
+        return self.dealing.before(self.tokens)[self.peers.rank]
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
         """Return which of this rank's rows of the document are those of a slice: the first, and one past the last.
@@ -89,19 +94,11 @@ class Share:
         """How many."""
         return self.last - self.first
 
-    def narrowed(self, window: int | None) -> int | None:
-        """Return a window, or None if no row of the slice reaches beyond it.
-
-        Args:
-            window: tokens that a row sees at most.
-        """
-        return None if window is None or self.stop <= window else window
-
     def span(self, window: int | None) -> Span:
         """Return which tokens are gathered, worked out once a slice.
 
         Args:
-            window: by `narrowed`.
+            window: tokens that a row sees at most; None for all.
         """
         if window not in self.spans:
             dealing, rank = self.document.dealing, self.document.peers.rank

@@ -1,0 +1,199 @@
+"""The rectangles that one slice's attention is computed in, forward and backward, where no kernel computes it whole.
+
+Without a window and a soft cap these are two: the tokens before the slice, which all its rows see, and its own. Else
+rows and keys go in blocks, so that scores, where they are formed, take memory that grows with neither; what a block
+of rows sees wholly is left to the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from varlen.runtime import flash
+from varlen.runtime.cache import DocumentCache, Pair
+from varlen.runtime.dealing import Ranges
+from varlen.runtime.flash import Rule
+from varlen.runtime.shared import Share
+
+BLOCK = 512
+"""Rows, and keys where scores are formed, that are computed at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedSlice:
+    """The rows `start:stop` of a document, which stand in a MicroPack behind those of the slices before it."""
+
+    cache: DocumentCache
+    start: int
+    stop: int
+    share: Share | None = None
+    """Which of them this rank computes, where several share the document."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the slice that this rank computes."""
+        return self.stop - self.start if self.share is None else self.share.rows
+
+    @property
+    def ranges(self) -> Ranges:
+        """Which these are."""
+        return ((self.start, self.stop),) if self.share is None else self.share.ranges
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.cache.length if self.share is None else self.share.document.tokens
+
+
+class Tile(NamedTuple):
+    """A rectangle of attention: some rows of a slice over some tokens of its document."""
+
+    first_row: int
+    stop_row: int
+    first_key: int
+    stop_key: int
+    sight: Literal["all", "causal", "band"]
+    """Whether rows see all keys, those up to the row's own, which is the first key for the first row, or those within
+    the window."""
+
+
+def tiles_of(start: int, stop: int, rule: Rule) -> Iterator[Tile]:
+    """Yield the rectangles that a slice is computed in; of those with the same rows, the first reaches every row.
+
+    >>> [tuple(tile) for tile in tiles_of(10, 14, Rule(1.0))]
+    [(0, 4, 10, 14, 'causal'), (0, 4, 0, 10, 'all')]
+    """
+    window = stop if rule.window is None else rule.window
+    rows = stop - start
+    if rule.cap is None and window >= stop:
+        yield Tile(0, rows, start, stop, "causal")
+        if start:
+            yield Tile(0, rows, 0, start, "all")
+        return
+    for first in range(0, rows, BLOCK):
+        last = min(first + BLOCK, rows)
+        low, high = start + first, start + last
+        lowest, whole = max(0, low - window + 1), max(0, high - window)
+        if high - low > window:
+            yield Tile(first, last, lowest, high, "band")
+            continue
+        yield Tile(first, last, low, high, "causal")
+        # Formed scores go in blocks of keys; a kernel takes all keys that every row sees at once.
+        for key in range(whole, low, BLOCK if rule.cap is not None else max(1, low - whole)):
+            end = min(low, key + BLOCK) if rule.cap is not None else low
+            yield Tile(first, last, key, end, "all")
+        if lowest < whole:
+            yield Tile(first, last, lowest, whole, "band")
+
+
+def forward(query: torch.Tensor, pair: Pair, piece: CachedSlice, rule: Rule) -> flash.Partial:
+    """Attend from a slice's rows to its document up to itself.
+
+    Args:
+        query: `[1, query_heads, rows, dim]`, of the slice.
+        pair: keys and values of the document up to the slice's end.
+        piece: the slice.
+        rule: of scores.
+    """
+    outs: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    block: flash.Partial | None = None
+    tiles = list(tiles_of(piece.start, piece.stop, rule))
+    for tile, following in zip(tiles, [*tiles[1:], None]):
+        part = flash.forward(*_of_tile(query, pair, tile), rule, **_sight(tile, piece, rule, query))
+        if block is None:
+            # A block of few rows is merged wide, and rounded once.
+            few = tile.stop_row - tile.first_row < piece.rows or len(tiles) > 2
+            block = (part[0].to(part[1].dtype), part[1]) if few else part
+        else:
+            block = flash.merge(block, part)
+        if following is None or following.first_row != tile.first_row:
+            outs.append(block[0].to(query.dtype))
+            sums.append(block[1])
+            block = None
+    if len(outs) == 1:
+        return outs[0], sums[0]
+    # Joined by rows, so that heads of a row lie side by side.
+    return torch.cat([x.transpose(1, 2) for x in outs], 1).transpose(1, 2), torch.cat(sums, 2)
+
+
+def backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    merged: flash.Partial,
+    piece: CachedSlice,
+    layer: int,
+    rule: Rule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of a slice's queries, keys and values; those of earlier tokens go to its cache.
+
+    Args:
+        gradient: of the output, `[1, query_heads, rows, value_dim]`.
+        query: of the slice.
+        merged: output and log-sum-exp of the slice.
+        piece: the slice.
+        layer: of the cache.
+        rule: of scores.
+    """
+    start, cache = piece.start, piece.cache
+    pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
+    own = cache.own_gradients(layer, start, piece.stop)
+    by_queries: dict[int, torch.Tensor] = {}
+    tiles = list(tiles_of(start, piece.stop, rule))
+    for tile in tiles:
+        rows = slice(tile.first_row, tile.stop_row)
+        by_query, *by_pair = flash.backward(
+            gradient[:, :, rows],
+            *_of_tile(query, pair, tile),
+            (merged[0][:, :, rows], merged[1][:, :, rows]),
+            rule,
+            **_sight(tile, piece, rule, query),
+        )
+        if tile.first_row in by_queries:
+            by_queries[tile.first_row] += by_query
+        else:
+            by_queries[tile.first_row] = by_query if len(tiles) < 3 else by_query.to(merged[1].dtype)
+        before = max(0, min(start, tile.stop_key) - tile.first_key)
+        if earlier is not None and before:
+            for total, part in zip(earlier, by_pair):
+                total[:, :, tile.first_key : tile.first_key + before] += part[:, :, :before]
+        if tile.stop_key > start:
+            first = max(tile.first_key, start) - start
+            own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
+    assert own is not None
+    parts = list(by_queries.values())
+    by_query = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return by_query.to(query.dtype), own[0].to(query.dtype), own[1].to(query.dtype)
+
+
+def _added(own: Pair | None, parts: list[torch.Tensor], first: int, rows: int) -> Pair:
+    """Add gradients of the keys and values from row `first` on to a slice's own."""
+    if own is None:
+        if parts[0].shape[2] == rows:
+            return parts[0], parts[1]
+        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        key, value = (x.new_zeros(1, x.shape[1], rows, x.shape[3], dtype=wide) for x in parts)
+        own = (key, value)
+    for total, part in zip(own, parts):
+        total[:, :, first : first + part.shape[2]] += part
+    return own
+
+
+def _of_tile(query: torch.Tensor, pair: Pair, tile: Tile) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keys = slice(tile.first_key, tile.stop_key)
+    return query[:, :, tile.first_row : tile.stop_row], pair[0][:, :, keys], pair[1][:, :, keys]
+
+
+def _sight(tile: Tile, piece: CachedSlice, rule: Rule, like: torch.Tensor) -> dict[str, Any]:
+    """Return which keys a tile's rows see, as the kernels take it."""
+    if tile.sight != "band":
+        return {"causal": tile.sight == "causal"}
+    rows = torch.arange(piece.start + tile.first_row, piece.start + tile.stop_row, device=like.device)
+    keys = torch.arange(tile.first_key, tile.stop_key, device=like.device)
+    distance = rows[:, None] - keys
+    assert rule.window is not None
+    return {"seen": (distance >= 0) & (distance < rule.window)}
