@@ -7,6 +7,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,8 +88,13 @@ class Sides:
     """By rank."""
 
 
-def run_side_by_side(model: Any, tokens: torch.Tensor, plan: StepPlan) -> Sides:
-    """Run a plan, all stages of all ranks at the same time."""
+def run_side_by_side(
+    model: Any,
+    tokens: torch.Tensor,
+    plan: StepPlan,
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Sides:
+    """Run a plan, all stages of all ranks at the same time, each thread within a mode of torch."""
     mesh = plan.mesh
     sides = Sides(
         wires=[QueueWires() for _ in range(mesh.dp)], token_losses=torch.zeros(len(tokens)).double()
@@ -111,7 +117,8 @@ def run_side_by_side(model: Any, tokens: torch.Tensor, plan: StepPlan) -> Sides:
             for first, size in groups_of(plan, rank)
         }
         shared = shared_documents(plan, rank, groups, tokens.device)
-        losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
+        with mode():
+            losses, of_tokens, _ = run_place(mine, tokens, plan, rank, stage, sides.wires[rank], shared)
         with guard:
             sides.shared[rank] = shared
             sides.loss += losses

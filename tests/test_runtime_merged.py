@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from random_plans import random_plan
 from ranks import as_ranks
 from side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
-from sliced import Slice, tiny, tokens_of, uncut
+from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
 from step_plans import micropacks_of
+from test_runtime_families import Wide, family
+from test_runtime_kernels import KERNELS
 
 from varlen.plan.check import check_plan
+from varlen.runtime import attention
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.dealing import deal
 from varlen.runtime.place import keys_of
 from varlen.runtime.shared import num_rows, shared_documents
+from varlen.runtime.slices import run_step
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
 JOB = Path(__file__).parent / "merged_job.py"
@@ -146,7 +150,7 @@ def check(model: Any, plan: StepPlan) -> Any:
 
 
 @given(plans())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_ranks_that_share_documents_add_up_to_the_uncut_model(plan: StepPlan) -> None:
     check(tiny("llama"), plan)
 
@@ -158,7 +162,7 @@ def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
     mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh=mesh)
@@ -186,8 +190,8 @@ def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows() -> None:
     backward: list[list[Slice]] = [[(0, a, b)] for a, b in [(13, 20), (8, 13), (1, 8), (0, 1)]]
     ranks = range(4)
 
-    for family in ("llama", "mistral"):
-        model = tiny(family, sliding_window=5) if family == "mistral" else tiny(family)
+    for window in (None, 5):
+        model = tiny("mistral", sliding_window=window)
         check(model, plan_of([20], [(0, 4)], [forward for _ in ranks], [forward[::-1] for _ in ranks]))
         apart = plan_of([20], [(0, 4)], [forward for _ in ranks], [backward for _ in ranks], recompute="full")
         check(model, apart)
@@ -203,6 +207,49 @@ def test_a_window_longer_than_a_block_of_rows_is_exact() -> None:
         tiny("mistral", sliding_window=100, num_hidden_layers=1),
         shared_by_two([(0, 3), (3, 1400), (1400, 1500)]),
     )
+
+
+CUTS = [(0, 5), (5, 6), (6, 30)]
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+        ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20}),
+    ],
+)
+def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(
+    name: str, settings: Any
+) -> None:
+    model, tokens = family(name, **settings), tokens_of([30])
+    with Wide():
+        run_step(model, tokens, one_gpu_plan([30], [[(0, a, b)] for a, b in CUTS]))
+    wanted = take_gradients(model)
+
+    found = run_side_by_side(model, tokens, shared_by_two(CUTS), Wide).gradients
+
+    assert found.keys() == wanted.keys()
+    largest = max(x.norm() for x in wanted.values())
+    assert max((found[name] - x).norm() for name, x in wanted.items()) < 1e-12 * largest
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name: str, window: int | None) -> None:
+    model = tiny("mistral", sliding_window=window)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
+        check(model, shared_by_two(CUTS))
 
 
 def live_bytes(plan: StepPlan) -> list[list[int]]:
