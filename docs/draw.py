@@ -12,6 +12,7 @@ import varlen as vl
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # `benchmarks`, whose results some show
 import draw_planning
+import draw_running
 import draw_strategies
 
 IMAGES = Path(__file__).resolve().parent / "images"
@@ -362,6 +363,7 @@ PICTURES = {
     "feeding": feeding,
     **draw_strategies.PICTURES,
     **draw_planning.PICTURES,
+    **draw_running.PICTURES,
 }
 
 

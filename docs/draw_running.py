@@ -52,4 +52,35 @@ def _triangle(d: Drawing, left: float, top: float, cuts: tuple[int, ...], *, is_
     d.arrow(left + _SIDE + 134, arrow[0], left + _SIDE + 134, arrow[1])
 
 
-PICTURES = {"running_passes": passes}
+def sharing() -> Drawing:
+    """A document that four ranks share: whose rows are whose, and that each has as much attention to compute."""
+    ranks, cuts = 4, (0, 128, 192)
+    d = Drawing(860, 330, "two slices of a document, each dealt to four ranks in zigzag: first and last chunk together")
+    d.text(30, 34, "rows of two slices, dealt in zigzag", size=15, bold=True)
+    left, top = 70, 56
+    pairs = dict.fromkeys(range(ranks), 0)
+    for start, stop in pairwise(cuts):
+        chunks = [start + chunk * (stop - start) // (2 * ranks) for chunk in range(2 * ranks + 1)]
+        for chunk, (first, last) in enumerate(pairwise(chunks)):
+            rank = min(chunk, 2 * ranks - 1 - chunk)
+            pairs[rank] += sum(row + 1 for row in range(first, last))
+            corners = f"{left},{top + first} {left + first},{top + first} {left + last},{top + last} {left},{top + last}"
+            d.parts.append(f'<polygon points="{corners}" fill="{_HUES[rank]}"/>')
+        d.line(left, top + stop, left + stop, top + stop, stroke="#ffffff", width=2.5)
+        d.text(left + _SIDE + 14, top + (start + stop) / 2 + 5, f"slice {cuts.index(start) + 1}", bold=True)
+    d.line(left, top, left, top + _SIDE, stroke=INK)
+    d.line(left, top + _SIDE, left + _SIDE, top + _SIDE, stroke=INK)
+    d.text(left - 8, top + 12, "rows", size=11, anchor="end", fill=SOFT)
+    d.text(left + _SIDE + 6, top + _SIDE + 17, "keys", size=11, fill=SOFT)
+    d.text(460, 34, "each rank: a quarter of the rows", size=15, bold=True)
+    total = sum(pairs.values())
+    for rank in range(ranks):
+        y = 66 + 48 * rank
+        d.box(460, y, 22, 22, _HUES[rank])
+        d.text(494, y + 16, f"rank {rank}: {100 * pairs[rank] / total:.1f} % of the attention", size=13)
+    d.text(460, 276, "keys and values of all ranks are gathered for one layer at a time;", size=12, fill=SOFT)
+    d.text(460, 294, "their gradients go back to whoever has the rows", size=12, fill=SOFT)
+    return d
+
+
+PICTURES = {"running_passes": passes, "running_sharing": sharing}

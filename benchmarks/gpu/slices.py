@@ -25,18 +25,20 @@ def overhead(
     sizes: dict[str, int] = BILLION,
     tokens: int = TOKENS,
     slice_tokens: tuple[int, ...] = SLICES,
+    dtype: torch.dtype = torch.bfloat16,
+    rounds: int = 3,
 ) -> dict[str, Any]:
     """Time steps of one document cut into slices, beside the unsliced step with the same recomputation.
 
     Unsliced is both: the model's own forward under per-layer checkpointing with a loss in chunks, and one slice of
     the engine as long as the document.
     """
-    model, batch = llama(sizes, device), one_document(sizes, tokens)
+    model, batch = llama(sizes, device, dtype), one_document(sizes, tokens)
     calls = [lambda: checkpointed(model, batch, device)]
     for rows in (tokens, *slice_tokens):
         engine = vl.SliceEngine(model, slice_tokens=rows)
         calls.append(lambda engine=engine: engine.step(batch))
-    times = side_by_side(calls, device, rounds=3, warm=1)
+    times = side_by_side(calls, device, rounds=rounds, warm=1)
     peaks = [peak_bytes(call, device) for call in calls]
     return {
         "tokens": tokens,

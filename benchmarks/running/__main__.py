@@ -1,0 +1,77 @@
+"""`python -m benchmarks.running [PART ...]`: what runs, measured; writes benchmarks/results/run/DATE.json.
+
+Parts: overhead, pipelines, waits, ahead. A part that isn't named keeps what the day's file has of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import slices
+from benchmarks.machine import load, machine, versions
+from benchmarks.running import ahead, pipelines, waits
+from benchmarks.table import RESULTS
+
+SMALL: dict[str, int] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "vocab_size": 4096,
+    "max_position_embeddings": 2**20,
+}
+"""A Llama whose step of 8,192 tokens takes ten seconds on one core."""
+
+
+def overhead() -> dict[str, Any]:
+    """Slices beside the unsliced step, one core, float32."""
+    torch.set_num_threads(1)
+    found = slices.overhead(
+        torch.device("cpu"),
+        sizes=SMALL,
+        tokens=8192,
+        slice_tokens=(1024, 2048, 4096),
+        dtype=torch.float32,
+        rounds=5,
+    )
+    return {"model": SMALL, **found}
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "overhead": overhead,
+    "pipelines": pipelines.run,
+    "waits": waits.run,
+    "ahead": ahead.run,
+}
+
+
+def main() -> int:
+    """Run parts one by one, and write after each."""
+    date = datetime.now(UTC).date().isoformat()
+    file = RESULTS / "run" / f"{date}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"date": date, "parts": {}}
+    result["machine"] = machine()
+    for name in sys.argv[1:] or list(PARTS):
+        before, begun = load(), time.perf_counter()
+        result[name] = PARTS[name]()
+        result["parts"][name] = {
+            "versions": versions(),
+            "load": [before, load()],
+            "seconds": round(time.perf_counter() - begun),
+        }
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{name}: {result['parts'][name]['seconds']} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

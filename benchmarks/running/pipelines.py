@@ -1,0 +1,131 @@
+"""Two stages of one core each run planned steps of a real model; what they take beside what the simulator says.
+
+Calibration, on the cores that run the steps and while both are busy, takes turns with the steps, round after round,
+so that both meet the same moods of the machine. A time is the lower quartile of its rounds, on both sides.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import varlen as vl
+from benchmarks.running import link
+from benchmarks.running.processes import side_by_side
+from benchmarks.running.steps import CONFIG, SETS, Step, lengths_of, source_of, steps
+from varlen.cost.fit import mape
+from varlen.cost.hardware import Hardware
+from varlen.runtime.calibrate import Bench, calibrate
+from varlen.runtime.probes import quiet
+
+ROUNDS = 7
+BUDGET_S = 30.0
+DOCUMENTS = 24
+LEAST_LIMIT = 0.05
+MESH = vl.Mesh(pp=2)
+
+
+def decoder() -> Any:
+    """Return the model with random weights."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM._from_config(LlamaConfig(**CONFIG), dtype=torch.float32)
+
+
+def batch_of(lengths: np.ndarray) -> vl.PackedBatch:
+    """Return the documents of a step, random tokens, one behind the other."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, CONFIG["vocab_size"], size, dtype=np.int32) for size in lengths.tolist()]
+    return vl.collate(tokens, vl.pack(lengths, capacity=int(lengths.sum()), method="next_fit"))
+
+
+def cost_of(hardware: Hardware) -> vl.CostModel:
+    """Return the model on this machine; messages are float32, and the cost model counts two bytes a number."""
+    near = replace(hardware.intra, bytes_per_s=hardware.intra.bytes_per_s / 2)
+    shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
+    fast = replace(hardware, intra=near)
+    return vl.CostModel(model=shape, hardware=fast, recompute="full", kernels="eager")
+
+
+def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
+    """Run the steps in turns with calibration; what one rank saw."""
+    model = decoder()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine = vl.SliceEngine(model, mesh=MESH, rank=rank)
+    batches = [batch_of(step.plan.lengths) for step in found]
+    shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
+    bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)
+    spans: list[list[tuple[float, float]]] = [[] for _ in found]
+    tasks: list[list[list[float]]] = [[] for _ in found]
+    for number in range(rounds + 1):
+        if number:
+            dist.barrier()
+            bench.run_round()
+        for index, step in enumerate(found):
+            dist.barrier()
+            begun = time.perf_counter()
+            stats = engine.step(batches[index], step.plan)
+            if number:
+                spans[index].append((begun, time.perf_counter()))
+                tasks[index].append(stats.places[0].seconds.tolist())
+    between = link.measured(rank)
+    engine.close()
+    hardware = replace(bench.calibration().hardware, intra=between)
+    return {"spans": spans, "tasks": tasks, "hardware": hardware}
+
+
+def planned(documents: int = DOCUMENTS) -> list[Step]:
+    """Plan the steps by a first calibration, so that planning sees what a user's would."""
+    torch.set_num_threads(1)
+    shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
+    first = calibrate(shape, device="cpu", budget_s=BUDGET_S / 2).hardware
+    return [
+        step
+        for name in SETS
+        for step in steps(source_of(name), lengths_of(name, documents), cost_of(first), MESH)
+    ]
+
+
+def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return each step's seconds beside the simulator's, and the errors over all."""
+    cost = cost_of(ranks[0]["hardware"])
+    rows, rounds = [], []
+    for index, step in enumerate(found):
+        spans = np.array([rank["spans"][index] for rank in ranks])  # [ranks, rounds, 2]
+        taken = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
+        rounds.append(taken)
+        timeline = vl.simulate(step.plan, cost)
+        rows.append(
+            {
+                "documents": step.documents,
+                "method": step.method,
+                "tokens": step.plan.num_tokens,
+                "micropacks": [step.plan.forward.num_micropacks, step.plan.backward.num_micropacks],
+                "predicted_s": timeline.makespan_s,
+                "measured_s": float(quiet(taken)),
+                "rounds_s": taken.tolist(),
+                "bubble": timeline.bubble_ratio,
+            }
+        )
+    every = np.stack(rounds, axis=1)
+    for row in rows:
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+        whole = next(x for x in rows if (x["documents"], x["method"][:9]) == (row["documents"], "packed, a"))
+        for kind in ("predicted_s", "measured_s"):
+            row[f"gain_{kind[:-2]}"] = whole[kind] / row[kind]
+    error = mape(*(np.array([row[kind] for row in rows]) for kind in ("predicted_s", "measured_s")))
+    repeat = mape(quiet(every[::2]), quiet(every[1::2]))
+    limit = max(LEAST_LIMIT, 1.5 * repeat)
+    return {"steps": rows, "mape": error, "repeat_mape": repeat, "limit": limit, "met": bool(error <= limit)}
+
+
+def run(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Plan, run and compare."""
+    found = planned()
+    return {"model": CONFIG, **compared(found, side_by_side(measured, MESH.num_gpus, found, rounds))}
