@@ -270,12 +270,16 @@ def live_bytes(plan: StepPlan) -> list[list[int]]:
     return found
 
 
-def test_a_rank_keeps_its_own_rows_alone() -> None:
-    whole = 256 * 2 * (32 + 2 * 2 * 8) * 4
+def test_a_rank_keeps_its_own_rows_alone_and_gives_them_back() -> None:
+    inputs, pairs = 512 * 2 * 32 * 4, 512 * 2 * (2 * 2 * 8) * 4
+    data = 3 * 512 * 8  # labels, weights and losses of all tokens
+    cuts = [(at, at + 128) for at in range(0, 512, 128)]
 
-    for live in live_bytes(shared_by_two([(0, 128), (128, 256)], recompute="full")):
-        assert live[1] == pytest.approx(whole / 2, rel=0.1), live
-        assert live[-1] < 10_000  # losses, labels and positions
+    for live in live_bytes(shared_by_two(cuts, recompute="full")):
+        assert live[3] == pytest.approx(data + (inputs + pairs) / 2, rel=0.02)
+        # Half of the rows are left, and gradients of their keys and values are there.
+        assert live[5] == pytest.approx(data + (inputs + 2 * pairs) / 4, rel=0.02)
+        assert live[-1] == pytest.approx(data, abs=2000)
 
 
 def test_more_slices_keep_no_more() -> None:

@@ -125,9 +125,8 @@ def backward(
         for total, of_rows in zip(totals, by_pair):
             total[:, :, own.start : own.stop] += of_rows
     by_query = _joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
-    return by_query, *_taken(
-        _scattered(cache.gradients.pop(layer), _share_of(piece), span, none), piece, layer, span, none
-    )
+    mine = _scattered(cache.gradients.pop(layer), _share_of(piece), span, none)
+    return by_query, *_taken(mine, piece, layer, span, none)
 
 
 def none_of(key: torch.Tensor, value: torch.Tensor) -> Pair:
@@ -151,7 +150,7 @@ def _gathered(piece: CachedSlice, layer: int, window: int | None, none: Pair) ->
     share = _share_of(piece)
     span = share.span(window)
     mine = none[0].new_empty(span.width, *_shape(none))
-    if share.last > span.first:
+    if share.last:
         for into, kept in zip(_parted(mine, none), piece.cache.read(layer, share.last)):
             into[:, :, : share.last - span.first] = kept[:, :, span.first :]
     everyone, order = share.document.peers.all_gather(mine).flatten(0, 1), share.order(span)
@@ -183,7 +182,7 @@ def _taken(
     """Add gradients of earlier rows to the cache; return those of the slice's rows, which are then done with."""
     share, cache = _share_of(piece), piece.cache
     if not share.last:
-        return none
+        return none  # and the cache of this layer, which holds no row yet or none anymore, is left alone
     before = share.first - span.first
     earlier = cache.earlier_gradients(layer, share.first)
     for total, part in zip(earlier or (), mine):
