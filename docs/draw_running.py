@@ -55,11 +55,7 @@ def _triangle(d: Drawing, left: float, top: float, cuts: tuple[int, ...], *, is_
 def sharing() -> Drawing:
     """A document that four ranks share: whose rows are whose, and that each has as much attention to compute."""
     ranks, cuts = 4, (0, 128, 192)
-    d = Drawing(
-        860,
-        330,
-        "two slices of a document, each dealt to four ranks in zigzag: first and last chunk together",
-    )
+    d = Drawing(860, 330, "two slices of a document, each dealt to four ranks in zigzag: first and last chunk together")
     d.text(30, 34, "rows of two slices, dealt in zigzag", size=15, bold=True)
     left, top = 70, 56
     pairs = dict.fromkeys(range(ranks), 0)

@@ -24,6 +24,7 @@ from varlen.plan.check import check_plan
 from varlen.runtime import attention
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.dealing import deal
+from varlen.runtime.peers import groups_of
 from varlen.runtime.place import keys_of
 from varlen.runtime.shared import num_rows, shared_documents
 from varlen.runtime.slices import run_step
@@ -246,10 +247,12 @@ def test_caps_sinks_and_positions_of_a_shared_document_are_those_of_one_rank(
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("window", [None, 7])
 def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name: str, window: int | None) -> None:
-    model = tiny("mistral", sliding_window=window)
+    model, holders = tiny("mistral", sliding_window=window), [(0, 2), (0, 1), (0, 1)]
+    shared: list[list[Slice]] = [[(0, a, b)] for a, b in CUTS]
+    forward = [[[(1, 0, 4), *shared[0], (2, 0, 3)], *shared[1:]], shared]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
-        check(model, shared_by_two(CUTS))
+        check(model, plan_of([30, 4, 3], holders, forward, [packs[::-1] for packs in forward]))
 
 
 def live_bytes(plan: StepPlan) -> list[list[int]]:
@@ -289,6 +292,14 @@ def test_more_slices_keep_no_more() -> None:
     )
 
     assert many < 1.05 * few
+
+
+def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another() -> None:
+    holders = [(0, 2), (0, 4), (2, 2), (3, 1), (0, 2)]
+    empty: list[list[list[Slice]]] = [[] for _ in range(4)]
+    plan = plan_of([9] * 5, holders, empty, empty)
+
+    assert [groups_of(plan, rank) for rank in range(4)] == 2 * [[(0, 4), (0, 2)]] + 2 * [[(0, 4), (2, 2)]]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
