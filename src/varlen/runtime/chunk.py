@@ -7,7 +7,7 @@ layers that keep their graphs are one graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -20,10 +20,10 @@ from varlen.runtime.attention import CachedSlice
 from varlen.runtime.cache import DocumentCache
 from varlen.runtime.later import Later, Waiting, add_up
 from varlen.runtime.parts import Parts, Positions
+from varlen.runtime.shared import Key as Key
+from varlen.runtime.shared import SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD
 
-Key = tuple[tuple[int, int, int], ...]
-"""A MicroPack as its slices: document, start, stop."""
 Leaf = tuple[torch.Tensor, torch.Tensor]
 """What went into a graph and what came out."""
 
@@ -77,6 +77,7 @@ class ChunkStep:
         layers_again: int,
         splits_backward: bool = False,
         keeps_losses: bool = False,
+        shared: Mapping[int, SharedDocument] | None = None,
     ) -> None:
         """Take the layers of a chunk.
 
@@ -87,7 +88,9 @@ class ChunkStep:
             layers_again: how many of them, the first ones, are computed again in the backward pass.
             splits_backward: whether weight gradients of linear layers wait for `weight`.
             keeps_losses: whether the loss of every token is kept in `token_losses`.
+            shared: documents of whose rows this rank has some, by `shared_documents`; None for none.
         """
+        self._shared = shared or {}
         self._parts, self._data = parts, data
         self.layers = layers
         """Of the chunk, in order."""
@@ -120,7 +123,7 @@ class ChunkStep:
         """
         slices = self._slices(key, FORWARD)
         if hidden is None:
-            hidden = self._parts.embed(self._data.rows(key, self._data.input_ids))
+            hidden = self._parts.embed(self._data.rows(tokens_of(key, self._shared), self._data.input_ids))
         positions = self._parts.positions(slices, hidden)
         for layers in self._runs:
             if layers.start < self._again:
@@ -168,7 +171,9 @@ class ChunkStep:
                 del self._documents[document]
         if not self.has_embedding:
             return gradient
-        self._parts.embed_backward(self._data.rows(key, self._data.input_ids), gradient)
+        self._parts.embed_backward(
+            self._data.rows(tokens_of(key, self._shared), self._data.input_ids), gradient
+        )
         return None
 
     def weight(self, key: Key) -> None:
@@ -182,13 +187,16 @@ class ChunkStep:
     def _run(
         self, layers: range, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
     ) -> torch.Tensor:
+        rows = hidden.shape[1]
+        hidden = hidden if rows else with_idle_row(hidden)
         with self._later or nullcontext():
             for layer in layers:
                 hidden = self._parts.run_layer(layer, hidden, positions, slices)
-        return hidden
+        return hidden if rows else hidden[:, :0]
 
     def _head(self, key: Key, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
+        key = tokens_of(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
         losses, gradient = self._parts.head_backward(out, labels, weights)
         self.losses.append((losses * weights).sum())
@@ -209,7 +217,9 @@ class ChunkStep:
         slices = []
         for number, start, stop in key if kind == FORWARD else reversed(key):
             length = int(self._data.offsets[number + 1] - self._data.offsets[number])
-            document = self._documents.setdefault(number, _Document(DocumentCache(length)))
+            shared = self._shared.get(number)
+            kept = length if shared is None else shared.rows
+            document = self._documents.setdefault(number, _Document(DocumentCache(kept)))
             if kind == FORWARD:
                 expected, document.forward_to = document.forward_to == start, stop
             else:
@@ -221,13 +231,16 @@ class ChunkStep:
                     f"of {length:,} tokens, is out of turn; slices run forward first to last, then backward last to "
                     "first"
                 )
-            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop))
+            share = None if shared is None else shared.share(start, stop)
+            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop, share=share))
+        if not any(piece.rows for piece in slices):
+            slices.append(CachedSlice(cache=DocumentCache(1), start=0, stop=1))
         return slices if kind == FORWARD else slices[::-1]
 
     def _keep(self, key: Key, layer: int, hidden: torch.Tensor) -> None:
         """Keep what goes into a layer, in one buffer a document."""
         row = 0
-        for document, start, stop in key:
+        for document, start, stop in rows_of(key, self._shared):
             kept = self._documents[document]
             if layer not in kept.inputs:
                 kept.inputs[layer] = hidden.new_empty(kept.cache.length, hidden.shape[-1])
@@ -236,11 +249,14 @@ class ChunkStep:
 
     def _kept(self, key: Key, layer: int) -> torch.Tensor:
         """Return what went into a layer, `[1, rows, hidden]`; of one slice alone it is not copied."""
-        pieces = [self._documents[document].inputs[layer][start:stop] for document, start, stop in key]
+        pieces = [
+            self._documents[document].inputs[layer][start:stop]
+            for document, start, stop in rows_of(key, self._shared)
+        ]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None].detach()
 
     def _release(self, key: Key, layer: int) -> None:
         """Give back the memory of what went into a layer on rows whose backward is done."""
-        for document, start, _ in key:
+        for document, start, _ in rows_of(key, self._shared):
             kept = self._documents[document].inputs
             kept[layer] = kept[layer][:start].clone()

@@ -6,7 +6,7 @@ laptop a plan for any number of stages and ranks, to see that it runs and that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import Place, TaskRun, keys_of
+from varlen.runtime.shared import SharedDocument
 from varlen.step_plan import Mesh, StepPlan
 
 
@@ -231,7 +232,13 @@ def layers_of(model: Any, mesh: Mesh) -> list[range]:
 
 
 def chunk_steps(
-    parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan, *, keeps_losses: bool = False
+    parts: Parts,
+    layers: Sequence[range],
+    data: StepData,
+    plan: StepPlan,
+    *,
+    keeps_losses: bool = False,
+    shared: Mapping[int, SharedDocument] | None = None,
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline.
 
@@ -241,6 +248,7 @@ def chunk_steps(
         data: of the step.
         plan: says what is computed again.
         keeps_losses: whether the loss of every token is wanted.
+        shared: documents that the rank shares with others, by `shared_documents`; None for none.
     """
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
@@ -252,6 +260,7 @@ def chunk_steps(
             layers_again=count,
             splits_backward=plan.splits_backward,
             keeps_losses=keeps_losses,
+            shared=shared,
         )
         for each, count in zip(layers, again)
     ]

@@ -15,7 +15,9 @@ import torch
 
 from varlen.runtime import flash
 from varlen.runtime.cache import DocumentCache, Pair
+from varlen.runtime.dealing import Ranges
 from varlen.runtime.flash import Rule
+from varlen.runtime.shared import Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""
@@ -28,11 +30,23 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
+    share: Share | None = None
+    """Which of them this rank computes, where several share the document."""
 
     @property
     def rows(self) -> int:
-        """Tokens of the slice."""
-        return self.stop - self.start
+        """Tokens of the slice that this rank computes."""
+        return self.stop - self.start if self.share is None else self.share.rows
+
+    @property
+    def ranges(self) -> Ranges:
+        """Which these are."""
+        return ((self.start, self.stop),) if self.share is None else self.share.ranges
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.cache.length if self.share is None else self.share.document.tokens
 
 
 class Tile(NamedTuple):
