@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
+from varlen.cost.memory import Saved
 from varlen.errors import DocumentsError, PlanError, SettingError
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.chunk import StepData
@@ -18,7 +19,7 @@ from varlen.runtime.clock import Meter
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import TaskRun
 from varlen.runtime.slices import check_plan, run_places
-from varlen.step_plan import StepPlan
+from varlen.step_plan import Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 SLICE_TOKENS = 8192
@@ -63,7 +64,9 @@ class SliceEngine:
         model: Any,
         slice_tokens: int | None = None,
         *,
-        recompute: Literal["none", "full"] = "full",
+        recompute: Recompute = "full",
+        saved: Saved = "layers",
+        offload: Offload = "none",
         weighting: LossWeighting = "token",
     ) -> None:
         """Take a model.
@@ -72,16 +75,26 @@ class SliceEngine:
             model: a transformers model for causal language.
             slice_tokens: rows that run at once at most, where a step is given no plan; None for 8,192.
             recompute: what steps without a plan do with activations: "full" computes them again in the backward
-                pass, "none" keeps those of a whole document.
+                pass, "none" keeps those of a whole document, "selective" all but norm outputs and gated products.
+            saved: what layers are computed again from: "layers" keeps what went into each of them, "stage" what
+                went into the first alone, for one more forward pass.
+            offload: of steps without a plan: "kv" keeps keys, values and their gradients of all but two layers in
+                host memory, and with saved="stage" what went into the first layer.
             weighting: of targets, as `PackedBatch.loss_weights` says.
 
         Raises:
             ModelError: a family that isn't run in slices, or a model without a head; says which.
-            SettingError: a number of tokens below 1.
+            SettingError: a number of tokens below 1, or a setting that there isn't.
         """
-        if recompute not in ("none", "full"):
-            raise SettingError(f'recompute={recompute!r}; steps without a plan run "none" or "full"')
-        self.model, self.recompute, self.weighting = model, recompute, weighting
+        for name, value, known in (
+            ("recompute", recompute, Recompute),
+            ("saved", saved, Saved),
+            ("offload", offload, Offload),
+        ):
+            if value not in get_args(known):
+                raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
+        self.model, self.weighting = model, weighting
+        self.recompute, self.saved, self.offload = recompute, saved, offload
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
         before = _attention(model)
@@ -113,14 +126,16 @@ class SliceEngine:
             SettingError: weights that don't add up over batches.
         """
         lengths = _lengths(batch)
-        used = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute) if plan is None else plan
+        used = self._planned(lengths) if plan is None else plan
         check_plan(used)
         check_lengths(used, lengths)
         before = _attention(self.model)
         parts = Parts.of(self.model)
         try:
             data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
-            run = run_places(self.model, parts, data, used, meter=meter, keeps_losses=document_losses)
+            run = run_places(
+                self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
+            )
         finally:
             self.model.set_attn_implementation(before)
         peaks = [int(place.peak_bytes.max(initial=0)) for place in run.places]
@@ -132,6 +147,10 @@ class SliceEngine:
             document_losses=_means(run.token_losses, data) if run.token_losses is not None else None,
             peak_bytes=max(peaks),
         )
+
+    def _planned(self, lengths: Int32Array) -> StepPlan:
+        """Slices of `slice_tokens`."""
+        return one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute, offload=self.offload)
 
 
 def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:

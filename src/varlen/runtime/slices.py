@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen.cost.memory import layers_again
+from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
@@ -64,6 +64,7 @@ def run_step(
     *,
     labels: torch.Tensor | None = None,
     meter: Meter | None = None,
+    saved: Saved = "layers",
 ) -> StepRun:
     """Run a step's tasks in the plan's order, and add to every parameter's gradient.
 
@@ -76,6 +77,7 @@ def run_step(
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
         meter: counts bytes task by task; already entered.
+        saved: what layers are computed again from, as for `ChunkStep`.
 
     Raises:
         DocumentsError: tokens or labels don't match the plan, or nothing is to learn.
@@ -84,7 +86,7 @@ def run_step(
         ModelError: a family that isn't run in slices.
     """
     check_plan(plan)
-    return run_places(model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter)
+    return run_places(model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved)
 
 
 def run_places(
@@ -95,6 +97,7 @@ def run_places(
     *,
     meter: Meter | None = None,
     keeps_losses: bool = False,
+    saved: Saved = "layers",
 ) -> StepRun:
     """Run the tasks of all stages of all ranks in this process; see `run_step`.
 
@@ -105,6 +108,7 @@ def run_places(
         plan: that `check_plan` lets pass.
         meter: counts bytes task by task; already entered.
         keeps_losses: whether the loss of every token is wanted.
+        saved: what layers are computed again from, as for `ChunkStep`.
 
     Raises:
         PlanError: slices stand out of turn.
@@ -112,7 +116,8 @@ def run_places(
     """
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
-    chunks = [chunk_steps(parts, layers, data, plan, keeps_losses=keeps_losses) for _ in range(mesh.dp)]
+    kept: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
+    chunks = [chunk_steps(parts, layers, data, plan, **kept) for _ in range(mesh.dp)]
     wires = [LocalWires() for _ in range(mesh.dp)]
     places = [
         Place(
@@ -192,7 +197,13 @@ def layers_of(model: Any, mesh: Mesh) -> list[range]:
 
 
 def chunk_steps(
-    parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan, *, keeps_losses: bool = False
+    parts: Parts,
+    layers: Sequence[range],
+    data: StepData,
+    plan: StepPlan,
+    *,
+    keeps_losses: bool = False,
+    saved: Saved = "layers",
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline.
 
@@ -200,13 +211,23 @@ def chunk_steps(
         parts: the model taken apart.
         layers: of each chunk.
         data: of the step.
-        plan: says what is computed again.
+        plan: says what is computed again, and what waits in host memory.
         keeps_losses: whether the loss of every token is wanted.
+        saved: what layers are computed again from.
     """
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
     return [
-        ChunkStep(parts, each, data, layers_again=count, keeps_losses=keeps_losses)
+        ChunkStep(
+            parts,
+            each,
+            data,
+            layers_again=count,
+            saved=saved,
+            is_selective=plan.recompute != "none",
+            offload=plan.offload,
+            keeps_losses=keeps_losses,
+        )
         for each, count in zip(layers, again)
     ]
 
@@ -238,12 +259,11 @@ def check_plan(plan: StepPlan) -> None:
             f"a plan of tp={plan.mesh.tp}, cp={plan.mesh.cp} and {plan.num_merged:,} shared documents; one process "
             "runs documents that no GPUs share"
         )
-    if plan.splits_backward or plan.recompute == "selective" or plan.offload != "none":
+    if plan.splits_backward:
         raise PlanError(
-            f'splits_backward={plan.splits_backward}, recompute="{plan.recompute}" and offload="{plan.offload}"; '
-            'run_step knows whole backward passes, "none" and "full", and keeps everything on the device'
+            f"splits_backward={plan.splits_backward}; run_step knows whole backward passes"
         )
-    if plan.recompute == "none" or plan.recompute_share < 1:
+    if plan.recompute != "full" or plan.recompute_share < 1:
         for rank in range(plan.mesh.dp):
             apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
             if apart:
