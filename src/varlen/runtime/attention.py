@@ -250,7 +250,8 @@ def _backward(
         before = max(0, min(start, tile.stop_key) - tile.first_key)
         if earlier is not None and before:
             for total, part_of_it in zip(earlier, by_pair):
-                total[:, :, tile.first_key : tile.first_key + before] += part_of_it[:, :, :before]
+                # `+=` would copy the sum onto itself once more.
+                total[:, :, tile.first_key : tile.first_key + before].add_(part_of_it[:, :, :before])
         if tile.stop_key > start:
             first = max(tile.first_key, start) - start
             own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
@@ -268,7 +269,7 @@ def _added(own: Pair | None, parts: Sequence[torch.Tensor], first: int, rows: in
         own = tuple(x.new_zeros(1, x.shape[1], rows, x.shape[3], dtype=wide) for x in parts)  # type: ignore[assignment]
         assert own is not None
     for total, part in zip(own, parts):
-        total[:, :, first : first + part.shape[2]] += part
+        total[:, :, first : first + part.shape[2]].add_(part)
     return own
 
 
