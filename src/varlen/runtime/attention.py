@@ -282,13 +282,13 @@ def _backward_whole(
         earlier = group[0].cache.earlier_gradients(layer, group[0].start)
         assert earlier is not None
         for total, part in zip(earlier, found):
-            total[:, :, first:] += part[:, :, :before]
+            total[:, :, first:].add_(part[:, :, :before])
         found = [x[:, :, before:] for x in found]
     row = 0
     for piece in group:
         later = piece.cache.own_gradients(layer, piece.start, piece.stop)
         for total, part in zip(later or (), found):
-            part[:, :, row : row + piece.rows] += total
+            part[:, :, row : row + piece.rows].add_(total)
         row += piece.rows
     return by_query.transpose(0, 1)[None], found[0], found[1]
 

@@ -123,7 +123,7 @@ def backward(
         by_query, *by_pair = attend_backward(gradient[:, :, rows], query[:, :, rows], part, [own])
         by_queries.append(by_query)
         for total, of_rows in zip(totals, by_pair):
-            total[:, :, own.start : own.stop] += of_rows
+            total[:, :, own.start : own.stop].add_(of_rows)
     by_query = _joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
     mine = _scattered(cache.gradients.pop(layer), _share_of(piece), span, none)
     return by_query, *_taken(mine, piece, layer, span, none)
@@ -186,7 +186,7 @@ def _taken(
     before = share.first - span.first
     earlier = cache.earlier_gradients(layer, share.first)
     for total, part in zip(earlier or (), mine):
-        total[:, :, span.first :] += part[:, :, :before]
+        total[:, :, span.first :].add_(part[:, :, :before])
     own = cache.own_gradients(layer, share.first, share.last)
     parts = [x[:, :, before:] for x in mine]
     if own is not None:

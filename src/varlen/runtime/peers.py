@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -39,14 +40,15 @@ class Peers(Protocol):
 class ProcessPeers:
     """Peers in processes of their own; on CUDA their communicator is theirs alone."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         """Take a group.
 
         Args:
             group: with this process in it: a `ProcessGroup` of torch.distributed, or a backend such as
                 `ProcessGroupNCCL`.
+            waiting: entered around every call of the group, in which the others are waited for.
         """
-        self._group = group
+        self._group, self._waiting = group, waiting
         self._rank, self._size = int(group.rank()), int(group.size())
 
     @property
@@ -62,17 +64,24 @@ class ProcessPeers:
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `Peers.all_gather`."""
         out = rows.new_empty(self._size, *rows.shape)
-        self._group._allgather_base(out.flatten(0, 1), rows.contiguous()).wait()
+        with self._waiting():
+            self._group._allgather_base(out.flatten(0, 1), rows.contiguous()).wait()
         return out
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         """As `Peers.reduce_scatter`."""
         out = parts.new_empty(parts.shape[1:])
-        self._group._reduce_scatter_base(out, parts.contiguous().flatten(0, 1)).wait()
+        with self._waiting():
+            self._group._reduce_scatter_base(out, parts.contiguous().flatten(0, 1)).wait()
         return out
 
 
-def peers_of(plan: StepPlan, rank: int, group_of: Callable[[int, int], Any]) -> dict[tuple[int, int], Peers]:
+def peers_of(
+    plan: StepPlan,
+    rank: int,
+    group_of: Callable[[int, int], Any],
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[tuple[int, int], Peers]:
     """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.
 
     Called by all processes of a stage before they run the plan: where members wait for each other to make a new
@@ -84,8 +93,9 @@ def peers_of(plan: StepPlan, rank: int, group_of: Callable[[int, int], Any]) -> 
         rank: data-parallel.
         group_of: returns what `ProcessPeers` takes, of neighbouring data-parallel ranks of this stage: given the
             first one, and how many; made once in a job, and not once a step.
+        waiting: as for `ProcessPeers`.
     """
-    return {key: ProcessPeers(group_of(*key)) for key in groups_of(plan, rank)}
+    return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, rank)}
 
 
 def groups_of(plan: StepPlan, rank: int) -> list[tuple[int, int]]:

@@ -154,7 +154,7 @@ def backward(
         before = max(0, min(start, tile.stop_key) - tile.first_key)
         if earlier is not None and before:
             for total, part in zip(earlier, by_pair):
-                total[:, :, tile.first_key : tile.first_key + before] += part[:, :, :before]
+                total[:, :, tile.first_key : tile.first_key + before].add_(part[:, :, :before])
         if tile.stop_key > start:
             first = max(tile.first_key, start) - start
             own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
@@ -173,7 +173,7 @@ def _added(own: Pair | None, parts: list[torch.Tensor], first: int, rows: int) -
         key, value = (x.new_zeros(1, x.shape[1], rows, x.shape[3], dtype=wide) for x in parts)
         own = (key, value)
     for total, part in zip(own, parts):
-        total[:, :, first : first + part.shape[2]] += part
+        total[:, :, first : first + part.shape[2]].add_(part)
     return own
 
 
