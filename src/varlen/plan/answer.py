@@ -41,12 +41,18 @@ class BlockSearch:
     documents: list[RankDocuments]
     estimate_s: float
     """What it takes if nothing waits, as long as nothing has been tried."""
+    coarsest: int = 0
+    """The place in `Search.sizes` below which a MicroPack alone is over some memory."""
+    finest: int = 0
+    """The place behind which MicroPacks would hold too few rows."""
     tried: set[Setting] = field(default_factory=set)
     forward: list[Composition] = field(default_factory=list)
     backward: list[Composition] = field(default_factory=list)
     found: Dispatched | None = None
     setting: Setting | None = None
     """That of the best."""
+    too_coarse: int = -1
+    """The last place in `Search.sizes` that was tried and didn't fit."""
 
     @property
     def makespan_s(self) -> float:
@@ -127,7 +133,9 @@ class Answer:
         )
 
 
-def blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) -> list[BlockSearch]:
+def blocks(
+    documents: list[RankDocuments], groups: Groups, costs: StageCosts, search: Search
+) -> list[BlockSearch]:
     """The blocks of ranks, of which nothing has been tried yet."""
     mesh = costs.mesh
     bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
@@ -135,9 +143,22 @@ def blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) ->
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(documents[first:last], estimate)
+        BlockSearch(documents[first:last], estimate, *_places(documents[first:last], costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
     ]
+
+
+def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -> tuple[int, int]:
+    """The sizes that a search may go between: one MicroPack alone fits, and none holds too few rows."""
+    stages = costs.limits.size
+    rows = min(each.num_rows for each in documents)
+    held, _, passing, _ = costs.per_row.reshape(4, -1, stages)
+    # While the last rank's largest MicroPack runs forward through the first of a stage's chunks.
+    most_rows = (costs.limits / np.maximum((held + passing).min(axis=0), 1e-9)).min()
+    least = max(each.num_rows for each in documents) / costs.mesh.cp / max(float(most_rows), 1e-9)
+    wanted = np.round(np.array(search.sizes) * stages)
+    finest = min(int(np.searchsorted(wanted, int(rows // search.least_rows))), wanted.size - 1)
+    return min(int(np.searchsorted(wanted, least)), finest), finest
 
 
 def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
@@ -172,7 +193,7 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     costs = answer.costs
     stages = costs.limits.size
     rows = min(documents.num_rows for documents in block.documents)
-    wanted = round(search.micropacks_per_stage[setting.size] * stages)
+    wanted = round(search.sizes[setting.size] * stages)
     count = max(1, min(wanted, int(rows // search.least_rows)))
     graded = GRADINGS[setting.grading if search.grades else EVEN]
     heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
@@ -200,6 +221,8 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
         pipeline_of_block(compositions, compositions, costs), forward_first=setting.forward_first
     )
     before_s = block.found.makespan_s if block.found else math.inf
+    if found.makespan_s == math.inf:
+        block.too_coarse = max(block.too_coarse, setting.size)
     # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
     # faster still.
     is_fewer = block.setting is not None and setting.size < block.setting.size
@@ -218,13 +241,18 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
         look: how closely.
     """
     if not block.tried:
-        return favourite or first_setting(search)
-    # As long as nothing fits: smaller MicroPacks hold less while they run.
-    best = block.setting or max(block.tried, key=lambda setting: setting.size)
-    around = neighbours(best, search, shares=block.shares)
-    if block.setting is not None:
-        if len(block.tried) >= look:
-            return None
-        if look is Look.THOROUGH:
-            around = itertools.chain(far_settings(search, shares=block.shares), around)
+        begin = favourite or first_setting(search)
+        return replace(begin, size=min(max(begin.size, block.coarsest), block.finest))
+    best = block.setting
+    if best is None:  # smaller MicroPacks hold less while they run
+        tried = max(block.tried, key=lambda setting: setting.size)
+        return replace(tried, size=block.finest) if tried.size < block.finest else None
+    middle = replace(best, size=(best.size + block.too_coarse) // 2)
+    if 0 <= block.too_coarse < middle.size and middle not in block.tried:
+        return middle
+    if len(block.tried) >= look:
+        return None
+    around = neighbours(best, block.finest, search, shares=block.shares)
+    if look is Look.THOROUGH:
+        around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
     return next((setting for setting in around if setting not in block.tried), None)

@@ -250,10 +250,8 @@ def _refusal(
     tried = list(repairs(cost)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
-    # None of these makes a step take less memory; and slices of shared documents are of other sizes anyway.
-    sizes = search.micropacks_per_stage[-1:] if most_ranks > 1 else search.micropacks_per_stage
+    # None of these makes a step take less memory.
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
-    sparing = replace(sparing, micropacks_per_stage=sizes)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
         return _planned(some, tried[-1], on, method, capacity, tuned, sparing) is not None

@@ -116,7 +116,7 @@ def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCo
         send_backward=back_rows * costs.send_s_per_row + costs.send_latency_s,
         after=after,
         rows_forward=rows[np.newaxis].copy(),
-        rows_backward=np.stack([back_rows, opened[order], closed[order]])[np.newaxis],
+        rows_backward=np.array([back_rows, opened[order], closed[order]])[np.newaxis],
         per_row=costs.per_row,
         limits=costs.limits,
         splits=costs.splits,

@@ -48,7 +48,7 @@ class RankDocuments:
         object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
         object.__setattr__(self, "num_rows", float((self.lengths / self.num_ranks).sum()))
         object.__setattr__(self, "seconds", float(self.work.sum()))
-        object.__setattr__(self, "table", np.stack([self.lengths, self.num_ranks, self.document_ids]))
+        object.__setattr__(self, "table", np.array([self.lengths, self.num_ranks, self.document_ids]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,7 +167,7 @@ def compose(
         rates,
     )
     offsets, slices, chains = _kernel("composed")(
-        np.stack(cuts),
+        np.array(cuts),
         chained,
         documents.table,
         documents.work,

@@ -98,7 +98,7 @@ def micropack(
         best = _searched(lengths, plain, search, kept, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
-        way = Answer(best.groups, plain, blocks(documents, best.groups, plain))
+        way = Answer(best.groups, plain, blocks(documents, best.groups, plain, search))
         best = _better(way, best, search, Look.CLOSE)
     if best is None:
         return None
@@ -141,7 +141,7 @@ def _searched(
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     ways = [
-        Answer(groups, costs, blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
+        Answer(groups, costs, blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs, search))
         for groups in _groupings(lengths, costs, search)
     ]
     incumbent_s = best.makespan_s if best else math.inf

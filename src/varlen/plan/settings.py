@@ -50,7 +50,7 @@ class Setting:
     """One way to compose and run a rank."""
 
     size: int
-    """Place in `Search.micropacks_per_stage`."""
+    """Place in `Search.sizes`."""
     grading: int = 0
     """Place in `GRADINGS`."""
     sharing: int = 0
@@ -65,20 +65,21 @@ def first_setting(search: Search) -> Setting:
     Args:
         search: what may be tried.
     """
-    sizes = search.micropacks_per_stage
+    sizes = search.sizes
     return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
 
 
-def neighbours(best: Setting, search: Search, *, shares: bool) -> Iterator[Setting]:
+def neighbours(best: Setting, finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
     """Yield the settings that differ from one in one thing, the most promising first.
 
     Args:
         best: that one.
+        finest: the last size.
         search: what may be tried.
         shares: whether there are documents that ranks share.
     """
     for step in (-1, 1):
-        if 0 <= best.size + step < len(search.micropacks_per_stage):
+        if 0 <= best.size + step <= finest:
             yield replace(best, size=best.size + step)
     if shares:
         yield from (replace(best, sharing=place) for place in range(len(SHARINGS)))
@@ -88,16 +89,17 @@ def neighbours(best: Setting, search: Search, *, shares: bool) -> Iterator[Setti
         yield replace(best, forward_first=not best.forward_first)
 
 
-def far_settings(search: Search, *, shares: bool) -> Iterator[Setting]:
+def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
     """Yield settings far from each other, for a step that is slow at the one to which the search climbed.
 
     Args:
+        finest: the last size.
         search: what may be tried.
         shares: whether there are documents that ranks share.
     """
     sizes, gradings, sharings, orders = _FAR
     for size, grading, sharing, forward_first in itertools.product(
-        [place for place in sizes if place < len(search.micropacks_per_stage)],
+        [place for place in sizes if place <= finest],
         gradings if search.grades else gradings[:1],
         sharings if shares else (0,),
         orders if search.orders else (False,),
