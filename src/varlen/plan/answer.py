@@ -217,10 +217,12 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
             for documents in block.documents
         ]
     )
-    found = dispatch(
-        pipeline_of_block(compositions, compositions, costs), forward_first=setting.forward_first
-    )
     before_s = block.found.makespan_s if block.found else math.inf
+    found = dispatch(
+        pipeline_of_block(compositions, compositions, costs),
+        forward_first=setting.forward_first,
+        limit_s=before_s,
+    )
     if found.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
     # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be

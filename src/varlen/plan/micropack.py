@@ -22,7 +22,7 @@ from varlen.types import Int32Array
 
 THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
 """Documents are shared when one costs more than this much of a rank's mean work; each set is tried."""
-ROOM_PARTS = (2, 4, 8, 16)
+ROOM_PARTS = (2, 4, 8, 16, 32)
 """Documents are shared, too, that hold more than one of these parts of what memory has room for."""
 RECUTS = (1.0, 0.5, 0.75, 1.5, 2.0)
 """Backward MicroPacks of a long document over its forward ones, where they are composed apart."""
@@ -199,8 +199,10 @@ def _compose_apart(answer: Answer, search: Search) -> None:
             backward = padded(
                 [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
             )
-            found = dispatch(pipeline_of_block(block.forward, backward, costs), forward_first=is_ahead)
-            if found.makespan_s < min(block.makespan_s, LEAST_GAIN * before_s):
+            limit_s = min(block.makespan_s, LEAST_GAIN * before_s)
+            pipeline = pipeline_of_block(block.forward, backward, costs)
+            found = dispatch(pipeline, forward_first=is_ahead, limit_s=limit_s)
+            if found.makespan_s < limit_s:
                 block.found, block.backward = found, backward
         if block.makespan_s == before_s:
             return

@@ -135,7 +135,7 @@ def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, 
     pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
     found: list[Dispatched | None] = [None] * mesh.dp
     for rank in np.argsort(-loads, kind="stable").tolist():
-        one = dispatch(pipeline(rank))
+        one = dispatch(pipeline(rank), limit_s=least_s)
         if one.makespan_s >= least_s:
             return None
         found[rank] = one
