@@ -103,7 +103,7 @@ def plan_step(
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
         if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
             break
-        found = _planned(held, tried, mesh, method, limit, tuned, used)
+        found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
         taken_s = score(found.plan, tried) if found else math.inf
         if found and taken_s < least_s:
             is_enough = best is None and not found.is_full
@@ -187,12 +187,13 @@ def _planned(
     capacity: int,
     tuned: bool,
     search: Search,
+    incumbent_s: float = math.inf,
 ) -> _Planned | None:
-    """The plan of one method, None where none fits."""
+    """The plan of one method, None where none fits or, perhaps, where it is slower than the incumbent."""
     if method == "sliced":
         search = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
-        found = micropack(lengths, cost, mesh, search, method=method)
+        found = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
         best = _Planned(found.plan(), found.best.is_full, found) if found else None
         # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
         if mesh.sharding == "parameters" and search.merges and search.orders:

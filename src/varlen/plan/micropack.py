@@ -34,6 +34,8 @@ FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
+_CLOSER = 1.06
+"""What a close look makes faster, about: ways that a quick look finds slower by more than the best are left."""
 _KEPT_LONGER = 2
 """Those of them that are looked at thoroughly, where the best is still far over its bound."""
 
@@ -75,6 +77,7 @@ def micropack(
     search: Search,
     *,
     method: PlanMethod = "micropack",
+    incumbent_s: float = math.inf,
 ) -> Found | None:
     """Plan a step by slices and MicroPacks: a quick look at every way to share documents, a close one at the best.
 
@@ -84,18 +87,19 @@ def micropack(
         mesh: the GPUs.
         search: what may be tried.
         method: what the plan says of itself.
+        incumbent_s: seconds above which nobody asks for the plan.
 
     Returns:
-        None where memory holds no candidate.
+        None where memory holds no candidate, or a quick look finds all of them slower than the incumbent.
     """
     splits, kept = search.splits_backward, list[Answer]()
-    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept)
+    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept, incumbent_s)
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(lengths, plain, search, kept, best)
+        best = _searched(lengths, plain, search, kept, incumbent_s, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
         way = Answer(best.groups, plain, blocks(documents, best.groups, plain, search))
@@ -137,6 +141,7 @@ def _searched(
     costs: StageCosts,
     search: Search,
     kept: list[Answer],
+    worth_s: float,
     best: Answer | None = None,
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
@@ -150,6 +155,8 @@ def _searched(
         incumbent_s = min(incumbent_s, way.makespan_s)
     most = len(kept) + _KEPT
     for way in sorted(ways, key=lambda way: way.makespan_s):
+        if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
+            break
         best = _better(way, best, search, Look.CLOSE)
         kept += [way] if way.is_complete else []
         if len(kept) == most:

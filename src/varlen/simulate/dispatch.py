@@ -105,12 +105,13 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
                 *arguments, allowed, pipeline.splits, forward_first, codes, peaks, float(limit_s)
             )
         )
-        if limit_s < makespan < np.inf:
-            return Dispatched(makespan_s=makespan, codes=codes[:, :0], peaks_bytes=peaks)
         over = peaks - pipeline.limits
         if makespan == np.inf or (over <= 0).all():
             break
-        # What a backward holds besides is known only then: leave room for it and run again.
+        # What a backward holds besides is known only then: leave room for it and run again, also where it was given
+        # up: who waits sooner may be done sooner.
         allowed -= np.maximum(over, 0)
+    if limit_s < makespan < np.inf:
+        return Dispatched(makespan_s=makespan, codes=codes[:, :0], peaks_bytes=peaks)
     is_over = bool((peaks > pipeline.limits).any())
     return Dispatched(makespan_s=np.inf if is_over else makespan, codes=codes, peaks_bytes=peaks)
