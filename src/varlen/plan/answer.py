@@ -46,6 +46,8 @@ class BlockSearch:
     finest: int = 0
     """The place behind which MicroPacks would hold too few rows."""
     tried: set[Setting] = field(default_factory=set)
+    known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """Seconds of what was run, by all that tells one run from another."""
     forward: list[Composition] = field(default_factory=list)
     backward: list[Composition] = field(default_factory=list)
     found: Dispatched | None = None
@@ -201,6 +203,15 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     sharing = SHARINGS[setting.sharing]
     work = sum(documents.seconds for documents in block.documents) / len(block.documents)
     budget = sharing.size * work / count
+    before_s = block.found.makespan_s if block.found else math.inf
+    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
+    # faster still.
+    is_fewer = block.setting is not None and setting.size < block.setting.size
+    same = (count, heads, tails, graded.smallest, sharing if block.shares else None, setting.forward_first)
+    if same in block.known:
+        if is_fewer and block.known[same] == before_s < math.inf:
+            block.setting = setting
+        return
     compositions = padded(
         [
             compose(
@@ -217,7 +228,6 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
             for documents in block.documents
         ]
     )
-    before_s = block.found.makespan_s if block.found else math.inf
     found = dispatch(
         pipeline_of_block(compositions, compositions, costs),
         forward_first=setting.forward_first,
@@ -225,9 +235,7 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     )
     if found.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
-    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
-    # faster still.
-    is_fewer = block.setting is not None and setting.size < block.setting.size
+    block.known[same] = found.makespan_s
     if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
         block.found, block.forward, block.backward = found, compositions, compositions
         block.setting = setting

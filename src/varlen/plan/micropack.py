@@ -93,7 +93,9 @@ def micropack(
         None where memory holds no candidate, or a quick look finds all of them slower than the incumbent.
     """
     splits, kept = search.splits_backward, list[Answer]()
-    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept, incumbent_s)
+    costs = stage_costs(cost, mesh, splits=splits)
+    incumbent_s -= float(costs.sync_s.min())
+    best = _searched(lengths, costs, search, kept, incumbent_s)
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
