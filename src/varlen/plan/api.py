@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import NamedTuple, get_args
@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.check import check_positions
+from varlen.cost.memory import layers_again
 from varlen.cost.model import CostModel
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
-from varlen.plan.baselines.balanced import balanced_candidates
-from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
+from varlen.plan.baselines.balanced import balanced_candidates, micro_batch_counts
+from varlen.plan.baselines.dynamic_cp import WAYS, dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
+from varlen.plan.candidate import Candidate
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, Found, micropack, thorough
 from varlen.plan.refusal import refusal
@@ -99,7 +101,7 @@ def plan_step(
         raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
     best: _Planned | None = None
     used_cost, least_s = cost, math.inf
-    for tried in repairs(cost) if used.repairs else [cost]:
+    for tried in repairs(cost, mesh) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
         if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
             break
@@ -153,16 +155,19 @@ def _capacity(lengths: Int32Array, capacity: int | None) -> int:
     return int(capacity)
 
 
-def repairs(cost: CostModel) -> Iterator[CostModel]:
+def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
     """Yield the cost model as given, then with more recomputation, then with keys and values in host memory.
 
     Args:
         cost: what is recomputed and offloaded at least.
+        mesh: where chunks of few layers make several shares the same layers, the largest of those shares is yielded.
     """
     yield cost
+    layers = cost.stages(mesh).layers
+    again = {share: tuple(layers_again(layers, share)) for share in SHARES}
     if cost.recompute == "none":
         yield replace(cost, recompute="selective")
-    for share in SHARES:
+    for share in {again[share]: share for share in SHARES}.values():
         if cost.recompute != "full" or cost.recompute_share < share:
             yield replace(cost, recompute="full", recompute_share=share)
     if cost.offload == "none":
@@ -202,24 +207,41 @@ def _planned(
     if method == "packed" and not tuned:
         plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
         return _Planned(plan, False) if score(plan, cost) < math.inf else None
-    work = _work(lengths, cost, mesh)
-    if method == "packed":
-        candidates = packed_candidates(lengths, work[:, 0], mesh, capacity)
-    elif method == "balanced":
-        candidates = balanced_candidates(lengths, work[:, 0], mesh)
-    else:
-        candidates = dynamic_cp_candidates(lengths, work, mesh, capacity)
-    fastest = best_plan(candidates, lengths, cost, mesh, method)
+    if method == "dynamic_cp":
+        return _dynamic_cp(lengths, cost, mesh, capacity, method)
+    work = _work(lengths, cost, mesh)[:, 0]
+    rounds: Iterable[Iterable[Candidate]] = [packed_candidates(lengths, work, mesh, capacity)]
+    if method == "balanced":
+        rounds = (
+            balanced_candidates(lengths, work, mesh, counts=(count,))
+            for count in micro_batch_counts(lengths, mesh)
+        )
+    fastest = best_plan(rounds, lengths, cost, mesh, method)
     return _Planned(fastest, True) if fastest else None
+
+
+def _dynamic_cp(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, method: PlanMethod
+) -> _Planned | None:
+    """Whole documents, long ones on groups of ranks: each way to share them at its best number of micro-batches."""
+    best: _Planned | None = None
+    work = _work(lengths, cost, mesh)
+    for way in WAYS:
+        rounds = (
+            dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
+            for count in micro_batch_counts(lengths, mesh)
+        )
+        plan = best_plan(rounds, lengths, cost, mesh, method)
+        best = _faster(best, _Planned(plan, True) if plan else None, cost)
+    return best
 
 
 def _of_groups(
     lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, search: Search
 ) -> _Planned | None:
     """Whole documents, long ones on groups of ranks, as dynamic context parallelism runs them."""
-    candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
-    plan = best_plan(candidates, lengths, cost, mesh, "micropack")
-    return _Planned(plan, True) if plan and plan.num_ranks.max() <= search.most_merged_ranks else None
+    found = _dynamic_cp(lengths, cost, mesh, capacity, "micropack")
+    return found if found and found.plan.num_ranks.max() <= search.most_merged_ranks else None
 
 
 def _faster(one: _Planned | None, other: _Planned | None, cost: CostModel) -> _Planned | None:
@@ -248,7 +270,7 @@ def _refusal(
     search: Search,
 ) -> str:
     """Why no plan fits, and what would."""
-    tried = list(repairs(cost)) if search.repairs else [cost]
+    tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
     # None of these makes a step take less memory.
@@ -257,5 +279,5 @@ def _refusal(
     def holds(some: Int32Array, on: Mesh) -> bool:
         return _planned(some, tried[-1], on, method, capacity, tuned, sparing) is not None
 
-    is_limited = not search.repairs and len(list(repairs(cost))) > 1
+    is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
     return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)

@@ -22,30 +22,47 @@ from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROOM_FOR_ROUNDING = 1 + 1e-9
+_LEAST_ROUNDS = 8
+"""Numbers of micro-batches that are tried in any case: up to 12 a stage."""
+_PATIENCE = 3
+"""Numbers of micro-batches in a row that find nothing faster, after which more of them aren't tried."""
 _KEPT_ORDERS = 4096
 """Of 1F1B, by stages, chunks and MicroPacks."""
 
 
 def best_plan(
-    candidates: Iterable[Candidate], lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
+    rounds: Iterable[Iterable[Candidate]],
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
 ) -> StepPlan | None:
     """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
+
+    Candidates come in rounds, each of one number of micro-batches and each with more of them than the one before. The
+    first `_LEAST_ROUNDS` are looked at in any case, more as long as that helps: until `_PATIENCE` of them in a row have
+    found nothing faster.
 
     Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
     of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
 
     Args:
-        candidates: of one method.
+        rounds: of candidates of one method.
         lengths: int32 `[num_documents]`.
         cost: what everything takes.
         mesh: the GPUs.
         method: what the plan says of itself.
     """
-    best, least_s = None, math.inf
-    for candidate in candidates:
-        found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
-        if found:
-            best, least_s = found
+    best, least_s, in_vain = None, math.inf, 0
+    for number, candidates in enumerate(rounds):
+        if number >= _LEAST_ROUNDS and in_vain >= _PATIENCE:
+            break
+        in_vain += best is not None
+        for candidate in candidates:
+            found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
+            if found:
+                best, least_s = found
+                in_vain = 0
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
     plain = _one_f_one_b(best)
