@@ -85,6 +85,8 @@ class Answer:
     groups: Groups
     costs: StageCosts
     blocks: list[BlockSearch]
+    spares_memory: bool = False
+    """Whether documents are shared because memory can't hold them otherwise."""
 
     @property
     def makespan_s(self) -> float:
@@ -93,7 +95,9 @@ class Answer:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory of some stage is nearly full, so that more of it might make the step faster."""
+        """Whether more memory might make the step faster: some stage's is nearly full, or documents are spread for it."""
+        if self.spares_memory:
+            return True
         peaks = [block.found.peaks_bytes for block in self.blocks if block.found]
         return bool((np.array(peaks) > _NEARLY_FULL * self.costs.limits).any())
 

@@ -104,7 +104,8 @@ def micropack(
         best = _searched(lengths, plain, search, kept, incumbent_s, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
-        way = Answer(best.groups, plain, blocks(documents, best.groups, plain, search))
+        fresh = blocks(documents, best.groups, plain, search)
+        way = Answer(best.groups, plain, fresh, best.spares_memory)
         best = _better(way, best, search, Look.CLOSE)
     if best is None:
         return None
@@ -133,7 +134,7 @@ def _may_compose_apart(cost: CostModel, search: Search) -> bool:
 
 def _composed_apart(answer: Answer, search: Search) -> Answer:
     """The answer with backward passes of their own; the one given stays, to be looked at longer."""
-    copy = Answer(answer.groups, answer.costs, [replace(block) for block in answer.blocks])
+    copy = replace(answer, blocks=[replace(block) for block in answer.blocks])
     _compose_apart(copy, search)
     return copy
 
@@ -148,8 +149,13 @@ def _searched(
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     ways = [
-        Answer(groups, costs, blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs, search))
-        for groups in _groupings(lengths, costs, search)
+        Answer(
+            groups,
+            costs,
+            blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs, search),
+            spares_memory,
+        )
+        for groups, spares_memory in _groupings(lengths, costs, search)
     ]
     incumbent_s = best.makespan_s if best else math.inf
     for way in ways:
@@ -173,8 +179,8 @@ def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Ans
     return way if way.is_complete and way.makespan_s < incumbent_s else best
 
 
-def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[Groups]:
-    """Yield the ways to share documents that differ."""
+def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[tuple[Groups, bool]]:
+    """Yield the ways to share documents that differ, and whether it is for memory's sake."""
     seen = set()
     held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
@@ -190,7 +196,8 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
         )
         if sizes.tobytes() not in seen:
             seen.add(sizes.tobytes())
-            yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
+            is_for_room = bool((lengths > most_rows).any())
+            yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact), is_for_room
 
 
 def _compose_apart(answer: Answer, search: Search) -> None:
