@@ -113,7 +113,10 @@ def plan_step(
             if is_enough:
                 break
     if best is None:
-        raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+        best = _whole(held, tried, mesh, method, limit, used)
+        if best is None:
+            raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+        return replace(best.plan, method=method)
     bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
     if best.found and least_s > FAR_OVER * bound_s:
         longer = thorough(best.found).plan()
@@ -221,7 +224,12 @@ def _planned(
 
 
 def _dynamic_cp(
-    lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, method: PlanMethod
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    capacity: int,
+    method: PlanMethod,
+    counts: tuple[int, ...] | None = None,
 ) -> _Planned | None:
     """Whole documents, long ones on groups of ranks: each way to share them at its best number of micro-batches."""
     best: _Planned | None = None
@@ -229,11 +237,23 @@ def _dynamic_cp(
     for way in WAYS:
         rounds = (
             dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
-            for count in micro_batch_counts(lengths, mesh)
+            for count in counts or micro_batch_counts(lengths, mesh)
         )
         plan = best_plan(rounds, lengths, cost, mesh, method)
         best = _faster(best, _Planned(plan, True) if plan else None, cost)
     return best
+
+
+def _whole(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, capacity: int, search: Search
+) -> _Planned | None:
+    """Whole documents, which "micropack" falls back on before it refuses a step that other methods plan."""
+    if method != "micropack":
+        return None
+    if search.merges:
+        finest = _dynamic_cp(lengths, cost, mesh, capacity, method, micro_batch_counts(lengths, mesh)[-1:])
+        return finest and _dynamic_cp(lengths, cost, mesh, capacity, method)
+    return _planned(lengths, cost, mesh, "balanced", capacity, True, search)
 
 
 def _of_groups(
@@ -277,7 +297,8 @@ def _refusal(
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        return _planned(some, tried[-1], on, method, capacity, tuned, sparing) is not None
+        given = (some, tried[-1], on, method, capacity)
+        return bool(_planned(*given, tuned, sparing) or _whole(*given, sparing))
 
     is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
     return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)

@@ -12,6 +12,7 @@ from varlen.cost.model import CostModel
 from varlen.plan.answer import Answer, Look, blocks, improve
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import padded, pipeline_of_block
+from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
@@ -182,6 +183,7 @@ def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Ans
 def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[tuple[Groups, bool]]:
     """Yield the ways to share documents that differ, and whether it is for memory's sake."""
     seen = set()
+    alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
     held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
@@ -193,6 +195,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             threshold=threshold,
             most_ranks=search.most_merged_ranks,
             most_rows=most_rows,
+            alone=alone,
         )
         if sizes.tobytes() not in seen:
             seen.add(sizes.tobytes())
