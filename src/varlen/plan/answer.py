@@ -73,6 +73,8 @@ class Look(enum.IntEnum):
     """How closely a block is looked at: how many settings are tried on it."""
 
     QUICK = 4
+    """Of the slowest block alone."""
+    BRIEF = 5
     CLOSE = 100
     THOROUGH = 200
     """From far settings, too."""

@@ -108,7 +108,7 @@ def plan_step(
         found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
         taken_s = score(found.plan, tried) if found else math.inf
         if found and taken_s < least_s:
-            is_enough = best is None and not found.is_full
+            is_enough = best is None and not (found.is_full and used.closely)
             best, used_cost, least_s = found, tried, taken_s
             if is_enough:
                 break
@@ -118,7 +118,7 @@ def plan_step(
             raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
         return replace(best.plan, method=method)
     bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
-    if best.found and least_s > FAR_OVER * bound_s:
+    if best.found and used.closely and least_s > FAR_OVER * bound_s:
         longer = thorough(best.found).plan()
         return longer if score(longer, used_cost) < least_s else best.plan
     return best.plan
@@ -204,7 +204,7 @@ def _planned(
         found = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
         best = _Planned(found.plan(), found.best.is_full, found) if found else None
         # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
-        if mesh.sharding == "parameters" and search.merges and search.orders:
+        if mesh.sharding == "parameters" and search.merges and search.orders and search.closely:
             return _faster(best, _of_groups(lengths, cost, mesh, capacity, search), cost)
         return best
     if method == "packed" and not tuned:

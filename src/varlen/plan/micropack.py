@@ -97,6 +97,9 @@ def micropack(
     costs = stage_costs(cost, mesh, splits=splits)
     incumbent_s -= float(costs.sync_s.min())
     best = _searched(lengths, costs, search, kept, incumbent_s)
+    found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
+    if best and not search.closely:
+        return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
@@ -108,10 +111,7 @@ def micropack(
         fresh = blocks(documents, best.groups, plain, search)
         way = Answer(best.groups, plain, fresh, best.spares_memory)
         best = _better(way, best, search, Look.CLOSE)
-    if best is None:
-        return None
-    found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
-    return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
+    return Found(**found, best=best, kept=kept) if best else None  # type: ignore[arg-type]
 
 
 def thorough(found: Found) -> Found:
@@ -166,9 +166,9 @@ def _searched(
     for way in sorted(ways, key=lambda way: way.makespan_s):
         if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
             break
-        best = _better(way, best, search, Look.CLOSE)
+        best = _better(way, best, search, Look.CLOSE if search.closely else Look.BRIEF)
         kept += [way] if way.is_complete else []
-        if len(kept) == most:
+        if len(kept) == most or (best and not search.closely):
             break
     return best
 
