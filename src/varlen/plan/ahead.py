@@ -68,7 +68,7 @@ class Planner:
                 behind the last one, such as `PackedLoader.lengths`. It is asked up to `ahead` steps early, by the
                 thread that takes plans, and must say the same of a step again.
             quick: settings of the quick answer in place of those of the others. If not said, "micropack" with
-                `Search(closely=False)`, which takes some ten milliseconds; of another function, `{"method": "sliced"}`.
+                `Search(closely=False)`, some ten milliseconds; of another function, `{"method": "sliced"}`.
             ahead: steps after the current one that are planned.
             first_step: which is taken first; where a run goes on, the loader's.
             deadline_s: how long a first or replayed step waits for its plan, and how long the other process may say

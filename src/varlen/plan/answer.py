@@ -97,7 +97,7 @@ class Answer:
 
     @property
     def is_full(self) -> bool:
-        """Whether more memory might make the step faster: some stage's is nearly full, or documents are spread for it."""
+        """Whether more memory might make a step faster: a stage's is nearly full, or documents are shared for it."""
         if self.spares_memory:
             return True
         peaks = [block.found.peaks_bytes for block in self.blocks if block.found]

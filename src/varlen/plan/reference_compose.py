@@ -61,7 +61,7 @@ def _followers(
     slices_of: list[int], num_ranks: list[int], work: list[float], shared: int, budget: float
 ) -> dict[int, int]:
     """Shared documents that stand in the MicroPack of another, and that other one; those of few ranks first."""
-    leaders = {}
+    leaders: dict[int, int] = {}
     for ranks in sorted(set(num_ranks[:shared])):
         mine = [each for each in range(shared) if num_ranks[each] == ranks and slices_of[each] == 1]
         count = max(1, math.ceil(sum((work[each] for each in mine), 0.0) / budget))

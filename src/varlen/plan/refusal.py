@@ -94,7 +94,9 @@ def _more(cost: CostModel, mesh: Mesh) -> str:
         sharded = replace(mesh, dp=mesh.dp << doublings, sharding="parameters")
         if _holds_states(cost, sharded):
             beside = f" with dp={sharded.dp:,}" if doublings else ""
-            ways.append(f"sharding='parameters'{beside} (now {mesh.sharding!r}{f', dp={mesh.dp}' if beside else ''})")
+            ways.append(
+                f"sharding='parameters'{beside} (now {mesh.sharding!r}{f', dp={mesh.dp}' if beside else ''})"
+            )
             break
     return ", or ".join(ways) or "no mesh of this model does: use a GPU with more memory"
 

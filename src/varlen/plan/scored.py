@@ -40,8 +40,8 @@ def best_plan(
     """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
 
     Candidates come in rounds, each of one number of micro-batches and each with more of them than the one before. The
-    first `_LEAST_ROUNDS` are looked at in any case, more as long as that helps: until `_PATIENCE` of them in a row have
-    found nothing faster.
+    first `_LEAST_ROUNDS` are looked at in any case, more as long as that helps: until `_PATIENCE` of them in a row
+    have found nothing faster.
 
     Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
     of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.

@@ -19,7 +19,7 @@ not. So a step of any number of tokens has MicroPacks as small as its memory nee
 class Search:
     """What the planner of `method="micropack"` may try, and how far it goes.
 
-    All switches but `exact` are on. What each idea brings, and where a step would be faster without it, is measured in
+    All switches but `exact` are on. What each brings, and where a step would be faster without it, is measured in
     docs/planning-results.md.
     """
 
@@ -41,8 +41,8 @@ class Search:
     repairs: bool = True
     """Where memory is short, recompute more and offload keys and values, before a step is refused."""
     closely: bool = True
-    """Look closely at the best ways to share documents, and at more recomputation where memory is nearly full; off: one
-    quick look, the first that fits, as `Planner` answers steps that aren't planned yet."""
+    """Look closely at the best ways to share documents, and at more recomputation where memory is nearly full; off:
+    one quick look, the first that fits, as `Planner` answers steps that aren't planned yet."""
     least_rows: int = 2048
     """Query rows that a slice has at least; fewer leave attention kernels slow."""
     most_merged_ranks: int = 8

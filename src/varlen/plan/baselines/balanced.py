@@ -19,7 +19,17 @@ from varlen.types import FloatArray, Int32Array
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 
 BALANCED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle", "long_ends")
-COUNTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, *(2.0**step * part for step in range(4, 31) for part in (1, 1.5)))
+COUNTS = (
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    12.0,
+    *(2.0**step * part for step in range(4, 31) for part in (1, 1.5)),
+)
 """Micro-batches a rank that may be tried, times the pipeline's stages: as long as more of them help."""
 LEAST_TOKENS = 1024
 """Tokens of a micro-batch, on average, below which more of them are not tried."""
