@@ -1,4 +1,4 @@
-"""Steps of many tokens a rank, or with little memory: as many MicroPacks as they need, and never behind plain packing."""
+"""Steps of many tokens a rank, or with little memory: as many MicroPacks as they need, never behind plain packs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def test_no_number_of_tokens_is_planned_slower_than_plain_packs(mesh: vl.Mesh, m
     cost = cost_of("llama-3-8b", recompute="none")
     lengths = np.full(millions * 500, 2000, np.int32)
 
-    assert took(lengths, cost, mesh) <= TOLERANCE * took(
-        lengths, cost, mesh, method="packed", capacity=8192
-    )
+    assert took(lengths, cost, mesh) <= TOLERANCE * took(lengths, cost, mesh, method="packed", capacity=8192)
 
 
 def test_more_tokens_are_cut_into_more_micropacks_and_not_into_more_recomputation() -> None:

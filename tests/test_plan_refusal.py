@@ -87,7 +87,9 @@ def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to() -> Non
     assert vl.plan_step(lengths, **(asked | {"method": "micropack"})).num_tokens == 8 * 700_000
 
 
-@pytest.mark.parametrize(("model", "dp", "tp"), [("llama-2-70b", 1, 2), ("llama-2-70b", 16, 1), ("llama-2-7b", 2, 1)])
+@pytest.mark.parametrize(
+    ("model", "dp", "tp"), [("llama-2-70b", 1, 2), ("llama-2-70b", 16, 1), ("llama-2-7b", 2, 1)]
+)
 def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_that_hold_them(
     model: str, dp: int, tp: int
 ) -> None:
@@ -99,7 +101,9 @@ def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_tha
     said = refused([100], cost=cost, mesh=mesh)
 
     assert re.match(r"parameters, gradients and optimizer states take [\d,.]+ GB on stage 0 of 1", said)
-    least, pp, wide = (number(pattern, said) for pattern in (r"at least ([\d,]+) would", r"\(pp=(\d+)", r", tp=(\d+);"))
+    least, pp, wide = (
+        number(pattern, said) for pattern in (r"at least ([\d,]+) would", r"\(pp=(\d+)", r", tp=(\d+);")
+    )
     assert least == pp * wide
     assert holds(replace(mesh, pp=pp, tp=wide))
     heads = cost.model.heads

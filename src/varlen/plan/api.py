@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import NamedTuple, get_args
@@ -17,7 +18,7 @@ from varlen.cost.model import CostModel
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.plan.baselines.balanced import balanced_candidates, micro_batch_counts
-from varlen.plan.baselines.dynamic_cp import WAYS, dynamic_cp_candidates
+from varlen.plan.baselines.dynamic_cp import WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.candidate import Candidate
@@ -78,9 +79,9 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: memory holds no plan; says what would.
 
-    Cost: "micropack" takes tens of milliseconds for 512 documents on 4 x 4 where memory isn't short, and under a second
-    for 8,192 on 64 x 16. Where memory is short, each step of recomputation is planned, and the best of them searched
-    thoroughly, which takes several times as long; docs/planning-results.md has all of it.
+    Cost: "micropack" takes tens of milliseconds for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
+    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly, which takes
+    several times as long; docs/planning-results.md has all of it.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -214,14 +215,24 @@ def _planned(
     if method == "dynamic_cp":
         return _dynamic_cp(lengths, cost, mesh, capacity, method)
     work = _work(lengths, cost, mesh)[:, 0]
-    rounds: Iterable[Iterable[Candidate]] = [packed_candidates(lengths, work, mesh, capacity)]
-    if method == "balanced":
-        rounds = (
-            balanced_candidates(lengths, work, mesh, counts=(count,))
-            for count in micro_batch_counts(lengths, mesh)
-        )
-    fastest = best_plan(rounds, lengths, cost, mesh, method)
+    counts = (
+        micro_batch_counts(lengths, mesh) if method == "balanced" else (0,)
+    )  # packs follow from their capacity
+
+    def candidates_of(count: int) -> Iterator[Candidate]:
+        if method == "balanced":
+            return balanced_candidates(lengths, work, mesh, counts=(count,))
+        return packed_candidates(lengths, work, mesh, capacity)
+
+    fastest = best_plan(candidates_of, counts, lengths, cost, mesh, method)
     return _Planned(fastest, True) if fastest else None
+
+
+def _of_count(
+    lengths: Int32Array, work: FloatArray, mesh: Mesh, capacity: int, way: Way, count: int
+) -> Iterator[Candidate]:
+    """What one way to share documents makes of a number of micro-batches."""
+    return dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
 
 
 def _dynamic_cp(
@@ -236,11 +247,10 @@ def _dynamic_cp(
     best: _Planned | None = None
     work = _work(lengths, cost, mesh)
     for way in WAYS:
-        rounds = (
-            dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
-            for count in counts or micro_batch_counts(lengths, mesh)
+        candidates_of = functools.partial(_of_count, lengths, work, mesh, capacity, way)
+        plan = best_plan(
+            candidates_of, counts or micro_batch_counts(lengths, mesh), lengths, cost, mesh, method
         )
-        plan = best_plan(rounds, lengths, cost, mesh, method)
         best = _faster(best, _Planned(plan, True) if plan else None, cost)
     return best
 

@@ -105,7 +105,7 @@ def arrange(
 
 
 @compiled
-def follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> Int64:
+def _follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> Int64:
     """Deal shared documents that aren't cut to as few MicroPacks as budgets hold, those of equal ranks together.
 
     Args:
@@ -140,7 +140,7 @@ def follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> In
 
 
 @compiled
-def lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, budget: float) -> Any:
+def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, budget: float) -> Any:
     """Say which slices begin a MicroPack, which documents stand beside them, and how full that makes them.
 
     Args:
@@ -158,7 +158,7 @@ def lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, bu
     slices_of, places = np.zeros(chained, np.int64), np.zeros(chained, np.int64)
     for document in of:
         slices_of[document] += 1
-    leader = follow(slices_of[:shared], num_ranks, work, budget)
+    leader = _follow(slices_of[:shared], num_ranks, work, budget)
     leads, seconds = np.empty(of.size, np.int64), np.empty(of.size)
     used = 0
     for one in range(of.size):
@@ -210,7 +210,7 @@ def composed(
     Returns:
         As `arrange` does.
     """
-    leads, seconds, followers, leading = lead(cuts[0], chained, documents[1], work, shared, budget)
+    leads, seconds, followers, leading = _lead(cuts[0], chained, documents[1], work, shared, budget)
     led, first_own = leads.size, 0
     first_slices = np.empty((3, led), np.int32)
     for place in range(led):

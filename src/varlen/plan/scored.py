@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROOM_FOR_ROUNDING = 1 + 1e-9
-_LEAST_ROUNDS = 8
+_LEAST_COUNTS = 8
 """Numbers of micro-batches that are tried in any case: up to 12 a stage."""
 _PATIENCE = 3
 """Numbers of micro-batches in a row that find nothing faster, after which more of them aren't tried."""
@@ -31,7 +31,8 @@ _KEPT_ORDERS = 4096
 
 
 def best_plan(
-    rounds: Iterable[Iterable[Candidate]],
+    candidates_of: Callable[[int], Iterable[Candidate]],
+    counts: tuple[int, ...],
     lengths: Int32Array,
     cost: CostModel,
     mesh: Mesh,
@@ -39,26 +40,26 @@ def best_plan(
 ) -> StepPlan | None:
     """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
 
-    Candidates come in rounds, each of one number of micro-batches and each with more of them than the one before. The
-    first `_LEAST_ROUNDS` are looked at in any case, more as long as that helps: until `_PATIENCE` of them in a row
-    have found nothing faster.
+    The first `_LEAST_COUNTS` numbers of micro-batches are looked at in any case, more as long as that helps: until
+    `_PATIENCE` of them in a row have found nothing faster.
 
     Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
     of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
 
     Args:
-        rounds: of candidates of one method.
+        candidates_of: those of one method with some number of micro-batches.
+        counts: the numbers of micro-batches, rising.
         lengths: int32 `[num_documents]`.
         cost: what everything takes.
         mesh: the GPUs.
         method: what the plan says of itself.
     """
     best, least_s, in_vain = None, math.inf, 0
-    for number, candidates in enumerate(rounds):
-        if number >= _LEAST_ROUNDS and in_vain >= _PATIENCE:
+    for place, count in enumerate(counts):
+        if place >= _LEAST_COUNTS and in_vain >= _PATIENCE:
             break
         in_vain += best is not None
-        for candidate in candidates:
+        for candidate in candidates_of(count):
             found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
             if found:
                 best, least_s = found

@@ -32,7 +32,7 @@ def dispatch(
     forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
-    limit_s: float = math.inf,
+    limit_s: float = np.inf,
 ) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
 
@@ -45,10 +45,7 @@ def dispatch(
     before_backward = chunks if forward_first else -chunks
     clock, used, run = [0.0] * stages, np.zeros((len(rows_forward), stages)), [0] * stages
     peaks[:] = 0.0
-    waiting_s = [0.0] * stages
-    for chunk in range(chunks):
-        for seconds in [*forward[chunk].tolist(), *(backward[chunk] + weight[chunk]).tolist()]:
-            waiting_s[chunk % stages] += seconds
+    waiting_s = _work_of_stages(forward, backward + weight, stages)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
         """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
@@ -92,8 +89,7 @@ def dispatch(
             return math.inf
         task = done[kind][chunk]
         took = float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
-        clock[stage] = start + took
-        waiting_s[stage] -= took
+        clock[stage], waiting_s[stage] = start + took, waiting_s[stage] - took
         if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
             return clock[stage] + waiting_s[stage]
         ends[kind, chunk, task] = clock[stage]
@@ -101,9 +97,17 @@ def dispatch(
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
         rows = rows_forward[:, None, task] if kind == "F" else rows_backward[:, :, task]
-        most = _account(kind, rows, per_row[:, chunk], splits, used[:, stage])
-        peaks[stage] = max(peaks[stage], most)
+        peaks[stage] = max(peaks[stage], _account(kind, rows, per_row[:, chunk], splits, used[:, stage]))
     return max(clock)
+
+
+def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]:
+    """Seconds of all tasks of each stage."""
+    seconds = [0.0] * stages
+    for chunk, tasks in enumerate(np.concatenate([forward, backward], axis=1).tolist()):
+        for one in tasks:
+            seconds[chunk % stages] += one
+    return seconds
 
 
 def _is_over(rows: Float, per_row: Float, used: Float, limit: float) -> bool:
