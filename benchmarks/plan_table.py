@@ -46,6 +46,11 @@ ABLATION_TITLES = {
     "exact solving": "exact solving",
 }
 _CHIEF = "micropack"
+_PLANNING = (
+    "On one core, while no other part ran: each step is planned three times, and its median counts. 512 documents on "
+    "4x4 are six sets at three capacities, 8,192 on 64x16 six sets at 128K. Where memory is short (a step then "
+    "recomputes, or shares documents to save memory), several steps of recomputation are planned: that takes longer."
+)
 TUNED = ("packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
@@ -110,10 +115,6 @@ def page(result: dict[str, Any]) -> str:
         "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart.",
         "## Planning times",
         _planning(records_of(result, "times")),
-        "On one core, while no other part ran: each step is planned three times, and its median counts. 512 "
-        "documents on 4x4 are six sets at three capacities, 8,192 on 64x16 six sets at 128K. Where memory is short "
-        "(a step then recomputes, or shares documents to save memory), several steps of recomputation are planned, "
-        "which takes longer.",
         "## Equal rates",
         _equal(records_of(result, "equal_rates")),
         "## Interleaved stages",
@@ -264,7 +265,7 @@ def _ablation(records: list[Record]) -> str:
 
 
 def _planning(records: list[Record]) -> str:
-    """Return a row a model and tp: median and worst planning time, and how many steps take too long."""
+    """Return a row a model and tp: median and worst planning time, and how many take too long; and what they are."""
     rows = []
     for record in records:
         taken, limit = step_times(record), PLANNING_S[record["size"]]
@@ -279,7 +280,8 @@ def _planning(records: list[Record]) -> str:
                 f"{sum(seconds > limit for seconds in taken)} over {1e3 * limit:,.0f}",
             )
         )
-    return _table(("steps", "number", "recompute", "median ms", "worst ms", "too long"), rows)
+    table = _table(("steps", "number", "recompute", "median ms", "worst ms", "too long"), rows)
+    return f"{table}\n\n{_PLANNING}"
 
 
 def _equal(records: list[Record]) -> str:

@@ -80,8 +80,8 @@ def plan_step(
         PlanError: memory holds no plan; says what would.
 
     Cost: "micropack" takes tens of milliseconds for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
-    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly, which takes
-    several times as long; docs/planning-results.md has all of it.
+    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly: several
+    times as long; docs/planning-results.md has all of it.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
