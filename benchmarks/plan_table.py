@@ -48,7 +48,7 @@ ABLATION_TITLES = {
 _CHIEF = "micropack"
 _PLANNING = (
     "Processor time of one thread: each step is planned three times, and its median counts. 512 documents on 4x4 are "
-    " six sets at three capacities, 8,192 on 64x16 six sets at 128K. Where memory is short (a step then "
+    "six sets at three capacities, 8,192 on 64x16 six sets at 128K. Where memory is short (a step then "
     "recomputes, or shares documents to save memory), several steps of recomputation are planned: that takes longer."
 )
 TUNED = ("packed", "balanced", "dynamic_cp", "sliced", "micropack")

@@ -45,8 +45,8 @@ def engine_cell() -> Cell:
 def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any]:
     """Time `plan_step` with its default search, on one core; return plain data.
 
-    Seconds are those of the processor: planning runs in one thread and waits for nothing, and what else the machine does
-    isn't counted.
+    Seconds are those of the processor: planning runs in one thread and waits for nothing, and what else the machine
+    does isn't counted.
 
     Args:
         size: `SMALL` or `LARGE`.
