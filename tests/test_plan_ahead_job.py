@@ -52,6 +52,7 @@ def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store: Path, settin
             plan = planner.take(step)
             check_plan(plan)
             fingerprints.append(plan_fingerprint(plan))
+            assert plan.method == "micropack"
             quickly.append(plan.answered_by.startswith("quick"))
             next(loader)
             journal = json.dumps(planner.state_dict())
