@@ -55,9 +55,15 @@ def test_sizes_that_are_given_are_all_that_is_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "fraction", "length"), [(vl.Mesh(dp=2, pp=4), 0.3651, 8346), (vl.Mesh(dp=8), 0.6845, 6350)]
+    ("mesh", "fraction", "length"),
+    [
+        (vl.Mesh(dp=2, pp=4), 0.3651, 8346),
+        (vl.Mesh(dp=8), 0.6845, 6350),
+        (vl.Mesh(tp=8), 0.1998, 7814),
+        (vl.Mesh(dp=3, pp=2, tp=4), 0.1259, 1740),
+    ],
 )
-def test_documents_are_not_spread_for_memory_where_recomputing_is_faster(
+def test_where_memory_holds_hardly_more_than_a_document_plain_packs_are_not_faster(
     mesh: vl.Mesh, fraction: float, length: int
 ) -> None:
     cost = cost_of(recompute="none", memory_fraction=fraction)

@@ -30,6 +30,8 @@ _WAITING = 1.08
 """Ranks that share documents wait for each other, which makes their block slower, by about so much."""
 _ESTIMATE_SLACK = 0.9
 """Work in MicroPacks may take a little less than documents were weighed at."""
+_NONE_BESIDE = 1e-9
+"""Of a rank's work: a budget so small that no document stands beside another."""
 _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 
@@ -53,6 +55,8 @@ class BlockSearch:
     found: Dispatched | None = None
     setting: Setting | None = None
     """That of the best."""
+    is_full: bool = False
+    """Whether the memory of some stage is nearly full in the best: it has no room for another MicroPack."""
     too_coarse: int = -1
     """The last place in `Search.sizes` that was tried and didn't fit."""
 
@@ -100,8 +104,7 @@ class Answer:
         """Whether more memory might make a step faster: a stage's is nearly full, or documents are shared for it."""
         if self.spares_memory:
             return True
-        peaks = [block.found.peaks_bytes for block in self.blocks if block.found]
-        return bool((np.array(peaks) > _NEARLY_FULL * self.costs.limits).any())
+        return any(block.is_full for block in self.blocks)
 
     @property
     def slowness(self) -> float:
@@ -203,17 +206,27 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     rows = min(documents.num_rows for documents in block.documents)
     wanted = round(search.sizes[setting.size] * stages)
     count = max(1, min(wanted, int(rows // search.least_rows)))
-    graded = GRADINGS[setting.grading if search.grades else EVEN]
+    if setting.whole:
+        count = max(1, *(documents.lengths.size for documents in block.documents))
+    graded = GRADINGS[setting.grading if search.grades and not setting.whole else EVEN]
     heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
     grading = replace(graded, heads=heads, tails=tails)
     sharing = SHARINGS[setting.sharing]
     work = sum(documents.seconds for documents in block.documents) / len(block.documents)
-    budget = sharing.size * work / count
+    budget = _NONE_BESIDE * work if setting.whole else sharing.size * work / count
     before_s = block.found.makespan_s if block.found else math.inf
     # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
     # faster still.
     is_fewer = block.setting is not None and setting.size < block.setting.size
-    same = (count, heads, tails, graded.smallest, sharing if block.shares else None, setting.forward_first)
+    same = (
+        count,
+        heads,
+        tails,
+        graded.smallest,
+        sharing if block.shares else None,
+        setting.forward_first,
+        setting.whole,
+    )
     if same in block.known:
         if is_fewer and block.known[same] == before_s < math.inf:
             block.setting = setting
@@ -224,7 +237,7 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
                 documents,
                 count,
                 grading,
-                least_rows=search.least_rows if search.slices else 2**31 - 1,
+                least_rows=search.least_rows if search.slices and not setting.whole else 2**31 - 1,
                 budget=budget,
                 rates=costs.rates,
                 in_step=len(block.documents) > 1,
@@ -234,17 +247,19 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
             for documents in block.documents
         ]
     )
-    found = dispatch(
-        pipeline_of_block(compositions, compositions, costs),
-        forward_first=setting.forward_first,
-        limit_s=before_s,
-    )
+    pipeline = pipeline_of_block(compositions, compositions, costs)
+    found = dispatch(pipeline, forward_first=setting.forward_first, limit_s=before_s)
     if found.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
     block.known[same] = found.makespan_s
     if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
         block.found, block.forward, block.backward = found, compositions, compositions
         block.setting = setting
+        another = costs.per_row[0].reshape(-1, stages).sum(axis=0) * (
+            pipeline.rows_forward.sum() / max(1, pipeline.rows_forward.size)
+        )
+        most = np.minimum(_NEARLY_FULL * costs.limits, costs.limits - another)
+        block.is_full = bool((found.peaks_bytes > most).any())
 
 
 def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
@@ -261,14 +276,16 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
         return replace(begin, size=min(max(begin.size, block.coarsest), block.finest))
     best = block.setting
     if best is None:  # smaller MicroPacks hold less while they run
-        tried = max(block.tried, key=lambda setting: setting.size)
-        return replace(tried, size=block.finest) if tried.size < block.finest else None
+        tried = max(block.tried, key=lambda setting: (setting.size, setting.whole))
+        if tried.size < block.finest:
+            return replace(tried, size=block.finest)
+        return None if tried.whole else replace(tried, whole=True)
     middle = replace(best, size=(best.size + block.too_coarse) // 2)
     if 0 <= block.too_coarse < middle.size and middle not in block.tried:
         return middle
     if len(block.tried) >= look:
         return None
-    around = neighbours(best, block.finest, search, shares=block.shares)
+    around = neighbours(best, block.finest, search, shares=block.shares, is_full=block.is_full)
     if look is Look.THOROUGH:
         around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
     return next((setting for setting in around if setting not in block.tried), None)

@@ -121,8 +121,11 @@ def plan_step(
         return replace(best.plan, method=method)
     bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
     if best.found and used.closely and least_s > FAR_OVER * bound_s:
-        longer = thorough(best.found).plan()
-        return longer if score(longer, used_cost) < least_s else best.plan
+        longer = _Planned(thorough(best.found).plan(), best.is_full)
+        best = _faster(best, longer, used_cost)
+        if method == "micropack" and longer.is_full and used.orders:
+            best = _faster(best, _as_packs(held, used_cost, mesh, limit), used_cost)
+    assert best is not None
     return best.plan
 
 
@@ -253,6 +256,20 @@ def _dynamic_cp(
         )
         best = _faster(best, _Planned(plan, True) if plan else None, cost)
     return best
+
+
+def _as_packs(lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int) -> _Planned | None:
+    """Packs of whole documents in two orders: none may be faster where memory holds hardly more than one of them."""
+    work = _work(lengths, cost, mesh)[:, 0]
+    plan = best_plan(
+        lambda _: packed_candidates(lengths, work, mesh, capacity, orders=("given", "long_first")),
+        (0,),
+        lengths,
+        cost,
+        mesh,
+        "micropack",
+    )
+    return _Planned(plan, True) if plan else None
 
 
 def _whole(

@@ -57,6 +57,8 @@ class Setting:
     """Place in `SHARINGS`."""
     forward_first: bool = False
     """As `simulate.dispatch.dispatch`."""
+    whole: bool = False
+    """Each document whole, in a MicroPack of its own, whatever the size: where memory holds hardly more than one."""
 
 
 def first_setting(search: Search) -> Setting:
@@ -69,7 +71,9 @@ def first_setting(search: Search) -> Setting:
     return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
 
 
-def neighbours(best: Setting, finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
+def neighbours(
+    best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
+) -> Iterator[Setting]:
     """Yield the settings that differ from one in one thing, the most promising first.
 
     Args:
@@ -77,6 +81,7 @@ def neighbours(best: Setting, finest: int, search: Search, *, shares: bool) -> I
         finest: the last size.
         search: what may be tried.
         shares: whether there are documents that ranks share.
+        is_full: whether memory is what holds the best back.
     """
     for step in (-1, 1):
         if 0 <= best.size + step <= finest:
@@ -87,6 +92,8 @@ def neighbours(best: Setting, finest: int, search: Search, *, shares: bool) -> I
         yield from (replace(best, grading=place) for place in range(len(GRADINGS)))
     if search.orders:
         yield replace(best, forward_first=not best.forward_first)
+    if is_full and not best.whole:
+        yield replace(best, whole=True)
 
 
 def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
