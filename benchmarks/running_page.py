@@ -92,7 +92,7 @@ def waits(result: dict[str, Any]) -> str:
     """Many stages in timed waits."""
     rows = [
         [
-            f"dp {each['mesh'][0]} x pp {each['mesh'][1]}, {each['method']}",
+            f"dp {each['mesh'][0]} x pp {each['mesh'][1]}, {each['mesh'][2]} a GPU, {each['method']}",
             f"{each['tasks']:,}",
             f"{each['predicted_s']:.3f} s",
             f"{each['waited_s']:.3f} s",
@@ -106,7 +106,7 @@ def waits(result: dict[str, Any]) -> str:
         "model says instead of "
         "computing**: this checks order, dependencies and what the executor adds, and no kernel. Plans are of an 8B "
         f"model on H100s, stretched to seconds. {_made(result, 'waits')}\n\n"
-        + table(["mesh, plan", "tasks", "simulated", "took", "error"], rows)
+        + table(["mesh, chunks of layers, plan", "tasks", "simulated", "took", "error"], rows)
     )
 
 

@@ -140,7 +140,7 @@ def compared(found: list[Step], cost: vl.CostModel, rounds: int = ROUNDS) -> lis
             {
                 "documents": step.documents,
                 "method": step.method,
-                "mesh": [step.plan.mesh.dp, step.plan.mesh.pp],
+                "mesh": [step.plan.mesh.dp, step.plan.mesh.pp, step.plan.mesh.virtual_stages],
                 "tasks": len(step.plan.tasks),
                 "predicted_s": scale * float(last),
                 "waited_s": float(quiet(taken)),
