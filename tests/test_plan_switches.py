@@ -91,6 +91,7 @@ def test_peers_have_as_many_micro_batches_as_is_best_for_them(method: Any) -> No
     assert found_s <= every[best] * (1 + 1e-9)
 
 
+@pytest.mark.soak
 def test_peers_are_given_small_micro_batches_where_memory_wants_them() -> None:
     cost, mesh = cost_of("llama-3-8b", recompute="none"), vl.Mesh(dp=8)
     lengths = np.full(2000, 2000, np.int32)

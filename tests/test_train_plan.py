@@ -142,6 +142,7 @@ def test_steps_that_are_run_again_have_the_plans_that_they_had(store, hardware, 
     assert metrics_of(lost) != metrics_of(tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(store, hardware, tmp_path):
     short = {"run__checkpoint_every": 1, "run__keep": 2, "run__steps": 3}
     plan = priced(hardware, quick="micropack")
