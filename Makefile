@@ -5,7 +5,7 @@
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs pages matrix soak bench bench-plan pins clean
+.PHONY: help setup demo test check format lint types docs pages matrix soak bench bench-plan bench-run pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -55,10 +55,12 @@ docs: setup ## run the documentation's examples, follow its links, compare its p
 	$(PYTEST) -n $(WORKERS) tests/test_docs.py tests/test_readme.py
 	$(RUN) -m benchmarks.table --check
 	$(RUN) -m benchmarks.strategies_page --check
+	$(RUN) -m benchmarks.running_page --check
 	$(RUN) docs/compatibility.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
-	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies_page
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies_page \
+	&& $(RUN) -m benchmarks.running_page
 
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
@@ -70,6 +72,10 @@ bench: setup ## run peers side by side, write benchmarks/results/ and the tables
 	@sh benchmarks/setup_peers.sh $(abspath $(VENV))/bin/python $(abspath $(VENV))-peers
 	PYTHONPATH=src "$(VENV)-peers/bin/python" -m benchmarks $(ARGS)
 	$(RUN) -m benchmarks.table
+
+bench-run: setup ## time slices and pipelines of real models and write docs/running-results.md (a quarter of an hour)
+	$(RUN) -m benchmarks.running $(ARGS)
+	$(RUN) -m benchmarks.running_page
 
 bench-plan: setup ## plan and simulate every method side by side and write docs/planning-results.md (about an hour)
 	$(RUN) -m benchmarks plan $(ARGS)

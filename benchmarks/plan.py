@@ -18,11 +18,13 @@ from typing import Any
 
 from benchmarks.machine import load, machine, versions
 from benchmarks.parts import asked_for, opened, parser, rounded
-from benchmarks.plan_ablation import ABLATION_CELLS, TIMES, ablated, planning_times
+from benchmarks.plan_ablation import ABLATION_CELLS, ablated
 from benchmarks.plan_engine import engine_speed
 from benchmarks.plan_grid import Cell, equal_rates, grid, interleaved
 from benchmarks.plan_methods import METHODS, measured
 from benchmarks.plan_runs import note_run
+from benchmarks.plan_times import TIMED as TIMED_STEPS
+from benchmarks.plan_times import planning_times
 from benchmarks.table import RESULTS
 
 FOLDER = RESULTS / "plan" / "methods"
@@ -49,11 +51,15 @@ def _ablation(is_quick: bool) -> list[Job]:
 
 
 def _times(is_quick: bool) -> list[Job]:
-    return [(key, planning_times, (key, 2 if is_quick else 7)) for key in TIMES]
+    keys = list(TIMED_STEPS)[:1] if is_quick else TIMED_STEPS
+    return [
+        (f"{size}/{model}/tp{tp}", planning_times, (size, model, tp, 1 if is_quick else 3))
+        for size, model, tp in keys
+    ]
 
 
 def _engine(is_quick: bool) -> list[Job]:
-    return [(key, engine_speed, (key, 2 if is_quick else 7)) for key in ("8192 on 64x16",)]
+    return [("8192 on 64x16", engine_speed, (2 if is_quick else 7,))]
 
 
 def _interleaved(is_quick: bool) -> list[Job]:

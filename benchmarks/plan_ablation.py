@@ -1,14 +1,13 @@
-"""What each idea of the planner brings, taken away one by one; and how long planning takes."""
+"""What each idea of the planner brings, taken away one by one."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.plan_grid import SETS, Cell
-from benchmarks.plan_methods import of_method, planned, warm_up
+from benchmarks.plan_methods import of_method, warm_up
 from varlen.plan.search import Search
 
 WITHOUT: dict[str, dict[str, Any]] = {
@@ -47,10 +46,6 @@ _CELLS = [
 ]
 ABLATION_CELLS = [replace(cell, **changed) for changed in SETTINGS.values() for cell in _CELLS]
 """Each idea in each setting: 24 cells."""
-TIMES = {
-    "512 on 4x4": ("pub_flexsp_wikipedia", 512, 4, 4),
-    "8192 on 64x16": ("pub_distca_prolong", 8192, 64, 16),
-}
 
 
 def ablated(cell: Cell) -> dict[str, Any]:
@@ -65,43 +60,6 @@ def ablated(cell: Cell) -> dict[str, Any]:
     }
     plans |= {name: of_method(name, lengths, cell, cost) for name in PEERS}
     return {"cell": cell.to_json(), "setting": _setting(cell), "plans": plans}
-
-
-def timed_cell(key: str) -> Cell:
-    """Return the cell of a step that planning or simulating is timed on.
-
-    Args:
-        key: of `TIMES`.
-    """
-    name, documents, dp, pp = TIMES[key]
-    return Cell(
-        lengths=name,
-        capacity=131_072,
-        documents=documents,
-        model="llama-2-7b",
-        dp=dp,
-        pp=pp,
-        tp=8,
-        seed=1,
-    )
-
-
-def planning_times(key: str, rounds: int) -> dict[str, Any]:
-    """Time `plan_step` with its default search, on one core; return plain data.
-
-    Args:
-        key: of `TIMES`.
-        rounds: how often each is planned after the first time, which compiles.
-    """
-    cell = timed_cell(key)
-    lengths, told = cell.drawn()
-    cost = cell.cost()
-    seconds = []
-    for _ in range(rounds + 1):
-        begun = time.perf_counter()
-        planned("micropack", lengths, cell, cost, Search())
-        seconds.append(time.perf_counter() - begun)
-    return {"cell": cell.to_json(), **told, "first_s": seconds[0], "seconds": seconds[1:]}
 
 
 def _setting(cell: Cell) -> str:

@@ -26,8 +26,7 @@ from benchmarks.machine import load, machine, versions
 from benchmarks.table import RESULTS
 from varlen import jit
 from varlen.cost.fit import mape
-from varlen.cost.hardware import Hardware
-from varlen.cost.memory import LOGIT_ROWS, logit_bytes
+from varlen.cost.memory import LOGIT_ROWS, Saved, logit_bytes, memory_of
 from varlen.cost.model import CostModel
 from varlen.cost.rates import (
     FORWARD_HEAD,
@@ -38,6 +37,7 @@ from varlen.cost.rates import (
     WEIGHT_LAYER,
 )
 from varlen.cost.shape import ModelShape
+from varlen.cost.stages import stages_of
 from varlen.runtime.calibrate import Bench
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.place import TaskRun
@@ -271,15 +271,25 @@ def remembered(found: list[Case], device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
-def predicted_bytes(shape: ModelShape, plan: StepPlan) -> float:
+def predicted_bytes(shape: ModelShape, plan: StepPlan, saved: Saved = "layers") -> float:
     """Return the cost model's peak of a step, parameters, gradients and optimizer states left out.
 
     Rows are held from their forward to their backward task, and while a task runs they take what passes; a
     document's earlier tokens have gradients of keys and values from its first backward task on; logits are there by
     the chunk.
     """
-    cost = CostModel(model=shape, hardware=Hardware.named("h100"), recompute=plan.recompute, kernels="eager")
-    memory, logits = cost.memory(Mesh()), LOGIT_ROWS * logit_bytes(shape, cost.kernels)
+    memory = memory_of(
+        shape,
+        Mesh(),
+        stages_of(shape, Mesh()),
+        plan.recompute,
+        plan.offload,
+        0.0,
+        "eager",
+        recompute_share=plan.recompute_share,
+        saved=saved,
+    )
+    logits = LOGIT_ROWS * logit_bytes(shape, "eager")
     counts, live, peak = [0, 0], 0.0, 0.0
     for kind in plan.tasks.tolist():
         packs = (plan.forward, plan.backward)[kind]

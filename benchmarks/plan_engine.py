@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.checks import WrongResultError
-from benchmarks.plan_ablation import timed_cell
 from benchmarks.plan_methods import planned
+from benchmarks.plan_times import engine_cell
 from varlen.plan.search import Search
 from varlen.simulate import kernels
 from varlen.simulate.api import simulate
@@ -17,17 +17,16 @@ from varlen.simulate.durations import durations
 from varlen.simulate.graph import build_graph
 
 
-def engine_speed(key: str, rounds: int) -> dict[str, Any]:
-    """Simulate a step's plan and time it; return plain data.
+def engine_speed(rounds: int) -> dict[str, Any]:
+    """Simulate the plan of a large step and time it; return plain data.
 
     Args:
-        key: of `plan_ablation.TIMES`: the step that is planned.
         rounds: how often it is simulated after the first time, which compiles.
 
     Raises:
         WrongResultError: the engine alone ends at another time than the whole.
     """
-    cell = timed_cell(key)
+    cell = engine_cell()
     lengths, _ = cell.drawn()
     plan = planned("micropack", lengths, cell, cell.cost(), Search())
     cost = cell.cost().as_planned(plan)
@@ -53,5 +52,5 @@ def engine_speed(key: str, rounds: int) -> dict[str, Any]:
         timeline = simulate(plan, cost)
         whole_s.append(time.perf_counter() - begun)
         if not np.array_equal(timeline.stops_s, stops):
-            raise WrongResultError(f"{key}: the engine alone ends tasks at other times than vl.simulate")
+            raise WrongResultError(f"{cell.key}: the engine alone ends tasks at other times than vl.simulate")
     return {"cell": cell.to_json(), "tasks": count, "engine_s": engine_s[1:], "seconds": whole_s[1:]}

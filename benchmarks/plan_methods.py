@@ -80,7 +80,7 @@ def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search:
         call, method=name, capacity=cell.capacity, tuned=True, search=replace(search, repairs=False)
     )
     best, best_s, refusal = None, np.inf, PlanError("nothing was tried")
-    for more in repairs(cost):
+    for more in repairs(cost, cell.mesh):
         if lower_bound(lengths, more, cell.mesh, least_rows=1).seconds >= best_s:
             break  # what has to be recomputed takes longer than the whole step does with less of it
         try:

@@ -158,10 +158,23 @@ def test_simulating_has_a_least_speed_and_says_where_it_was_not_timed() -> None:
 
 
 def test_planning_times_have_limits() -> None:
-    times = [{"key": "512 on 4x4", "seconds": [0.05, 0.2, 0.06]}]
+    quick, slow = (
+        [{"seconds": [0.05, 0.2, 0.06], "recompute": "none"}],
+        [{"seconds": [0.3, 0.1, 0.12], "recompute": "full"}],
+    )
+    times = [
+        {"key": "a", "size": "512 on 4x4", "model": "7B", "tp": 8, "steps": quick},
+        {"key": "b", "size": "512 on 4x4", "model": "70B", "tp": 4, "steps": quick + slow},
+    ]
 
-    assert verdict("planning 512", [], times=times).value == pytest.approx(0.06)
-    assert verdict("planning 512", [], times=times).met is True
+    assert verdict("planning 512", [], times=times[:1]).value == pytest.approx(0.06)
+    assert verdict("planning 512", [], times=times[:1]).met is True
+    assert verdict("planning 512", [], times=times).value == pytest.approx(0.12)
+    assert verdict("planning 512", [], times=times).met is False
+    assert verdict("planning 8192", [], times=times).met is None
+    assert "| 512 on 4x4, 70B, tp 4 | 2 | 1 | 90 | 120 | 1 over 100 |" in page_of.page(
+        result([], times=times)
+    )
 
 
 def test_nothing_measured_is_no_target_met() -> None:

@@ -96,8 +96,9 @@ def test_tuning_finds_even_ranks_and_short_packs_where_packs_are_uneven() -> Non
 def test_counts_of_micro_batches_follow_stages_and_tokens() -> None:
     mesh = Mesh(dp=2, pp=4)
 
-    assert micro_batch_counts(np.full(1000, 1000, np.int32), mesh) == (4, 6, 8, 12, 16, 24, 32, 48)
-    assert micro_batch_counts(np.full(10, 2000, np.int32), mesh) == (4, 6, 8)
+    tokens = np.full(1000, 1000, np.int32)
+    assert micro_batch_counts(tokens, mesh) == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 488)
+    assert micro_batch_counts(np.full(10, 2000, np.int32), mesh) == (4, 6, 8, 9)
     assert micro_batch_counts(np.full(3, 100, np.int32), mesh) == (1,)
     assert micro_batch_counts(np.full(3, 10**6, np.int32), mesh) == (3,)
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import varlen as vl
+from varlen.cost.kernels import cut_evenly
 from varlen.plan import kernels_compose, reference_compose
 from varlen.plan.block import blocks_of, padded, pipeline_of_block, pipeline_of_rank
 from varlen.plan.compose import Composition, Grading, RankDocuments, compose, seconds_of
@@ -53,6 +54,53 @@ def test_filling_agrees_with_its_reference(work: list[float], loads: list[float]
         filled = np.array(loads, float)
         answers.append((home.fill_lightest(np.array(work, float), filled).tolist(), filled.tolist()))
     assert answers[0] == answers[1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60_000), st.sampled_from([1, 1, 2, 4])), min_size=1, max_size=25),
+    st.integers(1, 30),
+    st.floats(0.3, 3),
+    *[st.booleans()] * 4,
+)
+@settings(deadline=None)
+def test_composing_and_its_seconds_agree_with_their_references(
+    drawn: list[tuple[int, int]],
+    count: int,
+    part: float,
+    graded: bool,
+    in_step: bool,
+    by_work: bool,
+    mixes: bool,
+) -> None:
+    documents = rank_of([length for length, _ in drawn], [ranks for _, ranks in drawn])
+    given, ends = documents.table, np.array([2, 1] if graded else [0, 0])
+    own, chained = (
+        documents.seconds / count,
+        len(drawn) - int(np.count_nonzero(documents.num_ranks == 1)) // 2,
+    )
+    cuts = cut_evenly(
+        *(given[row, :chained].copy() for row in (0, 1)),
+        documents.work[:chained],
+        np.full(chained, part * own),
+        2048,
+        128,
+        1.0,
+        COSTS.rates,
+    )
+    rest = (documents.num_shared, count, own, part * own, ends, 0.2, 0.05, in_step, by_work, mixes)
+
+    made = [
+        home.composed(np.array(cuts), chained, given, documents.work, *rest)
+        for home in (kernels_compose, reference_compose)
+    ]
+    order = kernels_compose.reversed_chains(made[0][2])
+    prices = priced(COSTS, made[0][0], made[0][1])
+    gathers = np.full((3, COSTS.layers.size), 1e-3)
+    asked = (prices, prices[::-1].copy(), order, COSTS.layers, COSTS.heads, gathers, graded, in_step)
+    seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
+
+    for pair in (made, seconds):
+        assert all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
 
 
 @given(

@@ -85,3 +85,30 @@ def test_documents_that_fit_alone_and_not_beside_each_other_are_said_to() -> Non
     assert "though each document would alone; use another method" in said
     assert vl.plan_step(lengths[:1], **asked).num_tokens == 700_000
     assert vl.plan_step(lengths, **(asked | {"method": "micropack"})).num_tokens == 8 * 700_000
+
+
+@pytest.mark.parametrize(
+    ("model", "dp", "tp"), [("llama-2-70b", 1, 2), ("llama-2-70b", 16, 1), ("llama-2-7b", 2, 1)]
+)
+def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_that_hold_them(
+    model: str, dp: int, tp: int
+) -> None:
+    cost, mesh = cost_of(model), vl.Mesh(dp=dp, tp=tp)
+
+    def holds(on: vl.Mesh) -> bool:
+        return bool((cost.memory(on).state_bytes < cost.limit_bytes).all())
+
+    said = refused([100], cost=cost, mesh=mesh)
+
+    assert re.match(r"parameters, gradients and optimizer states take [\d,.]+ GB on stage 0 of 1", said)
+    least, pp, wide = (
+        number(pattern, said) for pattern in (r"at least ([\d,]+) would", r"\(pp=(\d+)", r", tp=(\d+);")
+    )
+    assert least == pp * wide
+    assert holds(replace(mesh, pp=pp, tp=wide))
+    heads = cost.model.heads
+    fewer = [(a, b) for a in range(1, 81) for b in (1, 2, 4, 8, 16) if a * b < least and heads % b == 0]
+    assert not any(holds(replace(mesh, pp=a, tp=b)) for a, b in fewer if a <= cost.model.layers)
+    sharded = number(r"sharding='parameters' with dp=([\d,]+)", said) if "with dp" in said else dp
+    assert holds(replace(mesh, dp=sharded, sharding="parameters"))
+    assert sharded == dp or not holds(replace(mesh, dp=sharded // 2, sharding="parameters"))

@@ -63,9 +63,12 @@ def test_candidates_that_are_left_out_were_slower(candidates_of: Callable[..., I
         given = work if candidates_of is dynamic_cp_candidates else work[:, 0]
         candidates = list(candidates_of(lengths, given, mesh, int(lengths.max())))
 
-        found = best_plan(candidates, lengths, COST, mesh, "packed")
+        found = best_plan(lambda _, c=candidates: iter(c), (0,), lengths, COST, mesh, "packed")
 
-        alone = [best_plan([candidate], lengths, COST, mesh, "packed") for candidate in candidates]
+        alone = [
+            best_plan(lambda _, c=candidate: iter([c]), (0,), lengths, COST, mesh, "packed")
+            for candidate in candidates
+        ]
         seconds = [score(plan, COST) if plan else np.inf for plan in alone]
         assert found is not None
         assert len(candidates) > 5

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
+from varlen.plan.api import repairs
 from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
 from varlen.plan.micropack import micropack
@@ -199,10 +200,11 @@ def test_where_memory_wants_half_the_layers_recomputed_only_they_are() -> None:
     assert timeline.makespan_s < 0.98 * all_layers.makespan_s
 
 
-@pytest.mark.parametrize(("dp", "way_out"), [(1, "pp or tp$"), (2, "pp or tp, or sharding='parameters'")])
-def test_what_never_fits_is_refused_with_what_would(dp: int, way_out: str) -> None:
-    with pytest.raises(PlanError, match=rf"optimizer states take [\d.]+ GB on stage 0 of 1, .* {way_out}"):
-        vl.plan_step([100], cost=cost_of("llama-2-70b"), mesh=vl.Mesh(dp=dp, tp=4))
+@pytest.mark.parametrize(("pp", "shares"), [(32, [1.0]), (16, [0.5, 1.0]), (4, [0.25, 0.5, 1.0])])
+def test_shares_that_recompute_the_same_layers_are_tried_once(pp: int, shares: list[float]) -> None:
+    tried = [cost for cost in repairs(cost_of(recompute="none"), vl.Mesh(pp=pp)) if cost.recompute == "full"]
+
+    assert [cost.recompute_share for cost in tried if cost.offload == "none"] == shares
 
 
 def test_few_rows_are_planned_in_as_few_micropacks_as_are_fast() -> None:

@@ -124,6 +124,7 @@ def packed_slices(
     st.booleans(),
     st.sampled_from([(8, 8), (8, 5), (4, 8)]),
 )
+@settings(max_examples=60)
 def test_slices_attend_as_the_uncut_document(
     case: tuple[list[int], list[list[tuple[int, int, int]]], tuple[int, int], int | None],
     seed: int,

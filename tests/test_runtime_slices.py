@@ -166,7 +166,6 @@ def test_tracked_bytes_follow_storages_and_not_views() -> None:
     ("plan", "words"),
     [
         (one_gpu_plan([8], [[(0, 0, 8)]], mesh=Mesh(cp=2)), "cp=2"),
-        (one_gpu_plan([8], [[(0, 0, 8)]], recompute="selective"), 'recompute="selective"'),
         (
             one_gpu_plan([8], [[(0, 0, 8)]], [[(0, 3, 8)], [(0, 0, 3)]]),
             r"3 MicroPacks stand in one pass alone",

@@ -68,10 +68,11 @@ def test_kernel_and_reference_choose_the_same_tasks(
     names = [name for name in Pipeline.__dataclass_fields__ if name != "splits"]
     names.insert(names.index("limits"), "limits")
     answers = []
+    limit_s = data.draw(st.sampled_from([np.inf, *(scale * part * count for part in (1, 4, 9, 16))]))
     for home in (kernels_dispatch, reference_dispatch):
         codes, peaks = np.zeros((stages, made.tasks_per_stage), np.uint8), np.zeros(stages)
         given = [getattr(made, name) for name in names]
-        took = home.dispatch(*given, splits, forward_first, codes, peaks)
+        took = home.dispatch(*given, splits, forward_first, codes, peaks, limit_s)
         answers.append((took, codes.tolist(), peaks.tolist()))
     assert answers[0] == answers[1]
 
@@ -132,3 +133,20 @@ def test_forward_first_runs_all_forwards_that_memory_holds_before_a_backward() -
         made = dispatch(pipeline(1, np.ones(4), np.ones(4), limits=np.array([limit])), forward_first=True)
 
         assert "".join("FBW"[code] for code in made.codes[0]) == expected
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_takes_no_longer_than_asked_is_the_same_and_what_takes_longer_is_given_up(splits: bool) -> None:
+    rng = np.random.default_rng(5)
+    made = pipeline(
+        3, rng.random(9), 2 * rng.random(9), rng.random(9) if splits else None, limits=np.full(3, 4.0)
+    )
+    whole = dispatch(made)
+
+    enough = dispatch(made, limit_s=whole.makespan_s)
+    short = dispatch(made, limit_s=0.999 * whole.makespan_s)
+
+    assert enough.codes.tolist() == whole.codes.tolist()
+    assert enough.makespan_s == whole.makespan_s
+    assert 0.999 * whole.makespan_s < short.makespan_s <= whole.makespan_s * (1 + 1e-9)
+    assert short.codes.size == 0

@@ -73,7 +73,8 @@ def test_only_the_first_step_waits_for_its_plan(store, hardware, tmp_path):
     steps = run(store, output, priced(hardware), run__steps=40, run__checkpoint_every=0).steps
 
     later = [step.plan_wait_s for step in steps[1:]]
-    assert np.median(later) < 0.002 < steps[0].plan_wait_s
+    # Beside other work on the machine a wait is longer, and still nothing beside making a plan.
+    assert np.median(later) < steps[0].plan_wait_s / 20
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [line["plan_wait_s"] for line in lines] == [step.plan_wait_s for step in steps]
     assert sum("MicroPacks a rank" in line["plan_answered_by"] for line in lines) > 30
@@ -141,6 +142,7 @@ def test_steps_that_are_run_again_have_the_plans_that_they_had(store, hardware, 
     assert metrics_of(lost) != metrics_of(tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(store, hardware, tmp_path):
     short = {"run__checkpoint_every": 1, "run__keep": 2, "run__steps": 3}
     plan = priced(hardware, quick="micropack")

@@ -38,9 +38,9 @@ def overhead() -> dict[str, Any]:
         torch.device("cpu"),
         sizes=SMALL,
         tokens=8192,
-        slice_tokens=(1024, 2048, 4096),
+        slice_tokens=(2048, 4096),
         dtype=torch.float32,
-        rounds=5,
+        rounds=3,
     )
     return {"model": SMALL, **found}
 
@@ -64,6 +64,7 @@ def main() -> int:
         before, begun = load(), time.perf_counter()
         result[name] = PARTS[name]()
         result["parts"][name] = {
+            "date": date,
             "versions": versions(),
             "load": [before, load()],
             "seconds": round(time.perf_counter() - begun),

@@ -14,18 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from varlen.runtime.channels import Channels
-from varlen.runtime.ranks import open_groups, seat_of
 
 import varlen as vl
 from benchmarks.running import link
 from benchmarks.running.processes import side_by_side
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
+from varlen.runtime.channels import Channels
 from varlen.runtime.chunk import Key
 from varlen.runtime.clock import Clock
+from varlen.runtime.missing import Lookout, Notes
 from varlen.runtime.place import Place, keys_of
 from varlen.runtime.probes import quiet
+from varlen.runtime.ranks import open_groups, seat_of
 from varlen.simulate.durations import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
 
@@ -88,6 +89,8 @@ def waited(
     seat = seat_of(mesh, rank)
     store = dist.distributed_c10d._get_default_store()
     groups = open_groups(seat, dist.PrefixStore("waits", store), torch.device("cpu"), 300.0)
+    notes = Notes(store=store, rank=rank, world_size=1, name_of=seat.name_of)  # of a job that nobody watches
+    lookout = Lookout(notes)
     like = torch.empty(HIDDEN, dtype=torch.bfloat16)
     spans: list[list[tuple[float, float]]] = [[] for _ in found]
     for number in range(rounds + 1):
@@ -97,7 +100,7 @@ def waited(
                 chunk_of(step.plan, seat.dp_rank, chunk, seconds, scale, HIDDEN)
                 for chunk in range(seat.stage, mesh.num_chunks, mesh.pp)
             ]
-            channels = Channels(groups, step.plan, like)
+            channels = Channels(groups, step.plan, like, lookout)
             place = Place(step.plan, seat.dp_rank, seat.stage, chunks, channels, clock=Clock(like.device))
             dist.barrier()
             begun = time.perf_counter()
@@ -137,7 +140,7 @@ def compared(found: list[Step], cost: vl.CostModel, rounds: int = ROUNDS) -> lis
             {
                 "documents": step.documents,
                 "method": step.method,
-                "mesh": [step.plan.mesh.dp, step.plan.mesh.pp],
+                "mesh": [step.plan.mesh.dp, step.plan.mesh.pp, step.plan.mesh.virtual_stages],
                 "tasks": len(step.plan.tasks),
                 "predicted_s": scale * float(last),
                 "waited_s": float(quiet(taken)),

@@ -16,6 +16,7 @@
     ├── MissingExtraError (also an ImportError)   an optional dependency that isn't installed
     ├── PlatformError (also an ImportError)       an operating system that varlen doesn't run on
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
+    ├── DeviceMemoryError (also a MemoryError)    a task of a step that found no memory on its device
     ├── UnknownLengthError (also a TypeError)     a loader whose number of batches nobody knows
     ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
     ├── DeadlockError                   tasks in an order in which each waits for another
@@ -79,6 +80,13 @@ class PlatformError(VarlenError, ImportError):
 
 class WorkerDiedError(VarlenError):
     """A process that worked for varlen is gone; the message says how, and what is kept."""
+
+
+class DeviceMemoryError(VarlenError, MemoryError):
+    """A task of a step found no memory; the message names it, its documents, and how many rows would fit."""
+
+    rows_that_fit: int = 0
+    """Estimated rows of a MicroPack that fits; 0 where none does."""
 
 
 class UnknownLengthError(VarlenError, TypeError):

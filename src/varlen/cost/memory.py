@@ -15,6 +15,8 @@ from varlen.types import FloatArray
 Kernels = Literal["fused", "eager"]
 """Whether norms and gates are kernels of their own, as in Megatron, or run operation by operation, as in
 transformers, which leaves more behind."""
+Saved = Literal["layers", "stage"]
+"""What layers are computed again from: what went into each of them, or what went into the first of a chunk."""
 LOGIT_ROWS: Final = 1024
 """Rows whose logits are there at once: the loss is computed chunk by chunk."""
 LOGIT_BYTES: Final = 6
@@ -119,6 +121,7 @@ def memory_of(
     kernels: Kernels = "fused",
     *,
     recompute_share: float = 1.0,
+    saved: Saved = "layers",
 ) -> Memory:
     """Count the bytes of one GPU of each stage; see `Memory`.
 
@@ -129,6 +132,8 @@ def memory_of(
     - With kernels="eager" layers leave `eager_bytes` more, and what passes is transformers' own.
     - With offload="kv" keys, values and their gradients of `LAYERS_ON_DEVICE` layers are on the GPU, of the others
       in host memory.
+    - With saved="stage" rows hold what goes into the first layer of their chunk, in host memory if keys and values
+      are; while a MicroPack runs backward, what goes into each layer that is computed again is there for its rows.
     """
     layers, tp = stages.layers, mesh.tp
     kv = model.kv_bytes_per_token_layer / kv_shards(model, mesh)
@@ -140,7 +145,8 @@ def memory_of(
         gradients = 4 * model.active_ffn / tp
     kept = whole - (reused_bytes(model) / tp if recompute != "none" else 0.0)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
-    held = (2 * model.hidden / tp + kv) * num_again + kept * (layers - num_again)
+    held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
+    held = 2 * model.hidden / tp * held_inputs + kv * num_again + kept * (layers - num_again)
     again, ends = whole, 4 * model.hidden / tp * stages.has_head
     if kernels == "eager":
         # Keys and values stand in the cache already, and a layer's input and output beside what they leave; what
@@ -148,6 +154,7 @@ def memory_of(
         again += 4 * model.hidden / tp - expanded
         ends = ends * (num_again < layers)
     passing = gradients + {"none": 0.0, "selective": reused_bytes(model) / tp, "full": again}[recompute]
+    passing_bytes: FloatArray = passing + 2 * model.hidden / tp * made_inputs
     near = np.minimum(layers, LAYERS_ON_DEVICE) if offload == "kv" else layers
     linear_inputs: float = 4 * model.hidden + 2 * model.heads * model.value_head_dim + 2 * model.active_ffn
     linear_gradients: float = 4 * model.hidden + 2 * model.heads * model.head_dim
@@ -156,10 +163,22 @@ def memory_of(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
         held_bytes=held - kv * (layers - near) + ends,
         gradient_bytes=2 * kv * near,
-        passing_bytes=np.full(len(layers), passing),
+        passing_bytes=passing_bytes,
         kept_for_weight_bytes=layers * ((linear_inputs + linear_gradients) / tp + expanded),
         limit_bytes=limit_bytes,
     )
+
+
+def _inputs(
+    layers: FloatArray, num_again: FloatArray, offload: Offload, saved: Saved
+) -> tuple[FloatArray, FloatArray]:
+    """Of how many layers what goes in is held, and of how many it is made again; each float64 `[num_chunks]`."""
+    if saved == "layers":
+        return num_again, np.zeros(len(layers))
+    held = np.minimum(num_again, 1.0)
+    near = held * ((offload == "none") | (layers <= LAYERS_ON_DEVICE))
+    made: FloatArray = num_again - near
+    return near, made
 
 
 def _state_bytes(model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels) -> FloatArray:

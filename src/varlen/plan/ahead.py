@@ -27,6 +27,7 @@ from varlen.errors import PlanError, SettingError, StalledError, StateError, Var
 from varlen.pack.lengths import as_lengths
 from varlen.plan.line import Answer, Line
 from varlen.plan.save import plan_fingerprint
+from varlen.plan.search import Search
 from varlen.plan.wire import named, to_json
 from varlen.step_plan import StepPlan
 from varlen.types import Int32Array
@@ -36,6 +37,7 @@ VERSION: Final = 1
 KEPT: Final = 256
 """Steps of which the state says how they were answered: more than a job takes between two checkpoints of it."""
 _PATIENCE_S: Final = 5.0
+_PLANS: Final = "varlen.plan.api:plan_step"
 _Found = tuple[str, StepPlan, str]
 """How a step was answered, its plan, and the plan's fingerprint."""
 Lengths = Sequence[npt.ArrayLike] | Callable[[int], npt.ArrayLike | None]
@@ -56,7 +58,7 @@ class Planner:
         ahead: int = 2,
         first_step: int = 0,
         deadline_s: float = 300.0,
-        function: str = "varlen.plan.api:plan_step",
+        function: str = _PLANS,
         **settings: Any,
     ) -> None:
         """Begin to plan the first steps.
@@ -65,7 +67,8 @@ class Planner:
             lengths: of the documents of each step: a sequence by step, or a function of the step that returns None
                 behind the last one, such as `PackedLoader.lengths`. It is asked up to `ahead` steps early, by the
                 thread that takes plans, and must say the same of a step again.
-            quick: settings of the quick answer in place of those of the others; `{"method": "sliced"}` if not said.
+            quick: settings of the quick answer in place of those of the others. If not said, "micropack" with
+                `Search(closely=False)`, some ten milliseconds; of another function, `{"method": "sliced"}`.
             ahead: steps after the current one that are planned.
             first_step: which is taken first; where a run goes on, the loader's.
             deadline_s: how long a first or replayed step waits for its plan, and how long the other process may say
@@ -87,7 +90,7 @@ class Planner:
         self._lengths, self._ahead, self._settings = lengths, ahead, settings
         self._deadline_s, self._has_begun = deadline_s, False
         self._known: dict[int, Int32Array | None] = {}
-        self._quick = {**settings, **({"method": "sliced"} if quick is None else quick)}
+        self._quick = {**settings, **(_quick(function, settings) if quick is None else quick)}
         self._belongs_to = _digest(to_json([function, settings, self._quick]))
         self._choices: dict[int, tuple[str, str]] = {}
         self._replayed: dict[int, tuple[str, str]] = {}
@@ -281,6 +284,16 @@ class Planner:
                 f"step {step:,} was run by another plan before than the one that its lengths lead to now; the data "
                 "or varlen has changed since the state was saved. Go on from a checkpoint without this state"
             )
+
+
+def _quick(function: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the quick answer, if none are said."""
+    if function != _PLANS:
+        return {"method": "sliced"}
+    search = settings.get("search")
+    if not isinstance(search, Search | None):
+        return {}  # what plans says what is wrong
+    return {"method": "micropack", "search": replace(search or Search(), closely=False)}
 
 
 def _digest(text: str) -> str:

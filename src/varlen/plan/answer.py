@@ -30,6 +30,8 @@ _WAITING = 1.08
 """Ranks that share documents wait for each other, which makes their block slower, by about so much."""
 _ESTIMATE_SLACK = 0.9
 """Work in MicroPacks may take a little less than documents were weighed at."""
+_NONE_BESIDE = 1e-9
+"""Of a rank's work: a budget so small that no document stands beside another."""
 _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 
@@ -41,12 +43,22 @@ class BlockSearch:
     documents: list[RankDocuments]
     estimate_s: float
     """What it takes if nothing waits, as long as nothing has been tried."""
+    coarsest: int = 0
+    """The place in `Search.sizes` below which a MicroPack alone is over some memory."""
+    finest: int = 0
+    """The place behind which MicroPacks would hold too few rows."""
     tried: set[Setting] = field(default_factory=set)
+    known: dict[tuple[object, ...], float] = field(default_factory=dict)
+    """Seconds of what was run, by all that tells one run from another."""
     forward: list[Composition] = field(default_factory=list)
     backward: list[Composition] = field(default_factory=list)
     found: Dispatched | None = None
     setting: Setting | None = None
     """That of the best."""
+    is_full: bool = False
+    """Whether the memory of some stage is nearly full in the best: it has no room for another MicroPack."""
+    too_coarse: int = -1
+    """The last place in `Search.sizes` that was tried and didn't fit."""
 
     @property
     def makespan_s(self) -> float:
@@ -65,6 +77,8 @@ class Look(enum.IntEnum):
     """How closely a block is looked at: how many settings are tried on it."""
 
     QUICK = 4
+    """Of the slowest block alone."""
+    BRIEF = 5
     CLOSE = 100
     THOROUGH = 200
     """From far settings, too."""
@@ -77,6 +91,8 @@ class Answer:
     groups: Groups
     costs: StageCosts
     blocks: list[BlockSearch]
+    spares_memory: bool = False
+    """Whether documents are shared because memory can't hold them otherwise."""
 
     @property
     def makespan_s(self) -> float:
@@ -85,9 +101,10 @@ class Answer:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory of some stage is nearly full, so that more of it might make the step faster."""
-        peaks = [block.found.peaks_bytes for block in self.blocks if block.found]
-        return bool((np.array(peaks) > _NEARLY_FULL * self.costs.limits).any())
+        """Whether more memory might make a step faster: a stage's is nearly full, or documents are shared for it."""
+        if self.spares_memory:
+            return True
+        return any(block.is_full for block in self.blocks)
 
     @property
     def slowness(self) -> float:
@@ -127,7 +144,9 @@ class Answer:
         )
 
 
-def blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) -> list[BlockSearch]:
+def blocks(
+    documents: list[RankDocuments], groups: Groups, costs: StageCosts, search: Search
+) -> list[BlockSearch]:
     """The blocks of ranks, of which nothing has been tried yet."""
     mesh = costs.mesh
     bounds = blocks_of(groups, mesh.dp, in_step=mesh.sharding == "parameters").tolist()
@@ -135,9 +154,22 @@ def blocks(documents: list[RankDocuments], groups: Groups, costs: StageCosts) ->
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(documents[first:last], estimate)
+        BlockSearch(documents[first:last], estimate, *_places(documents[first:last], costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
     ]
+
+
+def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -> tuple[int, int]:
+    """The sizes that a search may go between: one MicroPack alone fits, and none holds too few rows."""
+    stages = costs.limits.size
+    rows = min(each.num_rows for each in documents)
+    held, _, passing, _ = costs.per_row.reshape(4, -1, stages)
+    # While the last rank's largest MicroPack runs forward through the first of a stage's chunks.
+    most_rows = (costs.limits / np.maximum((held + passing).min(axis=0), 1e-9)).min()
+    least = max(each.num_rows for each in documents) / costs.mesh.cp / max(float(most_rows), 1e-9)
+    wanted = np.round(np.array(search.sizes) * stages)
+    finest = min(int(np.searchsorted(wanted, int(rows // search.least_rows))), wanted.size - 1)
+    return min(int(np.searchsorted(wanted, least)), finest), finest
 
 
 def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
@@ -172,21 +204,40 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     costs = answer.costs
     stages = costs.limits.size
     rows = min(documents.num_rows for documents in block.documents)
-    wanted = round(search.micropacks_per_stage[setting.size] * stages)
+    wanted = round(search.sizes[setting.size] * stages)
     count = max(1, min(wanted, int(rows // search.least_rows)))
-    graded = GRADINGS[setting.grading if search.grades else EVEN]
+    if setting.whole:
+        count = max(1, *(documents.lengths.size for documents in block.documents))
+    graded = GRADINGS[setting.grading if search.grades and not setting.whole else EVEN]
     heads, tails = (min(ends * stages, count // 2) for ends in (graded.heads, graded.tails))
     grading = replace(graded, heads=heads, tails=tails)
     sharing = SHARINGS[setting.sharing]
     work = sum(documents.seconds for documents in block.documents) / len(block.documents)
-    budget = sharing.size * work / count
+    budget = _NONE_BESIDE * work if setting.whole else sharing.size * work / count
+    before_s = block.found.makespan_s if block.found else math.inf
+    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
+    # faster still.
+    is_fewer = block.setting is not None and setting.size < block.setting.size
+    same = (
+        count,
+        heads,
+        tails,
+        graded.smallest,
+        sharing if block.shares else None,
+        setting.forward_first,
+        setting.whole,
+    )
+    if same in block.known:
+        if is_fewer and block.known[same] == before_s < math.inf:
+            block.setting = setting
+        return
     compositions = padded(
         [
             compose(
                 documents,
                 count,
                 grading,
-                least_rows=search.least_rows if search.slices else 2**31 - 1,
+                least_rows=search.least_rows if search.slices and not setting.whole else 2**31 - 1,
                 budget=budget,
                 rates=costs.rates,
                 in_step=len(block.documents) > 1,
@@ -196,16 +247,19 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
             for documents in block.documents
         ]
     )
-    found = dispatch(
-        pipeline_of_block(compositions, compositions, costs), forward_first=setting.forward_first
-    )
-    before_s = block.found.makespan_s if block.found else math.inf
-    # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
-    # faster still.
-    is_fewer = block.setting is not None and setting.size < block.setting.size
+    pipeline = pipeline_of_block(compositions, compositions, costs)
+    found = dispatch(pipeline, forward_first=setting.forward_first, limit_s=before_s)
+    if found.makespan_s == math.inf:
+        block.too_coarse = max(block.too_coarse, setting.size)
+    block.known[same] = found.makespan_s
     if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
         block.found, block.forward, block.backward = found, compositions, compositions
         block.setting = setting
+        another = costs.per_row[0].reshape(-1, stages).sum(axis=0) * (
+            pipeline.rows_forward.sum() / max(1, pipeline.rows_forward.size)
+        )
+        most = np.minimum(_NEARLY_FULL * costs.limits, costs.limits - another)
+        block.is_full = bool((found.peaks_bytes > most).any())
 
 
 def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:
@@ -218,13 +272,20 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
         look: how closely.
     """
     if not block.tried:
-        return favourite or first_setting(search)
-    # As long as nothing fits: smaller MicroPacks hold less while they run.
-    best = block.setting or max(block.tried, key=lambda setting: setting.size)
-    around = neighbours(best, search, shares=block.shares)
-    if block.setting is not None:
-        if len(block.tried) >= look:
-            return None
-        if look is Look.THOROUGH:
-            around = itertools.chain(far_settings(search, shares=block.shares), around)
+        begin = favourite or first_setting(search)
+        return replace(begin, size=min(max(begin.size, block.coarsest), block.finest))
+    best = block.setting
+    if best is None:  # smaller MicroPacks hold less while they run
+        tried = max(block.tried, key=lambda setting: (setting.size, setting.whole))
+        if tried.size < block.finest:
+            return replace(tried, size=block.finest)
+        return None if tried.whole else replace(tried, whole=True)
+    middle = replace(best, size=(best.size + block.too_coarse) // 2)
+    if 0 <= block.too_coarse < middle.size and middle not in block.tried:
+        return middle
+    if len(block.tried) >= look:
+        return None
+    around = neighbours(best, block.finest, search, shares=block.shares, is_full=block.is_full)
+    if look is Look.THOROUGH:
+        around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
     return next((setting for setting in around if setting not in block.tried), None)

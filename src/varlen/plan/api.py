@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.check import check_positions
+from varlen.cost.memory import layers_again
 from varlen.cost.model import CostModel
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
-from varlen.plan.baselines.balanced import balanced_candidates
-from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
+from varlen.plan.baselines.balanced import balanced_candidates, micro_batch_counts
+from varlen.plan.baselines.dynamic_cp import WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
+from varlen.plan.candidate import Candidate
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, Found, micropack, thorough
 from varlen.plan.refusal import refusal
@@ -78,8 +81,9 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: memory holds no plan, or the step has nothing for most ranks of a mesh; says what would.
 
-    Cost: "micropack" takes under 0.1 s for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
-    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly.
+    Cost: "micropack" takes tens of milliseconds for 512 documents on 4 x 4 and under a second for 8,192 on 64 x 16.
+    Where memory is short, each step of recomputation is planned, and the best of them searched thoroughly: several
+    times as long; docs/planning-results.md has all of it.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -106,23 +110,28 @@ def plan_step(
         raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
     best: _Planned | None = None
     used_cost, least_s = cost, math.inf
-    for tried in repairs(cost) if used.repairs else [cost]:
+    for tried in repairs(cost, mesh) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
         if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
             break
-        found = _planned(held, tried, mesh, method, limit, tuned, used)
+        found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
         taken_s = score(found.plan, tried) if found else math.inf
         if found and taken_s < least_s:
-            is_enough = best is None and not found.is_full
+            is_enough = best is None and not (found.is_full and used.closely)
             best, used_cost, least_s = found, tried, taken_s
             if is_enough:
                 break
     if best is None:
-        raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+        best = _whole(held, tried, mesh, method, limit, used)
+        if best is None:
+            raise PlanError(_refusal(held, cost, mesh, method, limit, tuned, used))
+        return replace(best.plan, method=method)
     bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
-    if best.found and least_s > FAR_OVER * bound_s:
-        longer = thorough(best.found).plan()
-        return longer if score(longer, used_cost) < least_s else best.plan
+    if best.found and used.closely and least_s > FAR_OVER * bound_s:
+        longer = _Planned(thorough(best.found).plan(), best.is_full)
+        best = _faster(best, longer, used_cost) or best
+        if method == "micropack" and longer.is_full and used.orders and not best.plan.num_merged:
+            best = _faster(best, _as_packs(held, used_cost, mesh, limit), used_cost) or best
     return best.plan
 
 
@@ -176,16 +185,19 @@ def _capacity(lengths: Int32Array, capacity: int | None) -> int:
     return int(capacity)
 
 
-def repairs(cost: CostModel) -> Iterator[CostModel]:
+def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
     """Yield the cost model as given, then with more recomputation, then with keys and values in host memory.
 
     Args:
         cost: what is recomputed and offloaded at least.
+        mesh: where chunks of few layers make several shares the same layers, the largest of those shares is yielded.
     """
     yield cost
+    layers = cost.stages(mesh).layers
+    again = {share: tuple(layers_again(layers, share)) for share in SHARES}
     if cost.recompute == "none":
         yield replace(cost, recompute="selective")
-    for share in SHARES:
+    for share in {again[share]: share for share in SHARES}.values():
         if cost.recompute != "full" or cost.recompute_share < share:
             yield replace(cost, recompute="full", recompute_share=share)
     if cost.offload == "none":
@@ -210,38 +222,96 @@ def _planned(
     capacity: int,
     tuned: bool,
     search: Search,
+    incumbent_s: float = math.inf,
 ) -> _Planned | None:
-    """The plan of one method, None where none fits."""
+    """The plan of one method, None where none fits or, perhaps, where it is slower than the incumbent."""
     if method == "sliced":
         search = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
-        found = micropack(lengths, cost, mesh, search, method=method)
+        found = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
         best = _Planned(found.plan(), found.best.is_full, found) if found else None
         # Parameters gathered MicroPack by MicroPack want few of them: whole documents on groups may be faster.
-        if mesh.sharding == "parameters" and search.merges and search.orders:
+        if mesh.sharding == "parameters" and search.merges and search.orders and search.closely:
             return _faster(best, _of_groups(lengths, cost, mesh, capacity, search), cost)
         return best
     if method == "packed" and not tuned:
         plan = as_run(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
         return _Planned(plan, False) if score(plan, cost) < math.inf else None
-    work = _work(lengths, cost, mesh)
-    if method == "packed":
-        candidates = packed_candidates(lengths, work[:, 0], mesh, capacity)
-    elif method == "balanced":
-        candidates = balanced_candidates(lengths, work[:, 0], mesh)
-    else:
-        candidates = dynamic_cp_candidates(lengths, work, mesh, capacity)
-    fastest = best_plan(candidates, lengths, cost, mesh, method)
+    if method == "dynamic_cp":
+        return _dynamic_cp(lengths, cost, mesh, capacity, method)
+    work = _work(lengths, cost, mesh)[:, 0]
+    counts = (
+        micro_batch_counts(lengths, mesh) if method == "balanced" else (0,)
+    )  # packs follow from their capacity
+
+    def candidates_of(count: int) -> Iterator[Candidate]:
+        if method == "balanced":
+            return balanced_candidates(lengths, work, mesh, counts=(count,))
+        return packed_candidates(lengths, work, mesh, capacity)
+
+    fastest = best_plan(candidates_of, counts, lengths, cost, mesh, method)
     return _Planned(fastest, True) if fastest else None
+
+
+def _of_count(
+    lengths: Int32Array, work: FloatArray, mesh: Mesh, capacity: int, way: Way, count: int
+) -> Iterator[Candidate]:
+    """What one way to share documents makes of a number of micro-batches."""
+    return dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
+
+
+def _dynamic_cp(
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    capacity: int,
+    method: PlanMethod,
+    counts: tuple[int, ...] | None = None,
+) -> _Planned | None:
+    """Whole documents, long ones on groups of ranks: each way to share them at its best number of micro-batches."""
+    best: _Planned | None = None
+    work = _work(lengths, cost, mesh)
+    for way in WAYS:
+        candidates_of = functools.partial(_of_count, lengths, work, mesh, capacity, way)
+        plan = best_plan(
+            candidates_of, counts or micro_batch_counts(lengths, mesh), lengths, cost, mesh, method
+        )
+        best = _faster(best, _Planned(plan, True) if plan else None, cost)
+    return best
+
+
+def _as_packs(lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int) -> _Planned | None:
+    """Packs of whole documents in two orders: none may be faster where memory holds hardly more than one of them."""
+    work = _work(lengths, cost, mesh)[:, 0]
+    plan = best_plan(
+        lambda _: packed_candidates(lengths, work, mesh, capacity, orders=("given", "long_first")),
+        (0,),
+        lengths,
+        cost,
+        mesh,
+        "micropack",
+    )
+    return _Planned(plan, True) if plan else None
+
+
+def _whole(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, capacity: int, search: Search
+) -> _Planned | None:
+    """Whole documents, which "micropack" falls back on before it refuses a step that other methods plan."""
+    if method != "micropack":
+        return None
+    if search.merges:
+        finest = _dynamic_cp(lengths, cost, mesh, capacity, method, micro_batch_counts(lengths, mesh)[-1:])
+        return finest and _dynamic_cp(lengths, cost, mesh, capacity, method)
+    return _planned(lengths, cost, mesh, "balanced", capacity, True, search)
 
 
 def _of_groups(
     lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int, search: Search
 ) -> _Planned | None:
     """Whole documents, long ones on groups of ranks, as dynamic context parallelism runs them."""
-    candidates = dynamic_cp_candidates(lengths, _work(lengths, cost, mesh), mesh, capacity)
-    plan = best_plan(candidates, lengths, cost, mesh, "micropack")
-    return _Planned(plan, True) if plan and plan.num_ranks.max() <= search.most_merged_ranks else None
+    found = _dynamic_cp(lengths, cost, mesh, capacity, "micropack")
+    return found if found and found.plan.num_ranks.max() <= search.most_merged_ranks else None
 
 
 def _faster(one: _Planned | None, other: _Planned | None, cost: CostModel) -> _Planned | None:
@@ -270,16 +340,15 @@ def _refusal(
     search: Search,
 ) -> str:
     """Why no plan fits, and what would."""
-    tried = list(repairs(cost)) if search.repairs else [cost]
+    tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
-    # None of these makes a step take less memory; and slices of shared documents are of other sizes anyway.
-    sizes = search.micropacks_per_stage[-1:] if most_ranks > 1 else search.micropacks_per_stage
+    # None of these makes a step take less memory.
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
-    sparing = replace(sparing, micropacks_per_stage=sizes)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        return _planned(some, tried[-1], on, method, capacity, tuned, sparing) is not None
+        given = (some, tried[-1], on, method, capacity)
+        return bool(_planned(*given, tuned, sparing) or _whole(*given, sparing))
 
-    is_limited = not search.repairs and len(list(repairs(cost))) > 1
+    is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
     return refusal(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)

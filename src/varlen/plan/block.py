@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from varlen import jit
+from varlen.cost.rates import ROWS
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
-from varlen.simulate.durations import durations_of_prices
+from varlen.simulate.durations import gathers_s
 from varlen.simulate.memory import accumulated
-from varlen.simulate.pipelines import pipeline_of
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import IntArray
 
@@ -97,5 +97,27 @@ def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCo
     after = _kernel("backward_waits")(backward.chains, forward.chains, order)
     starts, stops, num_ranks, _, is_end = backward.slices
     opened, closed = accumulated(backward.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
-    seconds = durations_of_prices(costs, ahead, back[order])
-    return pipeline_of(costs, seconds, after, opened[order], closed[order])
+    forward_s, backward_s, weight_s = _kernel("task_seconds")(
+        ahead,
+        back,
+        order,
+        costs.layers,
+        costs.heads,
+        gathers_s(costs.gather_s, splits=costs.splits),
+        costs.splits,
+        costs.head_at_once,
+    )
+    rows, back_rows = ahead[:, ROWS], back[order, ROWS]
+    return Pipeline(
+        forward=forward_s,
+        backward=backward_s,
+        weight=weight_s,
+        send_forward=rows * costs.send_s_per_row + costs.send_latency_s,
+        send_backward=back_rows * costs.send_s_per_row + costs.send_latency_s,
+        after=after,
+        rows_forward=rows[np.newaxis].copy(),
+        rows_backward=np.array([back_rows, opened[order], closed[order]])[np.newaxis],
+        per_row=costs.per_row,
+        limits=costs.limits,
+        splits=costs.splits,
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +18,6 @@ TYPICAL_ROWS = 8192.0
 """Rows of the MicroPacks that documents are weighed in before there are any."""
 ROW_MULTIPLE = 128
 """Slices end on a multiple of this many rows: a block of attention kernels."""
-
-_NOBODY: IntArray = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,11 +41,14 @@ class RankDocuments:
     """Rows of this rank."""
     seconds: float = field(init=False)
     """All of its work."""
+    table: Int32Array = field(init=False)
+    """int32 `[3, n]`: lengths, ranks that share them, ids."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
         object.__setattr__(self, "num_rows", float((self.lengths / self.num_ranks).sum()))
         object.__setattr__(self, "seconds", float(self.work.sum()))
+        object.__setattr__(self, "table", np.array([self.lengths, self.num_ranks, self.document_ids]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,15 +101,6 @@ class Grading:
     smallest: float = 1.0
     """The smallest over a whole MicroPack."""
 
-    def sizes(self, steps: int) -> FloatArray:
-        """Return sizes over a whole MicroPack, rising evenly, float64 `[steps]`.
-
-        Args:
-            steps: at one end.
-        """
-        rising: FloatArray = self.smallest + (1 - self.smallest) * np.arange(steps) / max(1, steps)
-        return rising
-
 
 def seconds_of(
     lengths: Int32Array, num_ranks: Int32Array, rows: float, rates: Rates, *, forward_part: float = 1.0
@@ -161,87 +151,12 @@ def compose(
 
     Cost: O(n · log num_micropacks).
     """
-    own = documents.seconds / num_micropacks
-    cuts = _cut(documents, own, budget, least_rows, rates)
-    of, chained, first_own = cuts.of, cuts.num_documents, cuts.num_shared
-    shorts = documents.work[chained:]
-    free = max(num_micropacks - of.size, int(first_own == of.size and shorts.size > 0))
-    heads, tails = grading.heads, grading.tails
-    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
-        free = max(free, heads + tails)
-    else:
-        tails = min(tails, free // 2)
-        heads = min(heads, free - tails)
-    # None holds too few rows.
-    least = min(1.0, least_rows / max(1, documents.num_rows / num_micropacks))
-    small = np.concatenate([grading.sizes(heads), grading.sizes(tails)]).clip(least, 1.0)
-    first = 0 if mixes and by_work else first_own
-    held_back = np.zeros(of.size - first + free)
-    held_back[: of.size - first] = cuts.seconds[first:]
-    held_back[of.size - first :][: small.size] = own * (1 - small)
-    loads = held_back.copy()
-    pack_of = first + _kernel("fill_lightest")(shorts, loads)
-    filled = np.zeros(of.size + free)
-    filled[first:] = loads - held_back
-    order: IntArray | slice = slice(None)
-    if not by_work:
-        # A stable sort of chains by their documents; MicroPacks behind them stay as they came.
-        order = np.arange(filled.size)
-        order[first_own : of.size] = first_own + np.argsort(
-            documents.document_ids[of[first_own:]], kind="stable"
-        )
-        pack_of, filled = np.argsort(order)[pack_of], np.zeros_like(filled)
-        order = order[: of.size]
-    table = np.array([documents.lengths, documents.num_ranks, documents.document_ids])
-    beside = pack_of
-    if cuts.followers.size:
-        # Documents that lead no MicroPack stand behind those that do.
-        places = np.arange(shorts.size + chained)
-        places[:chained] = np.append(np.delete(places[:chained], cuts.followers), cuts.followers)
-        table, of = table.take(places, axis=1), np.argsort(places).astype(np.int32)[of]
-        beside = np.append(cuts.leading, pack_of)
-    first_slices = np.array([of[order], cuts.starts[order], cuts.stops[order]], np.int32)
-    offsets, slices, chains = _kernel("arrange")(first_slices, beside, filled, heads, tails, in_step, table)
-    return Composition(slice_offsets=offsets, slices=slices, chains=chains)
-
-
-class _Cuts(NamedTuple):
-    """The slices that are the first of a MicroPack, of which there are `m`."""
-
-    of: Int32Array
-    """int32 `[m]`: which of the rank's documents each is of; these stand in order."""
-    starts: Int32Array
-    """int32 `[m]`."""
-    stops: Int32Array
-    """int32 `[m]`."""
-    seconds: FloatArray
-    """float64 `[m]`: of the MicroPack: of the slice, and of followers."""
-    num_documents: int
-    """That are cut, shared, or both: the rank's first ones."""
-    num_shared: int
-    """Slices of shared documents, the first ones."""
-    followers: IntArray
-    """int64 `[followers]`: shared documents that stand in the MicroPack of another."""
-    leading: IntArray
-    """int64 `[followers]`: the MicroPack that each stands in."""
-
-
-def _cut(documents: RankDocuments, own: float, budget: float, least_rows: int, rates: Rates) -> _Cuts:
-    """Cut long documents into slices of equal cost, and join shared ones that are short.
-
-    Args:
-        documents: of the rank.
-        own: seconds of a MicroPack of this rank's own documents.
-        budget: seconds of a shared MicroPack.
-        least_rows: rows that a slice has at least.
-        rates: of the mesh.
-    """
-    shared = documents.num_shared
+    own, shared = documents.seconds / num_micropacks, documents.num_shared
     is_long = (documents.work[shared:] > 1.15 * own) & (documents.lengths[shared:] >= 2 * least_rows)
     chained = shared + int(np.count_nonzero(is_long))
     budgets = np.full(chained, own)
     budgets[:shared] = budget
-    of, starts, stops = _cost_kernel("cut_evenly")(
+    cuts = _cost_kernel("cut_evenly")(
         documents.lengths[:chained],
         documents.num_ranks[:chained],
         documents.work[:chained],
@@ -251,41 +166,21 @@ def _cut(documents: RankDocuments, own: float, budget: float, least_rows: int, r
         1.0,
         rates,
     )
-    num_slices = np.bincount(of, minlength=chained)
-    seconds = documents.work[of] / num_slices[of]
-    followers, leaders = _beside_others(documents, num_slices[:shared], budget)
-    if followers.size:
-        leads = ~np.isin(of, followers)
-        of, starts, stops, seconds = of[leads], starts[leads], stops[leads], seconds[leads]
-    leading = np.searchsorted(of, leaders)
-    np.add.at(seconds, leading, documents.work[followers])
-    return _Cuts(of, starts, stops, seconds, chained, int(np.searchsorted(of, shared)), followers, leading)
-
-
-def _beside_others(
-    documents: RankDocuments, num_slices: IntArray, budget: float
-) -> tuple[IntArray, IntArray]:
-    """Shared documents that stand in the MicroPack of another one, and that other one, int64 `[followers]` each.
-
-    Those that aren't cut and that the same ranks share are dealt to as few MicroPacks as budgets hold; all of these
-    ranks deal them alike.
-
-    Args:
-        documents: of the rank.
-        num_slices: int64 `[shared documents]`.
-        budget: seconds of a shared MicroPack.
-    """
-    followers, leaders = [_NOBODY], [_NOBODY]
-    whole = np.flatnonzero(num_slices == 1)
-    if whole.size < 2:
-        return _NOBODY, _NOBODY
-    ranks = documents.num_ranks[whole]
-    for size in np.unique(ranks).tolist():
-        mine = whole[ranks == size]
-        work = documents.work[mine]
-        count = max(1, math.ceil(float(work.sum()) / budget))
-        if count < mine.size:
-            chosen = _kernel("fill_lightest")(work, np.zeros(count))
-            followers.append(mine[count:])
-            leaders.append(mine[chosen[count:]])
-    return np.concatenate(followers), np.concatenate(leaders)
+    offsets, slices, chains = _kernel("composed")(
+        np.array(cuts),
+        chained,
+        documents.table,
+        documents.work,
+        shared,
+        num_micropacks,
+        own,
+        budget,
+        np.array([grading.heads, grading.tails]),
+        grading.smallest,
+        # None of the small ones holds too few rows.
+        min(1.0, least_rows / max(1, documents.num_rows / num_micropacks)),
+        in_step,
+        by_work,
+        mixes,
+    )
+    return Composition(slice_offsets=offsets, slices=slices, chains=chains)

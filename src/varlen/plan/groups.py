@@ -47,7 +47,14 @@ class Groups:
 
 
 def merged_sizes(
-    lengths: Int32Array, dp: int, rates: Rates, *, threshold: float, most_ranks: int, most_rows: float
+    lengths: Int32Array,
+    dp: int,
+    rates: Rates,
+    *,
+    threshold: float,
+    most_ranks: int,
+    most_rows: float,
+    alone: FloatArray | None = None,
 ) -> Int32Array:
     """Return how many ranks share each document, int32 `[num_documents]`: the least power of two that is enough.
 
@@ -58,9 +65,10 @@ def merged_sizes(
         threshold: a rank's part of a document may cost at most this much of the mean work of a rank.
         most_ranks: that share a document because of its cost.
         most_rows: rows that a rank can hold from forward to backward; more are shared whatever they cost.
+        alone: float64 `[num_documents]`: what each costs that isn't shared, where that is known.
     """
     sizes = np.ones(lengths.size, np.int32)
-    work = seconds_of(lengths, sizes, TYPICAL_ROWS, rates)
+    work = seconds_of(lengths, sizes, TYPICAL_ROWS, rates) if alone is None else alone
     most_work = threshold * (work.sum() / dp)
     left = np.arange(lengths.size)
     while True:

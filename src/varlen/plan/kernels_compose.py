@@ -7,6 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.cost.rates import (
+    FORWARD_HEAD,
+    FORWARD_LAYER,
+    INPUT_HEAD,
+    INPUT_LAYER,
+    WEIGHT_HEAD,
+    WEIGHT_LAYER,
+)
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -94,6 +102,200 @@ def arrange(
         slices[2, at], slices[3, at] = documents[1, document], documents[2, document]
         slices[4, at] = slices[1, at] == documents[0, document]
     return offsets[: used + 1], slices, chains[:used]
+
+
+@compiled
+def _follow(slices_of: Int64, num_ranks: Int32, work: Float, budget: float) -> Int64:
+    """Deal shared documents that aren't cut to as few MicroPacks as budgets hold, those of equal ranks together.
+
+    Args:
+        slices_of: int64 `[shared documents]`: slices that each is cut into.
+        num_ranks: int32 `[shared documents]` or more, falling.
+        work: float64, likewise.
+        budget: seconds of a shared MicroPack.
+
+    Returns:
+        int64 `[shared documents]`: the document in whose MicroPack each stands, -1 for one that leads its own.
+    """
+    shared = slices_of.size
+    leader = np.full(shared, -1, np.int64)
+    begin = 0
+    while begin < shared:
+        end, total = begin, 0.0
+        mine = np.empty(shared - begin, np.int64)
+        used = 0
+        while end < shared and num_ranks[end] == num_ranks[begin]:
+            if slices_of[end] == 1:
+                mine[used] = end
+                total += work[end]
+                used += 1
+            end += 1
+        count = max(1, int(np.ceil(total / budget)))
+        if count < used:
+            chosen = fill_lightest(work[mine[:used]], np.zeros(count))
+            for item in range(count, used):
+                leader[mine[item]] = mine[chosen[item]]
+        begin = end
+    return leader
+
+
+@compiled
+def _lead(of: Int32, chained: int, num_ranks: Int32, work: Float, shared: int, budget: float) -> Any:
+    """Say which slices begin a MicroPack, which documents stand beside them, and how full that makes them.
+
+    Args:
+        of: int32 `[cut slices]`: the document of each, rising.
+        chained: documents that are cut, shared, or both: the first ones.
+        num_ranks: int32 `[documents]`.
+        work: float64 `[documents]`.
+        shared: documents that other ranks share: the first ones.
+        budget: seconds of a shared MicroPack.
+
+    Returns:
+        int64 `[m]`, the slices that begin one, and float64 `[m]`, seconds of each MicroPack; int64 `[followers]`,
+        documents that stand in the MicroPack of another, and int64 `[followers]`, which MicroPack that is.
+    """
+    slices_of, places = np.zeros(chained, np.int64), np.zeros(chained, np.int64)
+    for document in of:
+        slices_of[document] += 1
+    leader = _follow(slices_of[:shared], num_ranks, work, budget)
+    leads, seconds = np.empty(of.size, np.int64), np.empty(of.size)
+    used = 0
+    for one in range(of.size):
+        document = of[one]
+        if document >= shared or leader[document] < 0:
+            if one == 0 or of[one - 1] != document:
+                places[document] = used
+            leads[used], seconds[used] = one, work[document] / slices_of[document]
+            used += 1
+    followers, leading = np.empty(shared, np.int64), np.empty(shared, np.int64)
+    beside = 0
+    begin = shared
+    # From few ranks to many, as they are dealt.
+    while begin > 0:
+        end = begin
+        while begin > 0 and num_ranks[begin - 1] == num_ranks[end - 1]:
+            begin -= 1
+        for document in range(begin, end):
+            if leader[document] >= 0:
+                followers[beside], leading[beside] = document, places[leader[document]]
+                seconds[leading[beside]] += work[document]
+                beside += 1
+    return leads[:used], seconds[:used], followers[:beside], leading[:beside]
+
+
+@compiled
+def composed(
+    cuts: Int32, chained: int, documents: Int32, work: Float, shared: int, count: int, own: float, budget: float,
+    ends: Int64, smallest: float, least: float, in_step: bool, by_work: bool, mixes: bool,
+) -> Any:  # fmt: skip
+    """Make a rank's MicroPacks of the slices that its long and shared documents were cut into.
+
+    Args:
+        cuts: int32 `[3, cut slices]`: document, start, stop.
+        chained: documents that are cut, shared, or both: the first ones.
+        documents: int32 `[3, documents]`: lengths, ranks, ids.
+        work: float64 `[documents]`: seconds.
+        shared: documents that other ranks share: the first ones.
+        count: MicroPacks wanted.
+        own: seconds of a MicroPack of the rank's own documents.
+        budget: seconds of a shared MicroPack.
+        ends: int64 `[2]`: small MicroPacks at the beginning and at the end, at most.
+        smallest: the smallest over a whole MicroPack.
+        least: no small one is below so much of a whole one.
+        in_step: keep empty MicroPacks, and small ones in any case.
+        by_work: full MicroPacks stand before emptier ones; without, chains stand as their documents do.
+        mixes: documents of the rank alone stand beside shared slices, too.
+
+    Returns:
+        As `arrange` does.
+    """
+    leads, seconds, followers, leading = _lead(cuts[0], chained, documents[1], work, shared, budget)
+    led, first_own = leads.size, 0
+    first_slices = np.empty((3, led), np.int32)
+    for place in range(led):
+        first_slices[:, place] = cuts[:, leads[place]]
+        first_own += first_slices[0, place] < shared
+    shorts = work[chained:]
+    free = max(count - led, int(first_own == led and shorts.size > 0))
+    heads, tails = ends[0], ends[1]
+    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
+        free = max(free, heads + tails)
+    else:
+        tails = min(tails, free // 2)
+        heads = min(heads, free - tails)
+    first = 0 if mixes and by_work else first_own
+    held_back = np.zeros(led - first + free)
+    held_back[: led - first] = seconds[first:]
+    for step in range(heads + tails):
+        part, steps = (step, heads) if step < heads else (step - heads, tails)
+        size = smallest + (1.0 - smallest) * part / steps
+        held_back[led - first + step] = own * (1.0 - min(max(size, least), 1.0))
+    loads = held_back.copy()
+    beside = np.append(leading, first + fill_lightest(shorts, loads))
+    filled = np.zeros(led + free)
+    filled[first:] = loads - held_back
+    if not by_work:
+        # MicroPacks behind the chains stay as they came.
+        order, place_of = np.arange(led), np.arange(led + free)
+        order[first_own:] = first_own + np.argsort(
+            documents[2][first_slices[0, first_own:]], kind="mergesort"
+        )
+        place_of[order] = np.arange(led)
+        first_slices, beside = first_slices[:, order], place_of[beside]
+        filled[:] = 0.0
+    if followers.size:
+        # Documents that lead no MicroPack stand behind those that do.
+        order, place_of = np.arange(documents.shape[1]), np.arange(chained)
+        is_led = np.ones(chained, np.bool_)
+        is_led[followers] = False
+        order[: chained - followers.size] = np.flatnonzero(is_led)
+        order[chained - followers.size : chained] = followers
+        place_of[order[:chained]] = np.arange(chained)
+        documents = documents[:, order]
+        first_slices[0] = place_of[first_slices[0]]
+    return arrange(first_slices, beside, filled, heads, tails, in_step, documents)
+
+
+@compiled
+def task_seconds(
+    ahead: Float, back: Float, order: Int64, layers: Float, heads: Float, gathers: Float, splits: bool,
+    head_at_once: bool,
+) -> Any:  # fmt: skip
+    """Return what MicroPacks take in each chunk, float64 `[chunks, MicroPacks]`: forward, backward, weight gradients.
+
+    Args:
+        ahead: float64 `[forward MicroPacks, 7]`: priced in an average layer.
+        back: float64 `[backward MicroPacks, 7]`.
+        order: int64 `[backward MicroPacks]`: in which they run.
+        layers: float64 `[chunks]`.
+        heads: float64 `[chunks]`: 1 where the vocabulary head is.
+        gathers: float64 `[3, chunks]`: seconds that a forward, backward and weight-gradient task takes at least.
+        splits: whether weight gradients are tasks of their own; else theirs are 0.
+        head_at_once: whether the head's forward runs in backward tasks.
+    """
+    chunks = layers.size
+    forward, backward = np.empty((chunks, ahead.shape[0])), np.empty((chunks, order.size))
+    weight = np.zeros((chunks, order.size))
+    for chunk in range(chunks):
+        many, head = layers[chunk], heads[chunk]
+        for pack in range(ahead.shape[0]):
+            taken = many * ahead[pack, FORWARD_LAYER]
+            if not head_at_once:
+                taken = taken + head * ahead[pack, FORWARD_HEAD]
+            forward[chunk, pack] = max(taken, gathers[0, chunk])
+        for place in range(order.size):
+            one = back[order[place]]
+            inputs = many * one[INPUT_LAYER] + head * one[INPUT_HEAD]
+            weights = many * one[WEIGHT_LAYER]
+            if head_at_once:
+                inputs = inputs + head * (one[FORWARD_HEAD] + one[WEIGHT_HEAD])
+            else:
+                weights = weights + head * one[WEIGHT_HEAD]
+            if splits:
+                weight[chunk, place] = max(weights, gathers[2, chunk])
+            backward[chunk, place] = max(inputs if splits else inputs + weights, gathers[1, chunk])
+    return forward, backward, weight
 
 
 @compiled

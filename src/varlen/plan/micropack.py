@@ -12,6 +12,7 @@ from varlen.cost.model import CostModel
 from varlen.plan.answer import Answer, Look, blocks, improve
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import padded, pipeline_of_block
+from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
@@ -22,7 +23,7 @@ from varlen.types import Int32Array
 
 THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
 """Documents are shared when one costs more than this much of a rank's mean work; each set is tried."""
-ROOM_PARTS = (2, 4, 8, 16)
+ROOM_PARTS = (2, 4, 8, 16, 32)
 """Documents are shared, too, that hold more than one of these parts of what memory has room for."""
 RECUTS = (1.0, 0.5, 0.75, 1.5, 2.0)
 """Backward MicroPacks of a long document over its forward ones, where they are composed apart."""
@@ -34,6 +35,8 @@ FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
+_CLOSER = 1.06
+"""What a close look makes faster, about: ways that a quick look finds slower by more than the best are left."""
 _KEPT_LONGER = 2
 """Those of them that are looked at thoroughly, where the best is still far over its bound."""
 
@@ -75,6 +78,7 @@ def micropack(
     search: Search,
     *,
     method: PlanMethod = "micropack",
+    incumbent_s: float = math.inf,
 ) -> Found | None:
     """Plan a step by slices and MicroPacks: a quick look at every way to share documents, a close one at the best.
 
@@ -84,26 +88,30 @@ def micropack(
         mesh: the GPUs.
         search: what may be tried.
         method: what the plan says of itself.
+        incumbent_s: seconds above which nobody asks for the plan.
 
     Returns:
-        None where memory holds no candidate.
+        None where memory holds no candidate, or a quick look finds all of them slower than the incumbent.
     """
     splits, kept = search.splits_backward, list[Answer]()
-    best = _searched(lengths, stage_costs(cost, mesh, splits=splits), search, kept)
+    costs = stage_costs(cost, mesh, splits=splits)
+    incumbent_s -= float(costs.sync_s.min())
+    best = _searched(lengths, costs, search, kept, incumbent_s)
+    found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
+    if best and not search.closely:
+        return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(lengths, plain, search, kept, best)
+        best = _searched(lengths, plain, search, kept, incumbent_s, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
-        way = Answer(best.groups, plain, blocks(documents, best.groups, plain))
+        fresh = blocks(documents, best.groups, plain, search)
+        way = Answer(best.groups, plain, fresh, best.spares_memory)
         best = _better(way, best, search, Look.CLOSE)
-    if best is None:
-        return None
-    found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
-    return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
+    return Found(**found, best=best, kept=kept) if best else None  # type: ignore[arg-type]
 
 
 def thorough(found: Found) -> Found:
@@ -127,7 +135,7 @@ def _may_compose_apart(cost: CostModel, search: Search) -> bool:
 
 def _composed_apart(answer: Answer, search: Search) -> Answer:
     """The answer with backward passes of their own; the one given stays, to be looked at longer."""
-    copy = Answer(answer.groups, answer.costs, [replace(block) for block in answer.blocks])
+    copy = replace(answer, blocks=[replace(block) for block in answer.blocks])
     _compose_apart(copy, search)
     return copy
 
@@ -137,12 +145,18 @@ def _searched(
     costs: StageCosts,
     search: Search,
     kept: list[Answer],
+    worth_s: float,
     best: Answer | None = None,
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     ways = [
-        Answer(groups, costs, blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs))
-        for groups in _groupings(lengths, costs, search)
+        Answer(
+            groups,
+            costs,
+            blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs, search),
+            spares_memory,
+        )
+        for groups, spares_memory in _groupings(lengths, costs, search)
     ]
     incumbent_s = best.makespan_s if best else math.inf
     for way in ways:
@@ -150,9 +164,11 @@ def _searched(
         incumbent_s = min(incumbent_s, way.makespan_s)
     most = len(kept) + _KEPT
     for way in sorted(ways, key=lambda way: way.makespan_s):
-        best = _better(way, best, search, Look.CLOSE)
+        if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
+            break
+        best = _better(way, best, search, Look.CLOSE if search.closely else Look.BRIEF)
         kept += [way] if way.is_complete else []
-        if len(kept) == most:
+        if len(kept) == most or (best and not search.closely):
             break
     return best
 
@@ -164,9 +180,10 @@ def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Ans
     return way if way.is_complete and way.makespan_s < incumbent_s else best
 
 
-def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[Groups]:
-    """Yield the ways to share documents that differ."""
+def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[tuple[Groups, bool]]:
+    """Yield the ways to share documents that differ, and whether it is for memory's sake."""
     seen = set()
+    alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
     held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
@@ -178,10 +195,12 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             threshold=threshold,
             most_ranks=search.most_merged_ranks,
             most_rows=most_rows,
+            alone=alone,
         )
         if sizes.tobytes() not in seen:
             seen.add(sizes.tobytes())
-            yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
+            is_for_room = bool((lengths > most_rows).any())
+            yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact), is_for_room
 
 
 def _compose_apart(answer: Answer, search: Search) -> None:
@@ -199,8 +218,10 @@ def _compose_apart(answer: Answer, search: Search) -> None:
             backward = padded(
                 [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
             )
-            found = dispatch(pipeline_of_block(block.forward, backward, costs), forward_first=is_ahead)
-            if found.makespan_s < min(block.makespan_s, LEAST_GAIN * before_s):
+            limit_s = min(block.makespan_s, LEAST_GAIN * before_s)
+            pipeline = pipeline_of_block(block.forward, backward, costs)
+            found = dispatch(pipeline, forward_first=is_ahead, limit_s=limit_s)
+            if found.makespan_s < limit_s:
                 block.found, block.backward = found, backward
         if block.makespan_s == before_s:
             return

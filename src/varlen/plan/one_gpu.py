@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from varlen.errors import SettingError
 from varlen.pack.api import pack
-from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Offload, Recompute, StepPlan
 from varlen.types import Int32Array
 
 
 def one_gpu_plan(
-    lengths: Int32Array, slice_tokens: int, *, recompute: Literal["none", "full"] = "full"
+    lengths: Int32Array, slice_tokens: int, *, recompute: Recompute = "full", offload: Offload = "none"
 ) -> StepPlan:
     """Plan a step whose activations are never those of more rows than one MicroPack's.
 
@@ -24,8 +22,9 @@ def one_gpu_plan(
     Args:
         lengths: int32 `[num_documents]`.
         slice_tokens: rows of a MicroPack at most.
-        recompute: "full" computes a layer's activations again in the backward pass, "none" keeps them, those of all
-            slices of a document at once.
+        recompute: "full" computes a layer's activations again in the backward pass, "none" and "selective" keep
+            them, those of all slices of a document at once.
+        offload: "kv" for keys, values and their gradients in host memory.
 
     Raises:
         SettingError: `slice_tokens` is below 1.
@@ -65,6 +64,7 @@ def one_gpu_plan(
         mesh=Mesh(),
         method="sliced",
         recompute=recompute,
+        offload=offload,
         answered_by=f"slices of up to {slice_tokens:,} tokens",
     )
 

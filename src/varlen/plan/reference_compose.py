@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from varlen.cost.rates import (
+    FORWARD_HEAD,
+    FORWARD_LAYER,
+    INPUT_HEAD,
+    INPUT_LAYER,
+    WEIGHT_HEAD,
+    WEIGHT_LAYER,
+)
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -45,6 +55,85 @@ def arrange(
     chains = [cuts[0, pack] if pack < num_cut else whole + pack for pack in order]
     offsets = np.cumsum([0, *(len(held[pack]) for pack in order)]).astype(np.int32)
     return offsets, np.array(table, np.int32).reshape(-1, 5).T.copy(), np.array(chains, np.int32)
+
+
+def _followers(
+    slices_of: list[int], num_ranks: list[int], work: list[float], shared: int, budget: float
+) -> dict[int, int]:
+    """Shared documents that stand in the MicroPack of another, and that other one; those of few ranks first."""
+    leaders: dict[int, int] = {}
+    for ranks in sorted(set(num_ranks[:shared])):
+        mine = [each for each in range(shared) if num_ranks[each] == ranks and slices_of[each] == 1]
+        count = max(1, math.ceil(sum((work[each] for each in mine), 0.0) / budget))
+        if count < len(mine):
+            chosen = fill_lightest(np.array([work[each] for each in mine]), np.zeros(count)).tolist()
+            leaders |= {each: mine[pack] for each, pack in zip(mine[count:], chosen[count:])}
+    return leaders
+
+
+def composed(
+    cuts: Int32, chained: int, documents: Int32, work: Float, shared: int, count: int, own: float, budget: float,
+    ends: Int64, smallest: float, least: float, in_step: bool, by_work: bool, mixes: bool,
+) -> Any:  # fmt: skip
+    """Make a rank's MicroPacks of the slices that its long and shared documents were cut into."""
+    costs, num_ranks = work.tolist(), documents[1].tolist()
+    slices_of = np.bincount(cuts[0], minlength=chained).tolist()
+    leaders = _followers(slices_of, num_ranks, costs, shared, budget)
+    leading = [cut for cut in cuts.T.tolist() if cut[0] not in leaders]
+    first_own = sum(document < shared for document, _, _ in leading)
+    seconds = [costs[document] / slices_of[document] for document, _, _ in leading]
+    pack_of = {document: pack for pack, (document, _, _) in reversed([*enumerate(leading)])}
+    for follower, leader in leaders.items():
+        seconds[pack_of[leader]] += costs[follower]
+    shorts = work[chained:]
+    free = max(count - len(leading), int(first_own == len(leading) and shorts.size > 0))
+    heads, tails = (int(end) for end in ends)
+    if in_step:  # as many on all ranks, or shared MicroPacks would stand in different places
+        free = max(free, heads + tails)
+    else:
+        tails = min(tails, free // 2)
+        heads = min(heads, free - tails)
+    small = [smallest + (1.0 - smallest) * step / steps for steps in (heads, tails) for step in range(steps)]
+    held_back = [own * (1.0 - min(max(size, least), 1.0)) for size in small]
+    first = 0 if mixes and by_work else first_own
+    before = np.array([*seconds[first:], *held_back, *[0.0] * (free - len(small))], np.float64)
+    loads = before.copy()
+    beside = [pack_of[leader] for leader in leaders.values()]
+    beside += (first + fill_lightest(shorts, loads)).tolist()
+    filled = np.concatenate([np.zeros(first), loads - before])
+    if not by_work:
+        # MicroPacks behind the chains stay as they came.
+        ids = documents[2].tolist()
+        order = sorted(range(first_own, len(leading)), key=lambda pack: ids[leading[pack][0]])
+        order = [*range(first_own), *order]
+        place_of = {pack: place for place, pack in enumerate(order)}
+        beside = [place_of.get(pack, pack) for pack in beside]
+        leading, filled = [leading[pack] for pack in order], np.zeros_like(filled)
+    # Documents that lead no MicroPack stand behind those that do.
+    chain_order = [*(each for each in range(chained) if each not in leaders), *leaders]
+    number = {document: place for place, document in enumerate(chain_order)}
+    table = documents[:, [*chain_order, *range(chained, documents.shape[1])]]
+    first_slices = np.array([(number[cut[0]], *cut[1:]) for cut in leading], np.int32).reshape(-1, 3).T
+    return arrange(first_slices, np.array(beside, np.int64), filled, heads, tails, in_step, table)
+
+
+def task_seconds(
+    ahead: Float, back: Float, order: Int64, layers: Float, heads: Float, gathers: Float, splits: bool,
+    head_at_once: bool,
+) -> Any:  # fmt: skip
+    """Return what MicroPacks take in each chunk: forward, backward, and weight gradients where they are apart."""
+    back, many, head = back[order], layers[:, np.newaxis], heads[:, np.newaxis]
+    forward, weights = many * ahead[:, FORWARD_LAYER], many * back[:, WEIGHT_LAYER]
+    inputs = many * back[:, INPUT_LAYER] + head * back[:, INPUT_HEAD]
+    if head_at_once:
+        inputs = inputs + head * (back[:, FORWARD_HEAD] + back[:, WEIGHT_HEAD])
+    else:
+        forward = forward + head * ahead[:, FORWARD_HEAD]
+        weights = weights + head * back[:, WEIGHT_HEAD]
+    backward = inputs if splits else inputs + weights
+    floors = gathers[:, :, np.newaxis]
+    weight = np.maximum(weights, floors[2]) if splits else np.zeros_like(weights)
+    return np.maximum(forward, floors[0]), np.maximum(backward, floors[1]), weight
 
 
 def _chains(chains: Int32) -> list[list[int]]:

@@ -9,11 +9,16 @@ import numpy as np
 
 from varlen.cost.model import CostModel
 from varlen.counts import many
+from varlen.errors import SettingError
 from varlen.step_plan import Mesh
 from varlen.types import Int32Array
 
 _MOST_DOUBLINGS = 6
 """Of context parallelism, that are tried before none is advised."""
+_MOST_TP = 16
+"""Tensor parallelism that is looked at; more doesn't stay within a node."""
+_MOST_SHARDING = 12
+"""Doublings of data parallelism that sharding is looked at with."""
 Holds = Callable[[Int32Array, Mesh], bool]
 """Whether memory holds a plan of lengths on a mesh."""
 
@@ -43,11 +48,9 @@ def refusal(
     room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
     worst = int(room.argmin())
     if room[worst] <= 0:
-        can_shard = mesh.sharding != "parameters" and mesh.dp * mesh.cp > 1
         return (
             f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
-            f"{worst} of {mesh.pp}, and a GPU may use {limit}; use more pp or tp"
-            + (f", or sharding='parameters' (now {mesh.sharding!r})" if can_shard else "")
+            f"{worst} of {mesh.pp}, and a GPU may use {limit}; {_more(repairs[-1], mesh)}"
         )
     longest = int(lengths.max())
     most = repairs[-1]
@@ -71,6 +74,40 @@ def refusal(
         f"{room[tight] / 1e9:,.1f} GB ({tried}); alone, documents of up to {fits:,} tokens would fit"
         + (f", or a mesh of cp={wider}" if wider else "")
     )
+
+
+def _more(cost: CostModel, mesh: Mesh) -> str:
+    """Which meshes hold the states: the least pp x tp, and the least dp over which all of them are sharded."""
+    divisions = []
+    for tp in range(1, _MOST_TP + 1):
+        for pp in range(1, cost.model.layers + 1):
+            if _holds_states(cost, replace(mesh, pp=pp, tp=tp, virtual_stages=1)):
+                divisions.append((pp * tp, -tp, pp))
+                break
+    ways = []
+    if divisions:
+        least, tp, pp = min(divisions)
+        ways.append(
+            f"pp x tp of at least {least:,} would hold them (pp={pp}, tp={-tp}; now pp={mesh.pp}, tp={mesh.tp})"
+        )
+    for doublings in range(_MOST_SHARDING + 1):
+        sharded = replace(mesh, dp=mesh.dp << doublings, sharding="parameters")
+        if _holds_states(cost, sharded):
+            beside = f" with dp={sharded.dp:,}" if doublings else ""
+            ways.append(
+                f"sharding='parameters'{beside} (now {mesh.sharding!r}{f', dp={mesh.dp}' if beside else ''})"
+            )
+            break
+    return ", or ".join(ways) or "no mesh of this model does: use a GPU with more memory"
+
+
+def _holds_states(cost: CostModel, mesh: Mesh) -> bool:
+    """Whether each GPU of a mesh that divides the model has room beside the states."""
+    try:
+        memory = cost.memory(mesh)
+    except SettingError:
+        return False
+    return bool((memory.state_bytes < memory.limit_bytes).all())
 
 
 def _longest(longest: int, mesh: Mesh, holds: Holds) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -22,30 +22,48 @@ from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROOM_FOR_ROUNDING = 1 + 1e-9
+_LEAST_COUNTS = 8
+"""Numbers of micro-batches that are tried in any case: up to 12 a stage."""
+_PATIENCE = 3
+"""Numbers of micro-batches in a row that find nothing faster, after which more of them aren't tried."""
 _KEPT_ORDERS = 4096
 """Of 1F1B, by stages, chunks and MicroPacks."""
 
 
 def best_plan(
-    candidates: Iterable[Candidate], lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
+    candidates_of: Callable[[int], Iterable[Candidate]],
+    counts: tuple[int, ...],
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
 ) -> StepPlan | None:
     """Return the fastest of some candidates that fits into memory; the first of equals, None if none fits.
+
+    The first `_LEAST_COUNTS` numbers of micro-batches are looked at in any case, more as long as that helps: until
+    `_PATIENCE` of them in a row have found nothing faster.
 
     Each is dispatched, and the fastest also run by plain 1F1B; where ranks share documents, 1F1B alone, which all
     of them run in one order. Candidates that compute for longer than the fastest so far takes are not run at all.
 
     Args:
-        candidates: of one method.
+        candidates_of: those of one method with some number of micro-batches.
+        counts: the numbers of micro-batches, rising.
         lengths: int32 `[num_documents]`.
         cost: what everything takes.
         mesh: the GPUs.
         method: what the plan says of itself.
     """
-    best, least_s = None, math.inf
-    for candidate in candidates:
-        found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
-        if found:
-            best, least_s = found
+    best, least_s, in_vain = None, math.inf, 0
+    for place, count in enumerate(counts):
+        if place >= _LEAST_COUNTS and in_vain >= _PATIENCE:
+            break
+        in_vain += best is not None
+        for candidate in candidates_of(count):
+            found = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
+            if found:
+                best, least_s = found
+                in_vain = 0
     if best is None or best.num_merged or mesh.sharding == "parameters":
         return best
     plain = _one_f_one_b(best)
@@ -135,7 +153,7 @@ def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, 
     pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
     found: list[Dispatched | None] = [None] * mesh.dp
     for rank in np.argsort(-loads, kind="stable").tolist():
-        one = dispatch(pipeline(rank))
+        one = dispatch(pipeline(rank), limit_s=least_s)
         if one.makespan_s >= least_s:
             return None
         found[rank] = one

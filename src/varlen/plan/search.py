@@ -10,6 +10,10 @@ import numpy as np
 
 from varlen.errors import SettingError
 
+SIZES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, *(2**step * part for step in range(4, 31) for part in (1, 1.5)))
+"""MicroPacks of a rank that are tried, as multiples of the stages; those that would hold fewer than `least_rows` are
+not. So a step of any number of tokens has MicroPacks as small as its memory needs."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
@@ -36,12 +40,16 @@ class Search:
     """Improve the assignment of documents to ranks with HiGHS; deterministic, and rarely worth its time."""
     repairs: bool = True
     """Where memory is short, recompute more and offload keys and values, before a step is refused."""
+    closely: bool = True
+    """Look closely at the best ways to share documents, and at more recomputation where memory is nearly full; off:
+    one quick look, the first that fits, as `Planner` answers steps that aren't planned yet."""
     least_rows: int = 2048
     """Query rows that a slice has at least; fewer leave attention kernels slow."""
     most_merged_ranks: int = 8
     """Ranks that share one document at most for its work; where memory is short, as many as hold it share it."""
-    micropacks_per_stage: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-    """MicroPacks of a rank, as multiples of the stages, rising; the search starts in their middle and climbs."""
+    micropacks_per_stage: tuple[float, ...] | None = None
+    """MicroPacks of a rank, as multiples of the stages, rising: all that may be tried. None: `SIZES`, as far as the
+    rows of a rank go; the search starts at 6, or at as many as memory needs, and climbs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -55,7 +63,7 @@ class Search:
         ranks = self.most_merged_ranks
         if not isinstance(ranks, int | np.integer) or ranks < 1 or ranks & (ranks - 1):
             raise SettingError(f"search most_merged_ranks={ranks!r}; it must be a power of two")
-        sizes = self.micropacks_per_stage
+        sizes = self.sizes
         if not isinstance(sizes, tuple) or not all(isinstance(size, int | float) for size in sizes):
             raise SettingError(f"search micropacks_per_stage={sizes!r}; it must be a tuple of numbers")
         rises = all(one < next_one for one, next_one in itertools.pairwise(sizes))
@@ -63,3 +71,8 @@ class Search:
             raise SettingError(
                 f"search micropacks_per_stage={sizes!r}; it must hold numbers above 0, each above the one before"
             )
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """MicroPacks of a rank that may be tried, as multiples of the stages."""
+        return SIZES if self.micropacks_per_stage is None else self.micropacks_per_stage

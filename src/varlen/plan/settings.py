@@ -50,13 +50,15 @@ class Setting:
     """One way to compose and run a rank."""
 
     size: int
-    """Place in `Search.micropacks_per_stage`."""
+    """Place in `Search.sizes`."""
     grading: int = 0
     """Place in `GRADINGS`."""
     sharing: int = 0
     """Place in `SHARINGS`."""
     forward_first: bool = False
     """As `simulate.dispatch.dispatch`."""
+    whole: bool = False
+    """Each document whole, in a MicroPack of its own, whatever the size: where memory holds hardly more than one."""
 
 
 def first_setting(search: Search) -> Setting:
@@ -65,20 +67,24 @@ def first_setting(search: Search) -> Setting:
     Args:
         search: what may be tried.
     """
-    sizes = search.micropacks_per_stage
+    sizes = search.sizes
     return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
 
 
-def neighbours(best: Setting, search: Search, *, shares: bool) -> Iterator[Setting]:
+def neighbours(
+    best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
+) -> Iterator[Setting]:
     """Yield the settings that differ from one in one thing, the most promising first.
 
     Args:
         best: that one.
+        finest: the last size.
         search: what may be tried.
         shares: whether there are documents that ranks share.
+        is_full: whether memory is what holds the best back.
     """
     for step in (-1, 1):
-        if 0 <= best.size + step < len(search.micropacks_per_stage):
+        if 0 <= best.size + step <= finest:
             yield replace(best, size=best.size + step)
     if shares:
         yield from (replace(best, sharing=place) for place in range(len(SHARINGS)))
@@ -86,18 +92,21 @@ def neighbours(best: Setting, search: Search, *, shares: bool) -> Iterator[Setti
         yield from (replace(best, grading=place) for place in range(len(GRADINGS)))
     if search.orders:
         yield replace(best, forward_first=not best.forward_first)
+    if is_full and not best.whole:
+        yield replace(best, whole=True)
 
 
-def far_settings(search: Search, *, shares: bool) -> Iterator[Setting]:
+def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
     """Yield settings far from each other, for a step that is slow at the one to which the search climbed.
 
     Args:
+        finest: the last size.
         search: what may be tried.
         shares: whether there are documents that ranks share.
     """
     sizes, gradings, sharings, orders = _FAR
     for size, grading, sharing, forward_first in itertools.product(
-        [place for place in sizes if place < len(search.micropacks_per_stage)],
+        [place for place in sizes if place <= finest],
         gradings if search.grades else gradings[:1],
         sharings if shares else (0,),
         orders if search.orders else (False,),

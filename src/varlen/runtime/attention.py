@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.errors import ModelError
-from varlen.runtime import flash, tiles
+from varlen.runtime import flash, merged, tiles
 from varlen.runtime.cache import Pair
 from varlen.runtime.choice import Kernels, chosen
 from varlen.runtime.flash import Rule
@@ -141,12 +141,46 @@ class Call(NamedTuple):
         """Yield slices that are computed together: with a kernel, neighbours that begin their documents."""
         group: list[CachedSlice] = []
         for piece in self.slices:
-            if group and (self.kernel is None or piece.start or group[0].start):
+            if group and (self.kernel is None or self._is_apart(piece) or self._is_apart(group[0])):
                 yield group
                 group = []
             group.append(piece)
         if group:
             yield group
+
+    def _is_apart(self, piece: CachedSlice) -> bool:
+        return piece.start > 0 or piece.share is not None
+
+    def forward(self, query: torch.Tensor, pair: Pair, group: Sequence[CachedSlice]) -> flash.Partial:
+        """Attend from the rows of a group.
+
+        Args:
+            query: `[1, query_heads, rows, dim]`, of the group.
+            pair: keys and values of the documents up to the group's rows.
+            group: one slice, or with a kernel several that begin their documents.
+        """
+        if self.kernel is None:
+            return tiles.forward(query, pair, group[0], self.rule)
+        return _forward_whole(query, pair, group, self.rule, self.kernel)
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        whole: flash.Partial,
+        group: Sequence[CachedSlice],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of a group's queries, keys and values; those of earlier tokens go to its cache.
+
+        Args:
+            gradient: of the output.
+            query: of the group.
+            whole: what `forward` gave.
+            group: as given to `forward`.
+        """
+        if self.kernel is None:
+            return tiles.backward(gradient, query, whole, group[0], self.layer, self.rule)
+        return _backward_whole(gradient, query, whole, group, self)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -164,21 +198,25 @@ class _SliceAttention(torch.autograd.Function):
         parts, row = [], 0
         for group in call.groups():
             first, pairs = row, []
+            if group[0].share is not None:
+                rows = slice(row, row + group[0].rows)
+                given = (query[:, :, rows], key[:, :, rows], value[:, :, rows], group[0])
+                parts.append(merged.forward(*given, call.layer, call.rule.window, call.forward))
+                row = rows.stop
+                continue
             for piece in group:
                 rows = slice(row, row + piece.rows)
                 pairs.append(piece.cache.write(call.layer, piece.start, key[:, :, rows], value[:, :, rows]))
                 row = rows.stop
             rows = slice(first, row)
-            if call.kernel is None:
-                parts.append(tiles.forward(query[:, :, rows], pairs[0], group[0], call.rule))
-            else:
-                pair = pairs[0] if group[0].start else (key[:, :, rows], value[:, :, rows])
-                parts.append(_forward_whole(query[:, :, rows], pair, group, call.rule, call.kernel))
+            of_rows = call.kernel is not None and not group[0].start
+            pair = (key[:, :, rows], value[:, :, rows]) if of_rows else pairs[0]
+            parts.append(call.forward(query[:, :, rows], pair, group))
         out, lse = _joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
         if sinks is not None:
             out, lse = flash.with_sinks((out, lse), sinks)
         ctx.save_for_backward(query, out, lse, sinks)
-        ctx.call = call
+        ctx.call, ctx.none = call, merged.none_of(key, value)
         return out
 
     @staticmethod
@@ -193,13 +231,14 @@ class _SliceAttention(torch.autograd.Function):
         for group in reversed(list(call.groups())):
             rows = slice(stop - sum(piece.rows for piece in group), stop)
             given = (gradient[:, :, rows], query[:, :, rows], (out[:, :, rows], lse[:, :, rows]))
-            if call.kernel is None:
-                parts.append(tiles.backward(*given, group[0], call.layer, call.rule))
-            else:
-                parts.append(_backward_whole(*given, group, call))
+            stop = rows.start
+            if group[0].share is not None:
+                of_piece = (group[0], call.layer, call.rule.window)
+                parts.append(merged.backward(*given, *of_piece, ctx.none, call.backward))
+                continue
+            parts.append(call.backward(*given, group))
             for piece in reversed(group):
                 piece.cache.release(call.layer, piece.start)
-            stop = rows.start
         by_query, by_key, by_value = (_joined(each) for each in zip(*parts[::-1]))
         return by_query, by_key, by_value, by_sinks, None
 
@@ -243,13 +282,13 @@ def _backward_whole(
         earlier = group[0].cache.earlier_gradients(layer, group[0].start)
         assert earlier is not None
         for total, part in zip(earlier, found):
-            total[:, :, first:] += part[:, :, :before]
+            total[:, :, first:].add_(part[:, :, :before])
         found = [x[:, :, before:] for x in found]
     row = 0
     for piece in group:
         later = piece.cache.own_gradients(layer, piece.start, piece.stop)
         for total, part in zip(later or (), found):
-            part[:, :, row : row + piece.rows] += total
+            part[:, :, row : row + piece.rows].add_(total)
         row += piece.rows
     return by_query.transpose(0, 1)[None], found[0], found[1]
 

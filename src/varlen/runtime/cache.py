@@ -1,18 +1,23 @@
-"""DocumentCache: what a document's later slices need of its earlier ones on this stage, layer by layer.
+"""DocumentCache and KeptRows: what a document's tasks on this stage leave for its later ones, layer by layer.
 
 Keys and values of the whole document stand in one buffer a layer, allocated once, so that a slice neither copies nor
 concatenates what came before it. Their gradients are gathered beside them while the document's slices run backward,
-last to first.
+last to first. What went into layers is kept in the pieces that forward slices came in. All of it is given back while
+the backward passes, and however many slices a document is cut into, what is copied meanwhile is linear in it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
+FREE_SHARE: Final = 1 / 16
+"""A buffer is copied into a smaller one once this share of it is free: then all its copies together are at most
+15 of it, and what is free but not given back is at most a 16th."""
 
 
 @dataclass(slots=True)
@@ -75,14 +80,51 @@ class DocumentCache:
     def release(self, layer: int, start: int) -> None:
         """Give the memory of a slice back, after its backward: that of all tokens from `start` on.
 
-        What stays moves into a buffer of its own size, one layer at a time.
+        Once `FREE_SHARE` of a buffer is free, what stays moves into one of its own size, one layer at a time.
         """
         for held in (self.pairs, self.gradients):
             if start == 0:
                 held.pop(layer, None)
-            elif layer in held and held[layer][0].shape[2] > start:
-                keys, values = held[layer]
-                held[layer] = (_copied(keys, start), _copied(values, start))
+            elif layer in held and held[layer][0].shape[2] - start >= FREE_SHARE * held[layer][0].shape[2]:
+                keys, values = held.pop(layer)
+                keys = _copied(keys, start)  # so that not both stand twice
+                held[layer] = keys, _copied(values, start)
+
+
+class KeptRows:
+    """What went into a layer on a document's rows, in the pieces that forward slices came in; taken from the end."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+        self._none: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Keep the next rows.
+
+        Args:
+            rows: `[rows, hidden]`; it is not copied, so nobody may write to it.
+        """
+        self._pieces.append(rows)
+        self._none = rows.new_empty(0, rows.shape[1]) if self._none is None else self._none
+
+    def take(self, count: int) -> list[torch.Tensor]:
+        """Return the last rows that are still there, in pieces, and keep them no longer.
+
+        A piece's memory is given back with its first row.
+
+        Args:
+            count: of rows; at most as many as are there.
+        """
+        taken: list[torch.Tensor] = []
+        while count:
+            piece = self._pieces.pop()
+            if len(piece) > count:
+                self._pieces.append(piece[:-count])
+                piece = piece[-count:]
+            taken.append(piece)
+            count -= len(piece)
+        assert self._none is not None
+        return taken[::-1] or [self._none]
 
 
 def _copied(tokens: torch.Tensor, length: int) -> torch.Tensor:

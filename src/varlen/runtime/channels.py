@@ -1,40 +1,41 @@
 """`Channels`: what chunks of layers give each other goes between processes, on a channel for each pair and direction.
 
-Messages of a channel follow the MicroPacks of their pass on both ends, and MicroPacks without slices send none, as
-both ends know from the plan. So no message carries a name, no order of tasks can lock where the plan itself doesn't,
-and the next message of every channel is received while its receiver computes.
+Messages of a channel follow the MicroPacks of their pass on both ends, and MicroPacks of which a rank has no row send
+none, as both ends know from the plan. So no message carries a name, no order of tasks can lock where the plan itself
+doesn't, and the next message of every channel is received while its receiver computes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from varlen.runtime.chunk import Key
 from varlen.runtime.missing import Lookout, PeerLostError
 from varlen.runtime.place import keys_of
 from varlen.runtime.ranks import Group, Groups
+from varlen.runtime.shared import SharedDocument, num_rows
 from varlen.step_plan import BACKWARD, FORWARD, StepPlan
 
 
 class Channel:
     """One direction between two processes during one step."""
 
-    def __init__(self, group: Group, like: torch.Tensor, keys: Sequence[Key], lookout: Lookout) -> None:
-        """Take the connection, and the MicroPacks of the pass.
+    def __init__(self, group: Group, like: torch.Tensor, rows: Sequence[int], lookout: Lookout) -> None:
+        """Take the connection, and the rows of the pass.
 
         Args:
             group: of the two.
             like: `[hidden]`: of the dtype and on the device of what is sent.
-            keys: of the MicroPacks, in order.
+            rows: of each MicroPack, in order.
             lookout: is told of waiting.
         """
         self._group, self._like, self._lookout = group, like, lookout
         self._other = 1 - group.index
-        self._coming = deque((n, sum(b - a for _, a, b in key)) for n, key in enumerate(keys) if key)
+        self._rows = rows
+        self._coming = deque((n, count) for n, count in enumerate(rows) if count)
         self._going = deque(n for n, _ in self._coming)
         self._received: tuple[torch.Tensor, Any] | None = None
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
@@ -49,11 +50,13 @@ class Channel:
         """Return the rows of a MicroPack once they are there, `[1, rows, hidden]`, and begin to receive the next.
 
         Args:
-            micropack: the next one with slices.
+            micropack: the next one.
 
         Raises:
             PeerLostError: nothing comes.
         """
+        if not self._rows[micropack]:
+            return self._like.new_empty(1, 0, len(self._like))
         assert self._received is not None
         assert self._coming.popleft()[0] == micropack
         rows = self._received[0]
@@ -66,12 +69,14 @@ class Channel:
         """Begin to send the rows of the next MicroPack.
 
         Args:
-            micropack: the next one with slices.
+            micropack: the next one.
             rows: `[1, rows, hidden]`.
 
         Raises:
             PeerLostError: nobody takes.
         """
+        if not self._rows[micropack]:
+            return
         assert self._going.popleft() == micropack
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()
@@ -109,7 +114,14 @@ class Channel:
 class Channels:
     """The channels of one process during one step; see `Wires`."""
 
-    def __init__(self, groups: Groups, plan: StepPlan, like: torch.Tensor, lookout: Lookout) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        plan: StepPlan,
+        like: torch.Tensor,
+        lookout: Lookout,
+        shared: Mapping[int, SharedDocument] | None = None,
+    ) -> None:
         """Begin to receive the first message of each channel that brings some.
 
         Args:
@@ -117,17 +129,18 @@ class Channels:
             plan: of the step.
             like: `[hidden]`: of the dtype and on the device of what layers give each other.
             lookout: is told of waiting.
+            shared: documents that the rank shares with others, by `shared_documents`; None for none.
 
         Raises:
             PeerLostError: a connection is broken.
         """
         seat, pp = groups.seat, groups.seat.mesh.pp
-        keys = {
-            kind: keys_of(packs, seat.dp_rank)
+        rows = {
+            kind: [num_rows(key, shared or {}) for key in keys_of(packs, seat.dp_rank)]
             for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
         }
         self._of = {
-            name: Channel(group, like, keys[name[0]], lookout) for name, group in groups.channels.items()
+            name: Channel(group, like, rows[name[0]], lookout) for name, group in groups.channels.items()
         }
         for (_, takes), channel in self._of.items():
             if takes % pp == seat.stage:

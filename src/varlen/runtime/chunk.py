@@ -1,13 +1,14 @@
 """`ChunkStep`: one chunk of layers during a step, and what documents leave there until they come back.
 
-A layer either keeps its graph from forward to backward, so that both passes are cut alike, or is computed again from
-what went into it, which is kept a document at a time, so that backward slices may be cut elsewhere. Neighbouring
+A layer either keeps its graph from forward to backward, so that both passes are cut alike, or is computed again, so
+that backward slices may be cut elsewhere: from what went into it, or from what went into the chunk. Neighbouring
 layers that keep their graphs are one graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -15,15 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
-from varlen.runtime.cache import DocumentCache
+from varlen.runtime.cache import DocumentCache, KeptRows
+from varlen.runtime.host import HostCache, HostLink, HostRows, Visit
 from varlen.runtime.later import Later, Waiting, add_up
 from varlen.runtime.parts import Parts, Positions
-from varlen.step_plan import BACKWARD, FORWARD
+from varlen.runtime.selective import selectively
+from varlen.runtime.shared import Key as Key
+from varlen.runtime.shared import SharedDocument, rows_of, tokens_of, with_idle_row
+from varlen.step_plan import BACKWARD, FORWARD, Offload
 
-Key = tuple[tuple[int, int, int], ...]
-"""A MicroPack as its slices: document, start, stop."""
 Leaf = tuple[torch.Tensor, torch.Tensor]
 """What went into a graph and what came out."""
 
@@ -57,8 +61,8 @@ class _Document:
     """What a document leaves between its tasks."""
 
     cache: DocumentCache
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By layer that is computed again: `[tokens, hidden]` into it."""
+    inputs: dict[int, KeptRows] = field(default_factory=dict)
+    """By layer whose input is kept: `[tokens, hidden]` into it."""
     forward_to: int = 0
     """Tokens that have run forward."""
     backward_from: int = -1
@@ -76,7 +80,11 @@ class ChunkStep:
         *,
         layers_again: int,
         splits_backward: bool = False,
+        saved: Saved = "layers",
+        is_selective: bool = False,
+        offload: Offload = "none",
         keeps_losses: bool = False,
+        shared: Mapping[int, SharedDocument] | None = None,
     ) -> None:
         """Take the layers of a chunk.
 
@@ -86,8 +94,18 @@ class ChunkStep:
             data: of the step.
             layers_again: how many of them, the first ones, are computed again in the backward pass.
             splits_backward: whether weight gradients of linear layers wait for `weight`.
+            saved: what they are computed again from: "layers" keeps what went into each of them, "stage" what went
+                into the first. A backward slice then runs all but the last of them once more, keeps what goes into
+                each, and goes on as with "layers". To keep the graphs of all layers at once would spare that run, at
+                ten to twenty times the bytes for each row: slices of as few rows as then fit fetch what stands
+                before them as many times more often.
+            is_selective: whether the other layers' graphs are those of `selectively`.
+            offload: "kv" keeps keys, values and their gradients in host memory, and with saved="stage" what went
+                into the chunk. A chunk of `LAYERS_ON_DEVICE` layers or fewer has nothing to offload.
             keeps_losses: whether the loss of every token is kept in `token_losses`.
+            shared: documents of whose rows this rank has some, by `shared_documents`; None for none.
         """
+        self._shared = shared or {}
         self._parts, self._data = parts, data
         self.layers = layers
         """Of the chunk, in order."""
@@ -99,6 +117,13 @@ class ChunkStep:
         self._runs = [range(layer, layer + 1) for layer in range(layers.start, again)]
         self._runs += [range(again, layers.stop)] if again < layers.stop else []
         self._again = again
+        self._kept_layers = range(layers.start, again if saved == "layers" else min(layers.start + 1, again))
+        self._made: list[torch.Tensor] = []
+        """What goes into the layers that are computed again, where it is made again too, last to be used first."""
+        self._is_selective = is_selective
+        is_far = offload == "kv" and len(layers) > LAYERS_ON_DEVICE
+        self._link = HostLink(data.input_ids.device) if is_far else None
+        self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[Key, Leaf] = {}
         self._later = Later() if splits_backward else None
@@ -120,18 +145,21 @@ class ChunkStep:
         """
         slices = self._slices(key, FORWARD)
         if hidden is None:
-            hidden = self._parts.embed(self._data.rows(key, self._data.input_ids))
+            hidden = self._parts.embed(self._data.rows(tokens_of(key, self._shared), self._data.input_ids))
         positions = self._parts.positions(slices, hidden)
-        for layers in self._runs:
-            if layers.start < self._again:
-                self._keep(key, layers.start, hidden)
-                with torch.no_grad():
-                    # The last layer's output may be made again with its graph; its keys and values are needed now.
-                    hidden = self._run(layers, hidden, positions, slices)
-            else:
-                first = hidden.detach().requires_grad_()
-                hidden = self._run(layers, first, positions, slices)
-                self._graphs[key] = (first, hidden)
+        with self._near(key, FORWARD):
+            for layers in self._runs:
+                if layers.start < self._again:
+                    if layers.start in self._kept_layers:
+                        self._keep(key, layers.start, hidden)
+                    with torch.no_grad():
+                        # The last layer's output may be made again; its keys and values are needed now.
+                        hidden = self._run(layers, hidden, positions, slices)
+                else:
+                    first = hidden.detach().requires_grad_()
+                    with selectively(self._parts.layers[layers.start : layers.stop], self._is_selective):
+                        hidden = self._run(layers, first, positions, slices)
+                    self._graphs[key] = (first, hidden)
         return hidden.detach()
 
     def backward(self, key: Key, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -146,20 +174,18 @@ class ChunkStep:
         """
         slices = self._slices(key, BACKWARD)
         positions: Positions | None = None
-        for layers in reversed(self._runs):
-            if layers.start >= self._again:
-                first, out = self._graphs.pop(key)
-            else:
-                first = self._kept(key, layers.start).requires_grad_()
-                positions = positions or self._parts.positions(slices, first)
-                out = self._run(layers, first, positions, slices)
-            if gradient is None:
-                gradient = self._head(key, out)
-            torch.autograd.backward(out, gradient)
-            assert first.grad is not None
-            gradient = first.grad
-            if layers.start < self._again:
-                self._release(key, layers.start)
+        with self._near(key, BACKWARD):
+            for layers in reversed(self._runs):
+                if layers.start >= self._again:
+                    first, out = self._graphs.pop(key)
+                else:
+                    first, positions = self._into(key, layers.start, positions, slices)
+                    out = self._run(layers, first.requires_grad_(), positions, slices)
+                if gradient is None:
+                    gradient = self._head(key, out)
+                torch.autograd.backward(out, gradient)
+                assert first.grad is not None
+                gradient = first.grad
         assert gradient is not None
         if self._later is not None:
             self._waiting[key] = self._later.take()
@@ -168,7 +194,9 @@ class ChunkStep:
                 del self._documents[document]
         if not self.has_embedding:
             return gradient
-        self._parts.embed_backward(self._data.rows(key, self._data.input_ids), gradient)
+        self._parts.embed_backward(
+            self._data.rows(tokens_of(key, self._shared), self._data.input_ids), gradient
+        )
         return None
 
     def weight(self, key: Key) -> None:
@@ -182,13 +210,16 @@ class ChunkStep:
     def _run(
         self, layers: range, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
     ) -> torch.Tensor:
+        rows = hidden.shape[1]
+        hidden = hidden if rows else with_idle_row(hidden)
         with self._later or nullcontext():
             for layer in layers:
                 hidden = self._parts.run_layer(layer, hidden, positions, slices)
-        return hidden
+        return hidden if rows else hidden[:, :0]
 
     def _head(self, key: Key, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
+        key = tokens_of(key, self._shared)
         labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
         losses, gradient = self._parts.head_backward(out, labels, weights)
         self.losses.append((losses * weights).sum())
@@ -209,7 +240,9 @@ class ChunkStep:
         slices = []
         for number, start, stop in key if kind == FORWARD else reversed(key):
             length = int(self._data.offsets[number + 1] - self._data.offsets[number])
-            document = self._documents.setdefault(number, _Document(DocumentCache(length)))
+            shared = self._shared.get(number)
+            kept = length if shared is None else shared.rows
+            document = self._documents.setdefault(number, _Document(self._cache(kept)))
             if kind == FORWARD:
                 expected, document.forward_to = document.forward_to == start, stop
             else:
@@ -221,26 +254,76 @@ class ChunkStep:
                     f"of {length:,} tokens, is out of turn; slices run forward first to last, then backward last to "
                     "first"
                 )
-            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop))
+            share = None if shared is None else shared.share(start, stop)
+            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop, share=share))
+        if not any(piece.rows for piece in slices):
+            slices.append(CachedSlice(cache=DocumentCache(1), start=0, stop=1))
         return slices if kind == FORWARD else slices[::-1]
 
+    def _cache(self, length: int) -> DocumentCache:
+        return DocumentCache(length) if self._link is None else HostCache(length, link=self._link)
+
     def _keep(self, key: Key, layer: int, hidden: torch.Tensor) -> None:
-        """Keep what goes into a layer, in one buffer a document."""
+        """Keep what goes into a layer; of one slice alone it is not copied."""
         row = 0
-        for document, start, stop in key:
-            kept = self._documents[document]
-            if layer not in kept.inputs:
-                kept.inputs[layer] = hidden.new_empty(kept.cache.length, hidden.shape[-1])
-            kept.inputs[layer][start:stop] = hidden[0, row : row + stop - start]
+        for document, start, stop in rows_of(key, self._shared):
+            rows = hidden[0, row : row + stop - start].detach()
             row += stop - start
-
-    def _kept(self, key: Key, layer: int) -> torch.Tensor:
-        """Return what went into a layer, `[1, rows, hidden]`; of one slice alone it is not copied."""
-        pieces = [self._documents[document].inputs[layer][start:stop] for document, start, stop in key]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None].detach()
-
-    def _release(self, key: Key, layer: int) -> None:
-        """Give back the memory of what went into a layer on rows whose backward is done."""
-        for document, start, _ in key:
             kept = self._documents[document].inputs
-            kept[layer] = kept[layer][:start].clone()
+            if layer not in kept:
+                assert self._link is not None or not self._rows_are_far
+                kept[layer] = HostRows(self._link) if self._rows_are_far and self._link else KeptRows()
+            is_shared = len(key) > 1 and not self._rows_are_far  # or one document's rows would keep all alive
+            kept[layer].add(rows.clone() if is_shared else rows)
+
+    def _into(
+        self, key: Key, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
+    ) -> tuple[torch.Tensor, Positions]:
+        """Return what went into a layer, `[1, rows, hidden]`, kept no longer, and the rows' positions."""
+        if self._made:
+            hidden = self._made.pop()
+        elif layer in self._kept_layers:
+            hidden = self._taken(key, layer)
+        else:
+            hidden = self._taken(key, self.layers.start)
+            positions = positions or self._parts.positions(slices, hidden)
+            for again in range(self.layers.start, layer):
+                self._made.append(hidden)
+                with torch.no_grad():
+                    hidden = self._run(range(again, again + 1), hidden, positions, slices)
+        return hidden.detach(), positions or self._parts.positions(slices, hidden)
+
+    def _taken(self, key: Key, layer: int) -> torch.Tensor:
+        """Return what was kept of a layer's input, `[1, rows, hidden]`; of one piece alone it is not copied."""
+        pieces = [
+            piece
+            for document, start, stop in reversed(rows_of(key, self._shared))
+            for piece in reversed(self._documents[document].inputs[layer].take(stop - start))
+        ]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces[::-1]))[None]
+
+    @contextlib.contextmanager
+    def _near(self, key: Key, kind: int) -> Iterator[None]:
+        """Have keys and values that stand in host memory on the device while a MicroPack runs."""
+        key = rows_of(key, self._shared)
+        caches: dict[int, HostCache] = {}
+        for document, _, _ in key:
+            cache = self._documents[document].cache
+            if isinstance(cache, HostCache) and document not in caches:
+                of_document = [piece for piece in key if piece[0] == document]
+                first, last = min(piece[1] for piece in of_document), max(piece[2] for piece in of_document)
+                cache.begin(first, last, self._visits(kind), is_new=kind == FORWARD)
+                caches[document] = cache
+        yield
+        for cache in caches.values():
+            cache.end()
+
+    def _visits(self, kind: int) -> list[Visit]:
+        """Return the layers whose attention a task runs, in order."""
+        if kind == FORWARD:
+            return [Visit(layer, has_own=False, is_backward=False) for layer in self.layers]
+        graphs, again = range(self._again, self.layers.stop), range(self.layers.start, self._again)
+        visits = [Visit(layer, has_own=True, is_backward=True) for layer in reversed(graphs)]
+        if len(self._kept_layers) < len(again):
+            visits += [Visit(layer, has_own=False, is_backward=False) for layer in again[:-1]]
+        return visits + [Visit(layer, has_own=False, is_backward=True) for layer in reversed(again)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from varlen.types import FloatArray
+
+_IN_HOST_MEMORY: ContextVar[bool] = ContextVar("_IN_HOST_MEMORY", default=False)
+
+
+@contextlib.contextmanager
+def in_host_memory() -> Iterator[None]:
+    """Say that what is allocated meanwhile stands in host memory, also where the device is the CPU itself."""
+    before = _IN_HOST_MEMORY.set(True)
+    try:
+        yield
+    finally:
+        _IN_HOST_MEMORY.reset(before)
 
 
 class Clock:
@@ -68,7 +83,8 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensors that were made since it was entered and are still alive, however many share a storage.
 
     It looks at what every operation returns, backward passes among them, so it sees tensors and not what a kernel
-    uses within one call; operations take several times as long, so nothing is timed while it is on.
+    uses within one call; operations take several times as long, so nothing is timed while it is on. What was made
+    `in_host_memory` is counted apart.
     """
 
     def __init__(self) -> None:
@@ -77,6 +93,10 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes alive now."""
         self.peak = 0
         """The most bytes alive at once since `begin_peak`."""
+        self.host_live = 0
+        """Bytes alive now in host memory."""
+        self.host_peak = 0
+        """The most bytes ever alive there at once."""
         self._known: set[int] = set()
 
     def begin_peak(self) -> None:
@@ -109,16 +129,23 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it dies."""
-        number, size = storage._cdata, storage.nbytes()
+        number, size, is_far = storage._cdata, storage.nbytes(), _IN_HOST_MEMORY.get()
         self._known.add(number)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._add(size, is_far)
 
         def died() -> None:
             self._known.discard(number)
-            self.live -= size
+            self._add(-size, is_far)
 
         weakref.finalize(storage, died).atexit = False
+
+    def _add(self, size: int, is_far: bool) -> None:
+        if is_far:
+            self.host_live += size
+            self.host_peak = max(self.host_peak, self.host_live)
+        else:
+            self.live += size
+            self.peak = max(self.peak, self.live)
 
 
 Meter = CudaBytes | TrackedBytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
+from varlen.cost.memory import Saved
 from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.choice import Kernels
@@ -23,7 +24,7 @@ from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import TaskRun
 from varlen.runtime.shards import Gathered
 from varlen.runtime.slices import check_plan, run_places
-from varlen.step_plan import Mesh, StepPlan
+from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 SLICE_TOKENS = 8192
@@ -80,7 +81,9 @@ class SliceEngine:
         model: Any,
         slice_tokens: int | None = None,
         *,
-        recompute: Literal["none", "full"] = "full",
+        recompute: Recompute = "full",
+        saved: Saved = "layers",
+        offload: Offload = "none",
         weighting: LossWeighting = "token",
         kernels: Kernels = "auto",
         mesh: Mesh | None = None,
@@ -94,7 +97,11 @@ class SliceEngine:
             model: a transformers model for causal language.
             slice_tokens: rows that run at once at most, where a step is given no plan; None for 8,192.
             recompute: what steps without a plan do with activations: "full" computes them again in the backward
-                pass, "none" keeps those of a whole document.
+                pass, "none" keeps those of a whole document, "selective" all but norm outputs and gated products.
+            saved: what layers are computed again from: "layers" keeps what went into each of them, "stage" what
+                went into the first alone, for one more forward pass.
+            offload: of steps without a plan: "kv" keeps keys, values and their gradients of all but two layers in
+                host memory, and with saved="stage" what went into the first layer.
             weighting: of targets, as `PackedBatch.loss_weights` says.
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
                 ("varlen"), "flash_attn", "flex", or the first of these that can.
@@ -106,15 +113,21 @@ class SliceEngine:
 
         Raises:
             ModelError: a family that isn't run in slices, a model without a head, or one that can't be cut.
-            SettingError: a number of tokens below 1, kernels of another name, or processes that don't fit the
+            SettingError: a number of tokens below 1, a setting that there isn't, or processes that don't fit the
                 mesh.
             PlanError: fewer layers than chunks, or other models on other ranks.
             WorkerDiedError: another process is gone.
         """
-        if recompute not in ("none", "full"):
-            raise SettingError(f'recompute={recompute!r}; steps without a plan run "none" or "full"')
+        for name, value, known in (
+            ("recompute", recompute, Recompute),
+            ("saved", saved, Saved),
+            ("offload", offload, Offload),
+        ):
+            if value not in get_args(known):
+                raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
         model = model.module if isinstance(model, DistributedDataParallel) else model
-        self.model, self.recompute, self.weighting = model, recompute, weighting
+        self.model, self.weighting = model, weighting
+        self.recompute, self.saved, self.offload = recompute, saved, offload
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
@@ -151,14 +164,16 @@ class SliceEngine:
         if self._member is not None:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
         lengths = _lengths(batch)
-        used = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute) if plan is None else plan
+        used = self._planned(lengths) if plan is None else plan
         check_plan(used)
         check_lengths(used, lengths)
         before = _attention(self.model)
         parts = Parts.of(self.model, self.kernels)
         try:
             data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
-            run = run_places(self.model, parts, data, used, meter=meter, keeps_losses=document_losses)
+            run = run_places(
+                self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
+            )
         finally:
             self.model.set_attn_implementation(before)
         peaks = [int(place.peak_bytes.max(initial=0)) for place in run.places]
@@ -203,7 +218,7 @@ class SliceEngine:
     ) -> StepStats:
         """Run this process's part of a step; what is wrong with it here ends it on all ranks."""
         lengths = _lengths(batch)
-        used = plan or one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute)
+        used = plan or self._planned(lengths)
         data: StepData | VarlenError
         try:
             if plan is None and member.seat.mesh.num_gpus > 1:
@@ -211,14 +226,16 @@ class SliceEngine:
                     f"a step of {member.seat.mesh.num_gpus:,} GPUs without a plan; give engine.step the plan of "
                     "vl.plan_step(batch.document_lengths, cost=..., mesh=...)"
                 )
-            check_plan(used)
+            check_plan(used, shares=True)
             check_lengths(used, lengths)
             data = step_data_of(batch, next(self.model.parameters()).device, self.weighting)
         except VarlenError as error:
             data = error
         before = _attention(self.model)
         try:
-            run, totals = member.run(self.model, data, used, meter=meter, keeps_losses=document_losses)
+            run, totals = member.run(
+                self.model, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
+            )
         finally:
             self.model.set_attn_implementation(before)
         losses = totals.token_losses
@@ -233,6 +250,10 @@ class SliceEngine:
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
         )
+
+    def _planned(self, lengths: Int32Array) -> StepPlan:
+        """Slices of `slice_tokens`."""
+        return one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute, offload=self.offload)
 
 
 def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:

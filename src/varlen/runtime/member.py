@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
+from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
+from varlen.plan.check import check_plan as check_whole
 from varlen.plan.save import plan_fingerprint
 from varlen.runtime import gradients
 from varlen.runtime.agree import agree, batch_fingerprint
@@ -25,9 +27,11 @@ from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.missing import ANSWER_S, Lookout, Notes, naming_the_missing, wait_until
 from varlen.runtime.parts import IGNORED, Parts
+from varlen.runtime.peers import peers_of
 from varlen.runtime.place import Place
 from varlen.runtime.ranks import Groups, Seat, open_groups, seat_of
 from varlen.runtime.shards import Gathered, Shards, is_sharded
+from varlen.runtime.shared import SharedDocument, shared_documents
 from varlen.runtime.slices import StepRun, check_order, chunk_steps, layers_of
 from varlen.runtime.stage import cut_to_stage, stage_dtype
 from varlen.step_plan import Mesh, StepPlan
@@ -112,6 +116,7 @@ class Member:
         *,
         meter: Meter | None = None,
         keeps_losses: bool = False,
+        saved: Saved = "layers",
     ) -> tuple[StepRun, Totals]:
         """Run this process's part of a step; all processes do so at once.
 
@@ -121,6 +126,7 @@ class Member:
             plan: of the step.
             meter: counts bytes task by task; already entered.
             keeps_losses: whether the loss of every token is wanted.
+            saved: what layers are computed again from, as for `ChunkStep`.
 
         Raises:
             PlanError: a plan of another mesh, or other plans or batches on other ranks.
@@ -136,7 +142,7 @@ class Member:
             with self._lookout.waiting():
                 agree(groups.world, facts, fault, name_of=self.seat.name_of)
             assert isinstance(data, StepData)
-            run = self._run(model, groups, data, plan, meter, keeps_losses)
+            run = self._run(model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved})
             with self._lookout.waiting():
                 return run, self._total(groups, run)
 
@@ -200,7 +206,10 @@ class Member:
                 'numbers of MicroPacks; plan for Mesh(sharding="parameters"), or make the engine with gathered="step"'
             )
         try:
-            check_order(plan, self.seat.dp_rank)
+            if plan.num_merged:
+                check_whole(plan)  # whose ranks wait for each other too
+            else:
+                check_order(plan, self.seat.dp_rank)
         except VarlenError as error:
             return error
         return None
@@ -212,7 +221,7 @@ class Member:
         data: StepData,
         plan: StepPlan,
         meter: Meter | None,
-        keeps_losses: bool,
+        kept: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and add up gradients."""
         parts, mesh, stage = Parts.of(model, self._kernels), self.seat.mesh, self.seat.stage
@@ -221,14 +230,15 @@ class Member:
         layers = layers_of(model, mesh)
         parameters = _trained(model)
         earlier = gradients.set_aside(parameters)
-        chunks = chunk_steps(parts, layers, data, plan, keeps_losses=keeps_losses)[stage :: mesh.pp]
+        shared = self._shared(groups, plan)
+        chunks = chunk_steps(parts, layers, data, plan, shared=shared, **kept)[stage :: mesh.pp]
         with nullcontext() if shards is None else shards.step():
             like = torch.empty(
                 model.config.get_text_config().hidden_size,
                 dtype=self._hidden_dtype(parts, layers[stage], shards),
                 device=groups.device,
             )
-            channels = Channels(groups, plan, like, self._lookout)
+            channels = Channels(groups, plan, like, self._lookout, shared)
             unit = {} if shards is None else {"unit": shards.unit}
             place = Place(
                 plan,
@@ -259,7 +269,7 @@ class Member:
             loss=float(torch.stack(losses).sum()) if losses else 0.0,
             num_targets=int((data.labels != IGNORED).sum()),
             places=[place.told()],
-            token_losses=_token_losses(chunks, data) if keeps_losses else None,
+            token_losses=_token_losses(chunks, data) if kept["keeps_losses"] else None,
         )
 
     def _settle(self, device: torch.device) -> None:
@@ -268,6 +278,15 @@ class Member:
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
             wait_until(end.query, self._notes, self._timeout_s)
+
+    def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
+        """The documents of a plan that this process shares with others of its stage."""
+        rank = self.seat.dp_rank
+        with self._lookout.waiting():
+            peers = peers_of(
+                plan, rank, lambda first, size: groups.peers(first, size).backend, self._lookout.waiting
+            )
+        return shared_documents(plan, rank, peers, groups.device)
 
     def _hidden_dtype(self, parts: Parts, layers: range, shards: Shards | None) -> torch.dtype:
         """The dtype of what chunks give each other; of shards it is seen once."""

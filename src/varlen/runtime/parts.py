@@ -111,8 +111,10 @@ class Parts:
             slices: whose rows they are.
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
         """
-        ids = torch.cat([torch.arange(piece.start, piece.stop) for piece in slices])[None].to(like.device)
-        ends = [(piece.rows, piece.cache.length) for piece in slices] if self.by_length else []
+        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None].to(
+            like.device
+        )
+        ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
         named = {
             kind: self._rotated(ids, ends, like, *([kind] if kind else []))
             for kind in dict.fromkeys(self.rotary_types or ("",))

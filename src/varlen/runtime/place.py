@@ -13,6 +13,7 @@ import torch
 
 from varlen.runtime.chunk import ChunkStep, Key
 from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.running_out import Took, is_out_of_memory, ran_out
 from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -100,6 +101,7 @@ class Place:
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
         self._rank, self._unit = rank, unit
+        self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
 
@@ -135,15 +137,35 @@ class Place:
                 if key:
                     self._compute(kind, chunk, micropack, key)
         except Exception as error:
-            error.add_note(
-                f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, MicroPack {micropack}, layers "
-                f"{self._chunks[chunk // self._pp].layers.start}-{self._chunks[chunk // self._pp].layers.stop - 1}"
-            )
+            layers = self._chunks[chunk // self._pp].layers
+            where = f"MicroPack {micropack}, layers {layers.start}-{layers.stop - 1}"
+            error.add_note(f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, {where}")
+            if is_out_of_memory(error):
+                named = f"{PASSES[kind]} of {where}, of stage {self._stage} of pipeline {self._rank}"
+                raise ran_out(error, named, key, self._took(kind, chunk), self._room()) from error
             raise
         self._clock.mark()
         live, peak = (self._meter.live, self._meter.peak) if self._meter is not None else (0, 0)
         self._run.append((kind, chunk, micropack, live, peak))
         self._done[self._codes[len(self._run) - 1]] += 1
+
+    def _took(self, kind: int, chunk: int) -> list[Took]:
+        """Return what the tasks of a pass and chunk took that have run."""
+        before, took = self._live_at_first, []
+        for each, at, micropack, live, peak in self._run:
+            key = self._packs[min(each, BACKWARD)][micropack]
+            rows = sum(stop - start for _, start, stop in key)
+            if (each, at) == (kind, chunk) and rows:
+                took.append(Took(rows=rows, bytes=peak - before if self._meter is not None else 0))
+            before = live
+        return took
+
+    def _room(self) -> int:
+        """Return bytes beside those alive when the task began: what was ever alive at once did fit; 0 unmetered."""
+        if self._meter is None:
+            return 0
+        before = self._run[-1][3] if self._run else self._live_at_first
+        return max([self._meter.peak, *(peak for *_, peak in self._run)]) - before
 
     def _compute(self, kind: int, chunk: int, micropack: int, key: Key) -> None:
         step = self._chunks[chunk // self._pp]

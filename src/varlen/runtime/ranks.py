@@ -107,6 +107,11 @@ class Group:
         """Members."""
         return len(self.ranks)
 
+    @property
+    def backend(self) -> Any:
+        """Its connection, as torch.distributed has them; None of a group of one."""
+        return self._backend
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Put the sum of all members' tensors in place of this one.
 

@@ -6,7 +6,7 @@ laptop a plan for any number of stages and ranks, to see that it runs and that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen.cost.memory import layers_again
+from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
@@ -22,6 +22,7 @@ from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import Place, TaskRun, keys_of
+from varlen.runtime.shared import SharedDocument
 from varlen.step_plan import Mesh, StepPlan
 
 
@@ -64,6 +65,7 @@ def run_step(
     *,
     labels: torch.Tensor | None = None,
     meter: Meter | None = None,
+    saved: Saved = "layers",
 ) -> StepRun:
     """Run a step's tasks in the plan's order, and add to every parameter's gradient.
 
@@ -76,6 +78,7 @@ def run_step(
         labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
             of the document.
         meter: counts bytes task by task; already entered.
+        saved: what layers are computed again from, as for `ChunkStep`.
 
     Raises:
         DocumentsError: tokens or labels don't match the plan, or nothing is to learn.
@@ -84,7 +87,9 @@ def run_step(
         ModelError: a family that isn't run in slices.
     """
     check_plan(plan)
-    return run_places(model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter)
+    return run_places(
+        model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
+    )
 
 
 def run_places(
@@ -95,6 +100,7 @@ def run_places(
     *,
     meter: Meter | None = None,
     keeps_losses: bool = False,
+    saved: Saved = "layers",
 ) -> StepRun:
     """Run the tasks of all stages of all ranks in this process; see `run_step`.
 
@@ -105,6 +111,7 @@ def run_places(
         plan: that `check_plan` lets pass.
         meter: counts bytes task by task; already entered.
         keeps_losses: whether the loss of every token is wanted.
+        saved: what layers are computed again from, as for `ChunkStep`.
 
     Raises:
         PlanError: slices stand out of turn.
@@ -112,7 +119,8 @@ def run_places(
     """
     mesh, device = plan.mesh, data.input_ids.device
     layers = layers_of(model, mesh)
-    chunks = [chunk_steps(parts, layers, data, plan, keeps_losses=keeps_losses) for _ in range(mesh.dp)]
+    kept: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
+    chunks = [chunk_steps(parts, layers, data, plan, **kept) for _ in range(mesh.dp)]
     wires = [LocalWires() for _ in range(mesh.dp)]
     places = [
         Place(
@@ -231,7 +239,14 @@ def layers_of(model: Any, mesh: Mesh) -> list[range]:
 
 
 def chunk_steps(
-    parts: Parts, layers: Sequence[range], data: StepData, plan: StepPlan, *, keeps_losses: bool = False
+    parts: Parts,
+    layers: Sequence[range],
+    data: StepData,
+    plan: StepPlan,
+    *,
+    keeps_losses: bool = False,
+    shared: Mapping[int, SharedDocument] | None = None,
+    saved: Saved = "layers",
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline.
 
@@ -239,8 +254,10 @@ def chunk_steps(
         parts: the model taken apart.
         layers: of each chunk.
         data: of the step.
-        plan: says what is computed again.
+        plan: says what is computed again, and what waits in host memory.
         keeps_losses: whether the loss of every token is wanted.
+        shared: documents that the rank shares with others, by `shared_documents`; None for none.
+        saved: what layers are computed again from.
     """
     share = plan.recompute_share if plan.recompute == "full" else 0.0
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
@@ -251,7 +268,11 @@ def chunk_steps(
             data,
             layers_again=count,
             splits_backward=plan.splits_backward,
+            saved=saved,
+            is_selective=plan.recompute != "none",
+            offload=plan.offload,
             keeps_losses=keeps_losses,
+            shared=shared,
         )
         for each, count in zip(layers, again)
     ]
@@ -270,26 +291,28 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
     return labels
 
 
-def check_plan(plan: StepPlan) -> None:
+def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
     """Refuse what slices don't run.
 
     Args:
         plan: of a step.
+        shares: whether each rank is a process of its own, so that ranks may share documents.
 
     Raises:
         PlanError: says what, and what would run.
     """
-    if plan.mesh.tp > 1 or plan.mesh.cp > 1 or plan.num_merged:
+    if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(
-            f"a plan of tp={plan.mesh.tp}, cp={plan.mesh.cp} and {plan.num_merged:,} shared documents; one process "
-            "runs documents that no GPUs share"
+            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine runs whole layers on whole documents, so "
+            "both must be 1"
         )
-    if plan.recompute == "selective" or plan.offload != "none":
+    if plan.num_merged and not shares:
         raise PlanError(
-            f'recompute="{plan.recompute}" and offload="{plan.offload}"; run_step knows "none" and "full", and keeps '
-            "everything on the device"
+            f"a plan of {plan.num_merged:,} documents that ranks share; one process alone runs documents that none "
+            "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "
+            f"{plan.mesh.num_gpus:,} processes"
         )
-    if plan.recompute == "none" or plan.recompute_share < 1:
+    if plan.recompute != "full" or plan.recompute_share < 1:
         for rank in range(plan.mesh.dp):
             apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
             if apart:

@@ -15,7 +15,9 @@ import torch
 
 from varlen.runtime import flash
 from varlen.runtime.cache import DocumentCache, Pair
+from varlen.runtime.dealing import Ranges
 from varlen.runtime.flash import Rule
+from varlen.runtime.shared import Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""
@@ -28,11 +30,23 @@ class CachedSlice:
     cache: DocumentCache
     start: int
     stop: int
+    share: Share | None = None
+    """Which of them this rank computes, where several share the document."""
 
     @property
     def rows(self) -> int:
-        """Tokens of the slice."""
-        return self.stop - self.start
+        """Tokens of the slice that this rank computes."""
+        return self.stop - self.start if self.share is None else self.share.rows
+
+    @property
+    def ranges(self) -> Ranges:
+        """Which these are."""
+        return ((self.start, self.stop),) if self.share is None else self.share.ranges
+
+    @property
+    def length(self) -> int:
+        """Tokens of the document."""
+        return self.cache.length if self.share is None else self.share.document.tokens
 
 
 class Tile(NamedTuple):
@@ -140,7 +154,7 @@ def backward(
         before = max(0, min(start, tile.stop_key) - tile.first_key)
         if earlier is not None and before:
             for total, part in zip(earlier, by_pair):
-                total[:, :, tile.first_key : tile.first_key + before] += part[:, :, :before]
+                total[:, :, tile.first_key : tile.first_key + before].add_(part[:, :, :before])
         if tile.stop_key > start:
             first = max(tile.first_key, start) - start
             own = _added(own, [x[:, :, before:] for x in by_pair], first, piece.rows)
@@ -159,7 +173,7 @@ def _added(own: Pair | None, parts: list[torch.Tensor], first: int, rows: int) -
         key, value = (x.new_zeros(1, x.shape[1], rows, x.shape[3], dtype=wide) for x in parts)
         own = (key, value)
     for total, part in zip(own, parts):
-        total[:, :, first : first + part.shape[2]] += part
+        total[:, :, first : first + part.shape[2]].add_(part)
     return own
 
 

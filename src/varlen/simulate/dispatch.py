@@ -71,7 +71,7 @@ class Dispatched:
     """float64 `[stages]`: the most in use besides states."""
 
 
-def dispatch(pipeline: Pipeline, *, forward_first: bool = False) -> Dispatched:
+def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float = np.inf) -> Dispatched:
     """Choose the order in which stages run their tasks.
 
     List scheduling (Graham 1966, "Bounds for Certain Multiprocessing Anomalies") with fixed orders of MicroPacks:
@@ -84,9 +84,11 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False) -> Dispatched:
         pipeline: one rank's.
         forward_first: the forward where both can start: while the backward of a long document goes through the
             stages, those that wait for it have other backwards left to run. Holds more in memory.
+        limit_s: seconds above which nobody asks how long it takes: once a stage has more left to do, it is given up.
 
     Returns:
-        The order, and the makespan of this rank alone: it doesn't wait for other ranks.
+        The order, and the makespan of this rank alone: it doesn't wait for other ranks. Of one that was given up, no
+        order, and seconds above `limit_s` that it takes at least.
 
     Cost: O(tasks * stages), about 0.1 µs each.
     """
@@ -99,12 +101,17 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False) -> Dispatched:
     arguments = [getattr(pipeline, name) for name in names.split()]
     for _ in range(_TRIES):
         makespan = float(
-            _kernel("dispatch")(*arguments, allowed, pipeline.splits, forward_first, codes, peaks)
+            _kernel("dispatch")(
+                *arguments, allowed, pipeline.splits, forward_first, codes, peaks, float(limit_s)
+            )
         )
         over = peaks - pipeline.limits
         if makespan == np.inf or (over <= 0).all():
             break
-        # What a backward holds besides is known only then: leave room for it and run again.
+        # What a backward holds besides is known only then: leave room for it and run again, also where it was given
+        # up: who waits sooner may be done sooner.
         allowed -= np.maximum(over, 0)
+    if limit_s < makespan < np.inf:
+        return Dispatched(makespan_s=makespan, codes=codes[:, :0], peaks_bytes=peaks)
     is_over = bool((peaks > pipeline.limits).any())
     return Dispatched(makespan_s=np.inf if is_over else makespan, codes=codes, peaks_bytes=peaks)

@@ -16,6 +16,7 @@ _F, _B, _W = 0, 1, 2
 _HELD, _GRADIENT, _PASSING, _KEPT = 0, 1, 2, 3
 _OWN, _OPENED, _CLOSED = 0, 1, 2
 _NEVER = np.inf
+_ROUNDING = 1 + 1e-9
 
 
 @inlined
@@ -144,6 +145,7 @@ def dispatch(
     forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
+    limit_s: float = np.inf,
 ) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further."""
     chunks, stages = forward.shape[0], limits.size
@@ -155,6 +157,12 @@ def dispatch(
     is_stale = np.ones(stages, np.bool_)
     left = codes.size
     peaks[:] = 0.0
+    waiting_s = np.zeros(stages)
+    for chunk in range(chunks):
+        for task in range(forward.shape[1]):
+            waiting_s[chunk % stages] += forward[chunk, task]
+        for task in range(backward.shape[1]):
+            waiting_s[chunk % stages] += backward[chunk, task] + weight[chunk, task]
     while left > 0:
         stage = -1
         for s in range(stages):
@@ -181,6 +189,9 @@ def dispatch(
             else weight[chunk, task]
         )
         clock[stage] = starts[stage] + took
+        waiting_s[stage] -= took
+        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
+            return float(clock[stage] + waiting_s[stage])
         _account(kind, stage, chunk, task, splits, rows_forward, rows_backward, per_row, used, peaks)
         if kind == _F:
             ends_f[chunk, task] = clock[stage]

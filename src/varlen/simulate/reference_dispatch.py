@@ -13,6 +13,7 @@ Int32 = NDArray[np.int32]
 
 _HELD, _PASSING = 0, 2
 _OWN, _OPENED, _CLOSED = 0, 1, 2
+_ROUNDING = 1 + 1e-9
 
 
 def dispatch(
@@ -31,6 +32,7 @@ def dispatch(
     forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
+    limit_s: float = np.inf,
 ) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
 
@@ -43,6 +45,7 @@ def dispatch(
     before_backward = chunks if forward_first else -chunks
     clock, used, run = [0.0] * stages, np.zeros((len(rows_forward), stages)), [0] * stages
     peaks[:] = 0.0
+    waiting_s = _work_of_stages(forward, backward + weight, stages)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
         """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
@@ -85,15 +88,26 @@ def dispatch(
         if start == math.inf:
             return math.inf
         task = done[kind][chunk]
-        clock[stage] = start + float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
+        took = float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
+        clock[stage], waiting_s[stage] = start + took, waiting_s[stage] - took
+        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
+            return clock[stage] + waiting_s[stage]
         ends[kind, chunk, task] = clock[stage]
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
         rows = rows_forward[:, None, task] if kind == "F" else rows_backward[:, :, task]
-        most = _account(kind, rows, per_row[:, chunk], splits, used[:, stage])
-        peaks[stage] = max(peaks[stage], most)
+        peaks[stage] = max(peaks[stage], _account(kind, rows, per_row[:, chunk], splits, used[:, stage]))
     return max(clock)
+
+
+def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]:
+    """Seconds of all tasks of each stage."""
+    seconds = [0.0] * stages
+    for chunk, tasks in enumerate(np.concatenate([forward, backward], axis=1).tolist()):
+        for one in tasks:
+            seconds[chunk % stages] += one
+    return seconds
 
 
 def _is_over(rows: Float, per_row: Float, used: Float, limit: float) -> bool:

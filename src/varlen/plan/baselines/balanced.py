@@ -19,8 +19,18 @@ from varlen.types import FloatArray, Int32Array
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 
 BALANCED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle", "long_ends")
-COUNTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
-"""Micro-batches a rank that are tried, times the pipeline's stages."""
+COUNTS = (
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    8.0,
+    12.0,
+    *(2.0**step * part for step in range(4, 31) for part in (1, 1.5)),
+)
+"""Micro-batches a rank that may be tried, times the pipeline's stages: as long as more of them help."""
 LEAST_TOKENS = 1024
 """Tokens of a micro-batch, on average, below which more of them are not tried."""
 SLACK = 2.0
@@ -68,7 +78,9 @@ def balanced_candidates(
 
 
 def micro_batch_counts(lengths: Int32Array, mesh: Mesh) -> tuple[int, ...]:
-    """Return the numbers of micro-batches a rank that are worth a try, at least one, rising.
+    """Return the numbers of micro-batches a rank that may be tried, at least one, rising.
+
+    The last is one document a micro-batch, or micro-batches of `LEAST_TOKENS`.
 
     Args:
         lengths: int32 `[num_documents]`.
@@ -77,7 +89,7 @@ def micro_batch_counts(lengths: Int32Array, mesh: Mesh) -> tuple[int, ...]:
     most = int(lengths.sum(dtype=np.int64)) // (mesh.dp * LEAST_TOKENS)
     most = min(most, int(np.count_nonzero(lengths)))
     tried = {round(times * mesh.num_chunks) for times in COUNTS}
-    return tuple(sorted(count for count in tried if count <= most)) or (max(most, 1),)
+    return (*sorted(count for count in tried if count < most), max(most, 1))
 
 
 def by_workload(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from varlen.types import FloatArray, Int32Array
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 
 SHARED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle")
+Way = Literal["Megatron", "FlexSP"]
+WAYS: tuple[Way, ...] = ("Megatron", "FlexSP")
 SLACK = 1.05
 """Times its even share of work that a micro-batch of Megatron's may take."""
 
@@ -32,6 +35,7 @@ def dynamic_cp_candidates(
     *,
     counts: tuple[int, ...] | None = None,
     orders: tuple[Order, ...] = SHARED_ORDERS,
+    ways: tuple[Way, ...] = WAYS,
 ) -> Iterator[Candidate]:
     """Yield both ways to share documents among ranks, at each number of micro-batches, in every order.
 
@@ -51,9 +55,10 @@ def dynamic_cp_candidates(
         capacity: tokens that one rank can hold.
         counts: micro-batches that are tried; None for those of `micro_batch_counts`.
         orders: of the micro-batches.
+        ways: to share documents.
     """
     seen: set[bytes] = set()
-    for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts):
+    for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts, ways):
         print_of = b"|".join(array.tobytes() for array in (group_of, levels, batches))
         if print_of not in seen:
             seen.add(print_of)
@@ -61,14 +66,19 @@ def dynamic_cp_candidates(
 
 
 def _shared(
-    lengths: Int32Array, work: FloatArray, mesh: Mesh, capacity: int, counts: tuple[int, ...] | None
+    lengths: Int32Array,
+    work: FloatArray,
+    mesh: Mesh,
+    capacity: int,
+    counts: tuple[int, ...] | None,
+    ways: tuple[Way, ...],
 ) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
     """Yield a label, and what `by_need` and `by_speed` return."""
     for count in micro_batch_counts(lengths, mesh) if counts is None else counts:
-        for tried in capacities(capacity):
+        for tried in capacities(capacity) if "Megatron" in ways else ():
             label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
             yield label, *by_need(lengths, work, mesh.dp, tried, count)
-        for name, batch_of in divisions(lengths, work[:, 0], count):
+        for name, batch_of in divisions(lengths, work[:, 0], count) if "FlexSP" in ways else ():
             label = f"FlexSP, {count} micro-batches {name}"
             yield label, *by_speed(lengths, work, mesh.dp, capacity, batch_of)
 

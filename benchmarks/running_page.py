@@ -1,0 +1,165 @@
+"""`python -m benchmarks.running_page`: writes docs/running-results.md from the newest file of benchmarks.running."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import RESULTS
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "running-results.md"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; all columns but the first stand to the right."""
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def verdict(is_met: bool) -> str:
+    """Whether a target was met."""
+    return "yes" if is_met else "**no**"
+
+
+def _made(result: dict[str, Any], part: str) -> str:
+    made = result["parts"][part]
+    return (
+        f"{made.get('date', result['date'])}, commit {made['versions']['commit']}, load {made['load'][0]} to "
+        f"{made['load'][1]}, torch {made['versions']['torch']}."
+    )
+
+
+def overhead(result: dict[str, Any]) -> str:
+    """Slices beside the unsliced step."""
+    found = result["overhead"]
+    rows = [
+        [
+            f"{each['slice_tokens']:,}",
+            f"{each['seconds']:.2f} s",
+            f"{each['over_unsliced']:.3f}",
+            f"{each['over_one_slice']:.3f}",
+            f"{each['peak_bytes'] / 1e6:,.0f} MB",
+            verdict(each["over_unsliced"] <= 1.05) if each["slice_tokens"] >= 4096 else "",
+        ]
+        for each in found["slices"]
+    ]
+    return (
+        "## Slices beside the unsliced step\n\n"
+        f"One document of {found['tokens']:,} tokens, float32, one core. Unsliced, with each layer "
+        "computed again and a "
+        f"loss in chunks, it takes {found['unsliced_s']:.2f} s and "
+        f"{found['unsliced_peak_bytes'] / 1e6:,.0f} MB; as one "
+        f"slice of the engine {found['one_slice_s']:.2f} s and "
+        f"{found['one_slice_peak_bytes'] / 1e6:,.0f} MB. What must "
+        f"hold: at most 1.05 times unsliced for slices of 4,096 rows or more. {_made(result, 'overhead')}\n\n"
+        + table(["rows of a slice", "step", "over unsliced", "over one slice", "peak", "met"], rows)
+    )
+
+
+def pipelines(result: dict[str, Any]) -> str:
+    """Two stages beside the simulator."""
+    found = result["pipelines"]
+    rows = [
+        [
+            f"{each['documents']}, {each['method']}",
+            f"{each['tokens']:,}",
+            " / ".join(map(str, each["micropacks"])),
+            f"{each['predicted_s']:.3f} s",
+            f"{each['measured_s']:.3f} s",
+            f"{each['error']:+.1%}",
+            f"{each['gain_predicted']:.2f}x",
+            f"{each['gain_measured']:.2f}x",
+        ]
+        for each in found["steps"]
+    ]
+    head = ["documents, plan", "tokens", "MicroPacks, forward / backward", "simulated", "measured"]
+    head += ["error", "gain, simulated", "gain, measured"]
+    return (
+        "## Pipelines beside the simulator\n\n"
+        "Two stages of one core each, real steps of a small Llama over gloo, each layer computed "
+        "again. Gains are over "
+        "packs as users run them (1F1B). `symmetric` and `asymmetric` have the same forward MicroPacks; the latter's "
+        "backward pass is cut into half as many again. Mean absolute error "
+        f"{found['mape']:.1%}, repeat to repeat {found['repeat_mape']:.1%}; what must hold: at most "
+        f"{found['limit']:.1%} (5 % or 1.5 times the repeats): {verdict(found['met'])}. "
+        f"{_made(result, 'pipelines')}\n\n" + table(head, rows)
+    )
+
+
+def waits(result: dict[str, Any]) -> str:
+    """Many stages in timed waits."""
+    rows = [
+        [
+            f"dp {each['mesh'][0]} x pp {each['mesh'][1]}, {each['mesh'][2]} a GPU, {each['method']}",
+            f"{each['tasks']:,}",
+            f"{each['predicted_s']:.3f} s",
+            f"{each['waited_s']:.3f} s",
+            f"{each['error']:+.1%}",
+        ]
+        for each in result["waits"]
+    ]
+    return (
+        "## Many stages, in timed waits\n\n"
+        "The real executor and real messages over gloo, but **each task waits as long as the cost "
+        "model says instead of "
+        "computing**: this checks order, dependencies and what the executor adds, and no kernel. Plans are of an 8B "
+        f"model on H100s, stretched to seconds. {_made(result, 'waits')}\n\n"
+        + table(["mesh, chunks of layers, plan", "tasks", "simulated", "took", "error"], rows)
+    )
+
+
+def ahead(result: dict[str, Any]) -> str:
+    """Plans made ahead."""
+    found = result["ahead"]
+    return (
+        "## Plans made ahead\n\n"
+        f"{found['steps']} steps of documents like {found['documents']}, planned by another process "
+        "while slices run. "
+        f"The first step waited {found['first_wait_s']:.2f} s for its plan, later ones "
+        f"{found['wait_s'] * 1e6:,.0f} µs "
+        f"in the median and {found['longest_wait_s'] * 1e3:,.1f} ms at most: "
+        f"{found['wait_over_step']:.4%} of the steps' "
+        f"time. A step took {found['step_s']:.2f} s in the median beside the planner, and "
+        f"{found['step_s_without_planner']:.2f} s without. {_made(result, 'ahead')}\n"
+    )
+
+
+PARTS = {"overhead": overhead, "pipelines": pipelines, "waits": waits, "ahead": ahead}
+
+
+def page() -> str:
+    """The page, from the newest result of each part."""
+    newest: dict[str, dict[str, Any]] = {}
+    for file in sorted((RESULTS / "run").glob("2*.json")):
+        result = json.loads(file.read_text())
+        newest |= {name: result for name in PARTS if name in result}
+    machines = {json.dumps(result["machine"], sort_keys=True): result for result in newest.values()}
+    said = [
+        f"{each['machine']['cpu']}, {each['machine']['cores']} cores, Python {each['machine']['python']}"
+        for each in machines.values()
+    ]
+    return (
+        "# Running: results\n\n"
+        "Written by `python -m benchmarks.running_page` from what `python -m benchmarks.running` "
+        "measured last; nothing "
+        f"here is typed. Measured on a CPU: no GPU ran. Machine: {'; '.join(said)}.\n\n"
+        + "\n".join(PARTS[name](newest[name]) for name in PARTS if name in newest)
+    )
+
+
+def main() -> int:
+    """Write the page, or with --check say whether it is what the results say."""
+    text = page()
+    if "--check" in sys.argv:
+        if PAGE.read_text(encoding="utf-8") != text:
+            print("docs/running-results.md isn't what the results say; run `make pages`", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

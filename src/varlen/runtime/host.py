@@ -1,0 +1,297 @@
+"""`HostCache`: a document's keys, values and their gradients in host memory, with two layers' worth on the device.
+
+While one layer runs, those of the layer that comes next are fetched, so the order in which a task visits layers is
+told beforehand. On CUDA copies run in a stream of their own between pinned memory and two buffers that take turns; on
+the CPU the same steps are plain copies, so that what they compute and how many bytes they need is tested there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from varlen.runtime.cache import DocumentCache, KeptRows, Pair
+from varlen.runtime.clock import in_host_memory
+
+
+class Visit(NamedTuple):
+    """One layer that a task is going to run."""
+
+    layer: int
+    has_own: bool
+    """Whether the task's own keys and values are fetched too, since no forward of the layer makes them again."""
+    is_backward: bool
+    """Whether gradients of keys and values are gathered there."""
+
+
+class HostLink:
+    """The way between a device and host memory, in the order asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Open it.
+
+        Args:
+            device: where layers run.
+        """
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy(self, into: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Any:
+        """Copy tensors once what is computed so far is there; return what `wait` takes.
+
+        Args:
+            into: on one side of the link.
+            rows: of the same shapes, on the other. What is on the device must stay until `wait` was called.
+        """
+        if self._stream is None:
+            for target, source in zip(into, rows, strict=True):
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(into, rows, strict=True):
+                target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """Let what is computed from here on see copies.
+
+        Args:
+            copied: what `copy` returned.
+        """
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+    def here(self, like: Pair, tokens: int, dtype: torch.dtype | None = None) -> Pair:
+        """Allocate a pair on the device, tokens side by side.
+
+        Args:
+            like: a pair of any number of tokens.
+            tokens: how many.
+            dtype: of the result; None for that of `like`.
+        """
+        keys, values = (
+            torch.empty(
+                1,
+                tokens,
+                x.shape[1],
+                x.shape[3],
+                dtype=x.dtype if dtype is None else dtype,
+                device=self.device,
+            ).transpose(1, 2)
+            for x in like
+        )
+        return keys, values
+
+    def there(self, like: Pair, tokens: int) -> Pair:
+        """Allocate a pair in host memory, tokens side by side; pinned on CUDA.
+
+        Args:
+            like: a pair of any number of tokens.
+            tokens: how many.
+        """
+        keys, values = (
+            self._empty((1, tokens, x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in like
+        )
+        return keys, values
+
+    def sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory, there once what follows on this link is.
+
+        Args:
+            rows: on the device; theirs is the memory until they are copied.
+        """
+        there = self._empty(rows.shape, rows.dtype)
+        self.copy([there], [rows])
+        if self._stream is not None:
+            rows.record_stream(self._stream)
+        return there
+
+    def fetched(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device.
+
+        Args:
+            rows: in host memory.
+        """
+        here = torch.empty_like(rows, device=self.device)
+        self.wait(self.copy([here], [rows]))
+        return here
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with in_host_memory():
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._stream is not None)
+
+
+@dataclass(slots=True)
+class _Near:
+    """Of one layer, what stands on the device; its memory serves one layer of a task after the other."""
+
+    layer: int = -1
+    pair: Pair | None = None
+    """Of the tokens before the task's last row."""
+    gradients: Pair | None = None
+    gathered: int = 0
+    """Tokens whose gradients are there."""
+    copied: Any = None
+    """The last copy from here or to here."""
+
+
+@dataclass(slots=True)
+class HostCache(DocumentCache):
+    """As `DocumentCache`, whose `pairs` and `gradients` stand in host memory, whole until the document is done."""
+
+    link: HostLink = field(kw_only=True)
+    _near: list[_Near] = field(default_factory=list, init=False)
+    """The layer that runs, and the one that is being fetched."""
+    _visits: deque[Visit] = field(default_factory=deque, init=False)
+    _start: int = field(default=0, init=False)
+    _stop: int = field(default=0, init=False)
+    _is_new: bool = field(default=False, init=False)
+
+    def begin(self, start: int, stop: int, visits: Iterable[Visit], *, is_new: bool) -> None:
+        """Begin a task.
+
+        Args:
+            start: of the task's first row of this document.
+            stop: behind its last.
+            visits: layers in the order in which they run.
+            is_new: whether its keys and values aren't in host memory yet.
+        """
+        self._near, self._visits = [_Near(), _Near()], deque(visits)
+        self._start, self._stop, self._is_new = start, stop, is_new
+
+    def end(self) -> None:
+        """End a task: what it had on the device is given back once all is copied."""
+        for near in self._near:
+            self.link.wait(near.copied)
+        self._near = []
+
+    def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """Keep a slice's keys and values, as `DocumentCache.write`; what a backward pass makes again stays here."""
+        near, pair = self._arrive(layer, (key, value))
+        stop = start + key.shape[2]
+        for kept, rows in zip(pair, (key, value)):
+            kept[:, :, start:stop] = rows
+        if self._is_new:
+            if layer not in self.pairs:
+                self.pairs[layer] = self.link.there((key, value), self.length)
+            near.copied = self.link.copy(_rows(self.pairs[layer], start, stop), _rows(pair, start, stop))
+        return _rows(pair, 0, stop)
+
+    def read(self, layer: int, stop: int) -> Pair:
+        """Return keys and values, as `DocumentCache.read`."""
+        return _rows(self._arrive(layer, self.pairs[layer])[1], 0, stop)
+
+    def earlier_gradients(self, layer: int, start: int) -> Pair | None:
+        """Return where gradients are gathered, as `DocumentCache.earlier_gradients`."""
+        if start == 0:
+            return None
+        near, _ = self._arrive(layer, self.pairs[layer])
+        if not near.gathered:
+            for total in self._gradients(near, start):
+                total[:, :, :start].zero_()
+            near.gathered = start
+        assert near.gradients is not None
+        return _rows(near.gradients, 0, start)
+
+    def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:
+        """Return what later slices have sent, as `DocumentCache.own_gradients`."""
+        near, _ = self._arrive(layer, self.pairs[layer])
+        if near.gradients is None or near.gathered < stop:
+            return None
+        return _rows(near.gradients, start, stop)
+
+    def release(self, layer: int, start: int) -> None:
+        """Send the gradients of earlier tokens to host memory after a layer's backward.
+
+        What the slice itself had there is given back with the rest of the document.
+        """
+        if start == 0:
+            self.pairs.pop(layer, None)
+            self.gradients.pop(layer, None)
+        elif start == self._start:  # else the task holds an earlier slice of the document
+            near, _ = self._arrive(layer, self.pairs[layer])
+            assert near.gradients is not None
+            if layer not in self.gradients:
+                self.gradients[layer] = self.link.there(near.gradients, start)
+            near.copied = self.link.copy(
+                _rows(self.gradients[layer], 0, start), _rows(near.gradients, 0, start)
+            )
+
+    def _arrive(self, layer: int, like: Pair) -> tuple[_Near, Pair]:
+        """Return what a layer has on the device, and fetch what the next one needs."""
+        near, after = self._near
+        if near.layer != layer:
+            visit = self._visits.popleft()
+            assert visit.layer == layer, f"layer {layer} runs where {visit.layer} was told"
+            near, after = self._near = [after, near]
+            if near.layer != layer:
+                self._fetch(near, visit, like)
+            self.link.wait(near.copied)
+            if self._visits and self._visits[0].layer in self.pairs:
+                self._fetch(after, self._visits[0], self.pairs[self._visits[0].layer])
+        assert near.pair is not None
+        return near, near.pair
+
+    def _fetch(self, near: _Near, visit: Visit, like: Pair) -> None:
+        """Begin to fetch what a layer needs, into the memory of one that has run."""
+        near.layer, near.gathered = visit.layer, 0
+        if near.pair is None or any(_is_other(x, y) for x, y in zip(near.pair, like)):
+            self.link.wait(near.copied)
+            near.pair, near.gradients = self.link.here(like, self._stop), None
+        known = self._stop if visit.has_own else self._start
+        into, rows = [], []
+        if known:
+            into, rows = [*_rows(near.pair, 0, known)], [*_rows(self.pairs[visit.layer], 0, known)]
+        if visit.is_backward and visit.layer in self.gradients:
+            totals = self._gradients(near, self._stop)
+            into += _rows(totals, 0, self._stop)
+            rows += _rows(self.gradients[visit.layer], 0, self._stop)
+            near.gathered = self._stop
+        if into:
+            near.copied = self.link.copy(into, rows)
+
+    def _gradients(self, near: _Near, tokens: int) -> Pair:
+        """Return where a layer's gradients of so many tokens are gathered."""
+        if near.gradients is None or near.gradients[0].shape[2] < tokens:
+            assert near.pair is not None
+            self.link.wait(near.copied)
+            near.gradients = self.link.here(
+                near.pair, tokens, torch.promote_types(near.pair[0].dtype, torch.float32)
+            )
+        return near.gradients
+
+
+class HostRows(KeptRows):
+    """As `KeptRows`, in host memory."""
+
+    def __init__(self, link: HostLink) -> None:
+        """Keep none at first.
+
+        Args:
+            link: to host memory.
+        """
+        super().__init__()
+        self._link = link
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Send the next rows to host memory."""
+        super().add(self._link.sent(rows))
+
+    def take(self, count: int) -> list[torch.Tensor]:
+        """Fetch the last rows that are there."""
+        return [self._link.fetched(piece) for piece in super().take(count)]
+
+
+def _rows(pair: Pair, start: int, stop: int) -> Pair:
+    return pair[0][:, :, start:stop], pair[1][:, :, start:stop]
+
+
+def _is_other(held: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether memory for one layer doesn't serve another, whose heads or dtype differ."""
+    return (held.shape[1], held.shape[3], held.dtype) != (wanted.shape[1], wanted.shape[3], wanted.dtype)

@@ -1,0 +1,69 @@
+"""One data-parallel rank of two steps whose documents ranks share: `torchrun merged_job.py`; the first says how far
+the sums over ranks are from the uncut model."""
+
+import json
+import warnings
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from random_plans import random_plan
+from side_by_side import QueueWires, run_place
+from sliced import take_gradients, tiny, tokens_of, uncut
+
+from varlen.runtime.peers import peers_of
+from varlen.runtime.shared import shared_documents
+from varlen.step_plan import Mesh
+
+
+def plans_of(dp):
+    """Two plans with documents shared by all ranks, by two, and by none."""
+    found = []
+    for seed in range(1000):
+        plan = random_plan(seed, mesh=Mesh(dp=dp))
+        packs = plan.backward
+        pairs = list(zip(packs.micropack_of_slice.tolist(), packs.document_ids.tolist()))
+        if {1, 2, dp} <= set(plan.num_ranks.tolist()) and len(set(pairs)) == len(pairs):
+            found.append(plan)
+        if len(found) == 2:
+            return found
+    raise AssertionError(found)
+
+
+def main():
+    """Run both, and compare."""
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo")
+    rank, dp = dist.get_rank(), dist.get_world_size()
+
+    @cache
+    def group_of(first, size):
+        return dist.new_group(range(first, first + size), use_local_synchronization=True)
+
+    model, told = tiny("llama"), []
+    for plan in plans_of(dp):
+        lengths = [length for length in plan.lengths.tolist() if length]
+        tokens = tokens_of(lengths)
+        shared = shared_documents(plan, rank, peers_of(plan, rank, group_of), tokens.device)
+        mine, *_ = run_place(model, tokens, plan, rank, 0, QueueWires(), shared)
+        loss, gradients = torch.tensor(mine, dtype=torch.float64), take_gradients(model)
+        dist.all_reduce(loss)
+        for name, parameter in model.named_parameters():
+            gradients.setdefault(name, torch.zeros_like(parameter))
+            dist.all_reduce(gradients[name])
+        true_loss, wanted = uncut(model, tokens, lengths)
+        apart = [(gradients[name] - x).norm().item() / x.norm().item() for name, x in wanted.items()]
+        told.append(
+            {
+                "sizes": sorted(set(plan.num_ranks.tolist())),
+                "loss": abs(loss.item() / true_loss - 1),
+                "gradients": max(apart),
+            }
+        )
+    if rank == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The benchmarks of what runs: processes in timed waits take what they must, and the page says what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks import running_page
+from benchmarks.running import pipelines, steps, waits
+
+import varlen as vl
+from varlen.plan.check import check_plan
+from varlen.simulate.pipelines import loads_s
+from varlen.step_plan import BACKWARD, FORWARD
+
+COST = pipelines.cost_of(vl.Hardware.named("h100"))
+LENGTHS = np.array([900, 30, 60, 400, 8, 120, 75], np.int32)
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[steps.Step]:
+    return steps.steps("some", LENGTHS, COST, pipelines.MESH)
+
+
+def test_every_way_plans_the_same_documents_and_can_be_run(planned: list[steps.Step]) -> None:
+    for step in planned:
+        check_plan(step.plan)
+        assert step.plan.lengths.tolist() == LENGTHS.tolist()
+    by_name = {step.method: step.plan for step in planned}
+    symmetric, asymmetric = by_name["symmetric"], by_name["asymmetric"]
+    assert symmetric.forward.stops.tolist() == asymmetric.forward.stops.tolist()
+    assert symmetric.backward.num_micropacks == symmetric.forward.num_micropacks
+    assert asymmetric.backward.num_micropacks > asymmetric.forward.num_micropacks
+
+
+def test_processes_in_timed_waits_take_at_least_what_their_busiest_stage_waits(
+    planned: list[steps.Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "STEP_S", 0.5)
+
+    rows = waits.compared([planned[0], planned[2]], COST, rounds=1)
+
+    for row, step in zip(rows, (planned[0], planned[2]), strict=True):
+        scale = 0.5 / vl.simulate(step.plan, COST).makespan_s
+        busiest_s = scale * loads_s(step.plan, waits.durations(step.plan, COST)).max()
+        assert busiest_s <= row["waited_s"]
+        assert row["predicted_s"] == pytest.approx(0.5, rel=0.1)
+        assert row["tasks"] == len(step.plan.tasks)
+
+
+def test_waits_are_as_long_as_tasks_and_rows_as_many() -> None:
+    plan = vl.plan_step(LENGTHS, cost=COST, mesh=pipelines.MESH, method="packed", capacity=2048)
+    seconds = waits.durations(plan, COST)
+    chunk = waits.chunk_of(plan, 0, 1, seconds, 2.0, 8)
+    key = waits.keys_of(plan.forward, 0)[0]
+
+    assert chunk._seconds[FORWARD][key] == pytest.approx(2 * seconds.forward[1, 0])
+    assert chunk._seconds[BACKWARD][key] == pytest.approx(2 * seconds.backward[1, 0])
+    assert chunk.forward(key, None).shape == (1, sum(b - a for _, a, b in key), 8)
+    assert chunk.backward(key, None) is not None
+    first = waits.chunk_of(plan, 0, 0, seconds, 2.0, 8)
+    assert first.backward(key, None) is None
+
+
+def test_predictions_are_compared_with_what_the_last_rank_took(planned: list[steps.Step]) -> None:
+    hardware = vl.Hardware.named("h100")
+    first, second = planned[:2]
+    spans = [[[0.0, 2.0], [10.0, 12.5]], [[0.0, 1.0], [0.0, 1.0]]]
+    late = [[[0.5, 3.0], [10.0, 12.0]], [[0.0, 1.0], [0.0, 1.0]]]
+    ranks: list[Any] = [{"spans": spans, "hardware": hardware}, {"spans": late, "hardware": hardware}]
+
+    found = pipelines.compared([first, second], ranks)
+
+    assert [row["rounds_s"] for row in found["steps"]] == [[3.0, 2.5], [1.0, 1.0]]
+    assert found["steps"][1]["gain_measured"] == pytest.approx(2.5)
+    assert found["steps"][0]["error"] == pytest.approx(
+        vl.simulate(first.plan, pipelines.cost_of(hardware)).makespan_s / 2.5 - 1
+    )
+    assert found["limit"] == max(0.05, 1.5 * found["repeat_mape"])
+    assert found["met"] is (found["mape"] <= found["limit"])
+
+
+def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_page, "RESULTS", tmp_path)
+    (tmp_path / "run").mkdir()
+    made = {"versions": {"commit": "abc", "torch": "2"}, "load": [0, 1]}
+    machine = {"cpu": "a cpu", "cores": 2, "python": "3"}
+    row = {
+        "slice_tokens": 4096,
+        "seconds": 2.0,
+        "over_unsliced": 1.2,
+        "over_one_slice": 1.0,
+        "peak_bytes": 1e6,
+    }
+    cut = {"tokens": 10, "unsliced_s": 1.0, "unsliced_peak_bytes": 2e6, "one_slice_s": 1.0}
+    for date, ratio in (("2026-01-01", 1.0), ("2026-01-02", 1.2)):
+        found = {**cut, "one_slice_peak_bytes": 2e6, "slices": [{**row, "over_unsliced": ratio}]}
+        file = {"date": date, "machine": machine, "parts": {"overhead": made}, "overhead": found}
+        (tmp_path / "run" / f"{date}.json").write_text(json.dumps(file))
+
+    page = running_page.page()
+
+    assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in page
+    assert "2026-01-02, commit abc" in page
+    assert "2026-01-01" not in page
