@@ -139,6 +139,7 @@ def longest(result: dict[str, Any]) -> str:
             f"{cell['tokens']:,}",
             f"{cell['over_a']:.1f}",
             f"{cell['over_b']:.1f}",
+            f"{cell['host_bytes'] / 1e9:,.2f}" if cell["host_bytes"] else "",
         ]
         for name, cells in kinds
         for cell in cells
@@ -159,7 +160,7 @@ def longest(result: dict[str, Any]) -> str:
         "the arithmetic of slices' attention is left out, and its tensors are not. What must hold with grouped heads "
         f"(GQA): 8 times (a) on the device, 8 times (b) with keys and values in host memory; {targets}. Other cells "
         f"have no target. {_made(result, 'longest')}\n\n"
-        + table(["model, way", "tokens", "times (a)", "times (b)"], rows)
+        + table(["model, way", "tokens", "times (a)", "times (b)", "host memory, GB"], rows)
     )
 
 

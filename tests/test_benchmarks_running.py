@@ -15,6 +15,7 @@ from benchmarks.running import longest, pipelines, steps, waits
 import varlen as vl
 from varlen.plan.check import check_plan
 from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.clock import bytes_meter
 from varlen.simulate.pipelines import loads_s
 from varlen.step_plan import BACKWARD, FORWARD
 
@@ -145,6 +146,13 @@ def test_bytes_do_not_depend_on_whether_attention_is_computed() -> None:
     model = longest.llama(sizes, torch.device("cpu"))
     way = longest.WAYS[-1]
 
+    with bytes_meter(torch.device("cpu")) as meter:
+        vl.SliceEngine(model, 256, saved=way.saved, offload=way.offload).step(
+            longest.one_document(sizes, 600), meter=meter
+        )
+    shape = vl.ModelShape.from_config(model.config)
+    # Gradients are of the tokens before the last slice alone.
+    assert 0.75 < meter.host_peak / longest.host_bytes_of(shape, way, 600) <= 1
     left_out, computed = (
         longest.peak_of(model, sizes, way, 600, computes=computes) for computes in (False, True)
     )

@@ -119,7 +119,14 @@ def targets(found: dict[str, Any]) -> dict[str, Any]:
 def by_formula(shape: vl.ModelShape, kernels: Kernels = "eager") -> dict[str, Any]:
     """The tokens that the cost model's bytes leave room for, in each way."""
     lengths = {way.name: tokens_of(shape, way, kernels) for way in WAYS}
-    return {"shape": shape.name, "kernels": kernels, "cells": cells_of(lengths)}
+    far = {way.name: host_bytes_of(shape, way, lengths[way.name]) for way in WAYS}
+    return {"shape": shape.name, "kernels": kernels, "cells": cells_of(lengths, host_bytes=far)}
+
+
+def host_bytes_of(shape: vl.ModelShape, way: Way, tokens: int) -> int:
+    """What a document has in host memory: keys, values, their gradients in float32, and what goes into the stage."""
+    kept = 3 * shape.kv_bytes_per_token_layer * shape.layers + 2 * shape.hidden * (way.saved == "stage")
+    return tokens * kept * (way.offload == "kv")
 
 
 def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int:
@@ -164,6 +171,7 @@ def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
     model = llama(sizes, torch.device("cpu"))
     budget = peak_of(model, sizes, WAYS[0], FIRST_TOKENS)
     lengths, peaks, guess = {WAYS[0].name: FIRST_TOKENS}, {WAYS[0].name: budget}, 4 * FIRST_TOKENS
+    shape = vl.ModelShape.from_config(model.config)
     for way in WAYS[1:]:
         peak = lambda tokens, way=way: peak_of(model, sizes, way, tokens)  # noqa: E731
         lengths[way.name], peaks[way.name] = longest(peak, budget, guess)
@@ -171,7 +179,11 @@ def by_measure(sizes: dict[str, int]) -> dict[str, Any]:
     last = WAYS[-1]
     return {
         "budget_bytes": budget,
-        "cells": cells_of(lengths, peak_bytes=peaks),
+        "cells": cells_of(
+            lengths,
+            peak_bytes=peaks,
+            host_bytes={way.name: host_bytes_of(shape, way, lengths[way.name]) for way in WAYS},
+        ),
         "compared_tokens": COMPARED_TOKENS,
         "compared_bytes": [
             peak_of(model, sizes, last, COMPARED_TOKENS),
