@@ -126,7 +126,51 @@ def ahead(result: dict[str, Any]) -> str:
     )
 
 
-PARTS = {"overhead": overhead, "pipelines": pipelines, "waits": waits, "ahead": ahead}
+def longest(result: dict[str, Any]) -> str:
+    """The longest document in so many bytes, each way."""
+    found = result["longest"]
+    kinds = [
+        (f"{each['shape']} ({kind}), by formula", each["cells"]) for kind, each in found["formula"].items()
+    ]
+    kinds += [(f"small {kind} model, measured", each["cells"]) for kind, each in found["measured"].items()]
+    rows = [
+        [
+            f"{name}: {cell['name']}",
+            f"{cell['tokens']:,}",
+            f"{cell['over_a']:.1f}",
+            f"{cell['over_b']:.1f}",
+            f"{cell['host_bytes'] / 1e9:,.2f}" if cell["host_bytes"] else "",
+        ]
+        for name, cells in kinds
+        for cell in cells
+    ]
+    targets = ", ".join(
+        f"{part}: {each['device_over_a']:.1f} ({verdict(each['device_met'])}) and {each['host_over_b']:.1f} "
+        f"({verdict(each['host_met'])})"
+        for part, each in found["targets"].items()
+    )
+    budgets = ", ".join(
+        f"{each['budget_bytes'] / 1e6:,.0f} MB ({kind})" for kind, each in found["measured"].items()
+    )
+    return (
+        "## The longest document\n\n"
+        f"By formula: {found['card_bytes'] / 1e9:.1f} GB of a card, states divided among {found['mesh']['dp']} of "
+        f"them, slices of {found['slice_tokens']:,} rows. Measured: all tensors of small models in bfloat16 counted, "
+        f"slices of {found['small_slice_tokens']:,} rows, in as many bytes as (a) takes for its tokens, {budgets}; "
+        "the arithmetic of slices' attention is left out, and its tensors are not. What must hold with grouped heads "
+        f"(GQA): 8 times (a) on the device, 8 times (b) with keys and values in host memory; {targets}. Other cells "
+        f"have no target. {_made(result, 'longest')}\n\n"
+        + table(["model, way", "tokens", "times (a)", "times (b)", "host memory, GB"], rows)
+    )
+
+
+PARTS = {
+    "overhead": overhead,
+    "pipelines": pipelines,
+    "waits": waits,
+    "ahead": ahead,
+    "longest": longest,
+}
 
 
 def page() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sliced import take_gradients
+from torch.utils._python_dispatch import _disable_current_modes
 
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import Parts
@@ -47,7 +48,9 @@ class ThreadPeers:
         return torch.stack([given[self.rank] for given in self._meet(parts)]).sum(0)
 
     def _meet(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        self._table.given[self.rank] = mine
+        # A copy that no meter sees: what another thread still holds isn't alive on this rank.
+        with _disable_current_modes():
+            self._table.given[self.rank] = mine.detach().clone()
         self._table.barrier.wait()
         given = list(self._table.given)
         self._table.barrier.wait()

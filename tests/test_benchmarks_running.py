@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from benchmarks import running_page
-from benchmarks.running import pipelines, steps, waits
+from benchmarks.running import longest, pipelines, steps, waits
 
 import varlen as vl
 from varlen.plan.check import check_plan
+from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.clock import bytes_meter
 from varlen.simulate.pipelines import loads_s
 from varlen.step_plan import BACKWARD, FORWARD
 
@@ -108,3 +111,64 @@ def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(
     assert "| 4,096 | 2.00 s | 1.200 | 1.000 | 1 MB | **no** |" in page
     assert "2026-01-02, commit abc" in page
     assert "2026-01-01" not in page
+
+
+def test_the_longest_document_is_within_the_budget_and_one_percent_of_it() -> None:
+    for fixed, per_token, guess in ((0, 7, 10), (5_000, 3, 10), (5_000, 3, 400_000), (90_000, 1, 1)):
+        found, peak = longest.longest(lambda n, a=fixed, b=per_token: a + b * n, 100_000, guess)
+
+        assert peak == fixed + per_token * found
+        assert 99_000 <= peak <= 100_000
+
+
+def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass() -> None:
+    shape = longest.SHAPES["GQA"]
+    for way in longest.WAYS:
+        tokens = longest.tokens_of(shape, way)
+        if way.kind == "whole" or way.saved == "stage":
+            continue
+        cost = vl.CostModel(
+            model=shape,
+            hardware=vl.Hardware.named("h100"),
+            recompute="full",
+            offload=way.offload,
+            kernels="eager",
+        )
+        plan = one_gpu_plan(np.array([tokens], np.int32), longest.SLICE_TOKENS, offload=way.offload)
+        states = cost.memory(longest.MESH).state_bytes[0] - cost.memory(vl.Mesh()).state_bytes[0]
+        peak = vl.simulate(plan, cost).peak_bytes + states
+
+        assert peak == pytest.approx(longest.CARD_BYTES, rel=0.04)
+
+
+def test_bytes_do_not_depend_on_whether_attention_is_computed() -> None:
+    sizes = {**longest.MODELS["GQA"], "num_hidden_layers": 3}
+    model = longest.llama(sizes, torch.device("cpu"))
+    way = longest.WAYS[-1]
+
+    with bytes_meter(torch.device("cpu")) as meter:
+        vl.SliceEngine(model, 256, saved=way.saved, offload=way.offload).step(
+            longest.one_document(sizes, 600), meter=meter
+        )
+    shape = vl.ModelShape.from_config(model.config)
+    # Gradients are of the tokens before the last slice alone.
+    assert 0.75 < meter.host_peak / longest.host_bytes_of(shape, way, 600) <= 1
+    left_out, computed = (
+        longest.peak_of(model, sizes, way, 600, computes=computes) for computes in (False, True)
+    )
+
+    assert left_out == computed
+
+
+def test_targets_are_of_the_best_way_of_each_kind() -> None:
+    names = [way.name for way in longest.WAYS]
+    cells = longest.cells_of(dict(zip(names, (10, 40, 70, 81, 300, 310))))
+
+    found = longest.targets({"cells": cells})
+
+    assert found == {
+        "device_over_a": 8.1,
+        "device_met": True,
+        "host_over_b": 7.75,
+        "host_met": False,
+    }

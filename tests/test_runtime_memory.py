@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.plan_accuracy import predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from varlen.cost.shape import ModelShape
 from varlen.plan.one_gpu import one_gpu_plan as planned
+from varlen.runtime import flash, tiles
 from varlen.runtime.cache import DocumentCache, KeptRows
+from varlen.runtime.clock import TrackedBytes, bytes_meter, in_host_memory
 from varlen.runtime.slices import run_step
 
 COPIES = (
@@ -24,7 +28,6 @@ COPIES = (
     torch.ops.aten.cat.default,
     torch.ops.aten._to_copy.default,
 )
-DEEP = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
 class CopiedBytes(TorchDispatchMode):
@@ -76,6 +79,17 @@ def test_a_cache_gives_back_what_is_free_but_for_a_sixteenth_in_15_copies_at_mos
     assert not cache.pairs
     assert not cache.gradients
     assert copies.total <= 15 * 4 * length * 2 * 3 * 4
+
+
+def test_a_document_given_back_token_by_token_is_copied_15_times_at_most() -> None:
+    cache, length = DocumentCache(1000), 1000
+    rows = torch.zeros(1, 2, length, 3)
+    cache.write(0, 0, rows, rows)
+    with CopiedBytes() as copies:
+        for start in reversed(range(length)):
+            cache.release(0, start)
+
+    assert copies.total <= 15 * 2 * rows.numel() * 4
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), max_size=20))
@@ -143,4 +157,83 @@ def test_gradients_are_exact_wherever_bytes_are(
     assert run.loss == pytest.approx(loss, rel=1e-12)
     found = take_gradients(model)
     for name, gradient in found.items():
+        assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name
+
+
+def test_selective_graphs_leave_out_norm_outputs_and_the_product() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
+    model, length = tiny("llama", torch.bfloat16, **sizes), 256
+    held = []
+    for recompute in ("none", "selective"):
+        plan = planned(np.array([length], np.int32), length, recompute=recompute)  # type: ignore[arg-type]
+        with bytes_meter(torch.device("cpu")) as meter:
+            held.append(run_step(model, tokens_of([length]), plan, meter=meter).places[0].live_bytes[0])
+
+    assert held[0] - held[1] == length * 3 * (4 * 64 + 2 * 176)
+
+
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 480,  # wide enough for the head to pass within what layers take
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("offload", ["none", "kv"])
+@pytest.mark.parametrize("saved", ["layers", "stage"])
+def test_peaks_of_long_documents_are_what_the_cost_model_says(saved: Any, offload: Any) -> None:
+    model, length = tiny("llama", torch.bfloat16, **WIDE), 4096
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plan = planned(np.array([length], np.int32), 128, offload=offload)
+
+    with bytes_meter(torch.device("cpu")) as meter:
+        run = run_step(model, tokens_of([length]), plan, meter=meter, saved=saved).places[0]
+
+    predicted = predicted_bytes(ModelShape.from_config(model.config), plan, saved)
+    assert run.peak_bytes.max() == pytest.approx(predicted, rel=0.02)
+    layers_far = 0 if offload == "none" else 5
+    inputs_far = 2 * 64 if (saved, offload) == ("stage", "kv") else 0
+    per_token = layers_far * 2 * 2 * 16 * (2 + 4)
+    assert meter.host_peak == pytest.approx(length * (per_token + inputs_far), rel=0.03)
+
+
+def test_bytes_in_host_memory_are_counted_apart() -> None:
+    with TrackedBytes() as meter:
+        with in_host_memory():
+            far = torch.zeros(1000)
+        near = far + 1
+        assert (meter.live, meter.host_live) == (4000, 4000)
+        del near, far
+        assert (meter.live, meter.host_live, meter.host_peak) == (0, 0, 4000)
+
+
+def test_a_short_chunk_has_nothing_to_offload() -> None:
+    model, length = tiny("llama", torch.float32), 64
+    plan = planned(np.array([length], np.int32), 16, offload="kv")
+    with bytes_meter(torch.device("cpu")) as meter:
+        run_step(model, tokens_of([length]), plan, meter=meter)
+
+    assert meter.host_peak == 0
+
+
+def test_gradients_of_earlier_keys_come_some_at_a_time_and_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "BACKWARD_KEYS", 5)
+    model, tokens = tiny("llama"), tokens_of([40])
+    loss, wanted = uncut(model, tokens, [40])
+    most: list[int] = []
+    backward = flash.backward
+
+    def noted(gradient: Any, query: Any, key: Any, *rest: Any, **how: Any) -> Any:
+        most.append(key.shape[2])
+        return backward(gradient, query, key, *rest, **how)
+
+    monkeypatch.setattr(flash, "backward", noted)
+    run = run_step(model, tokens, planned(np.array([40], np.int32), 8))
+
+    assert run.loss == pytest.approx(loss, rel=1e-12)
+    assert max(most) == 8
+    for name, gradient in take_gradients(model).items():
         assert (gradient - wanted[name]).norm() <= 1e-12 * wanted[name].norm(), name

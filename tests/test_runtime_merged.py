@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,13 @@ def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int)
         packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
         for (kind, micropack, _), rows in wires.rows.items():
             assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
+
+
+@given(plans(), st.sampled_from([None, 3, 17]))
+@settings(max_examples=12)
+def test_shared_documents_may_wait_in_host_memory(plan: StepPlan, window: int | None) -> None:
+    model = tiny("mistral", sliding_window=window, num_hidden_layers=3)
+    check(model, replace(plan, offload="kv"))
 
 
 def shared_by_two(cuts: list[tuple[int, int]], **settings: Any) -> StepPlan:

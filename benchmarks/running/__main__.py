@@ -1,6 +1,6 @@
 """`python -m benchmarks.running [PART ...]`: what runs, measured; writes benchmarks/results/run/DATE.json.
 
-Parts: overhead, pipelines, waits, ahead. A part that isn't named keeps what the day's file has of it.
+Parts: overhead, pipelines, waits, ahead, longest. A part that isn't named keeps what the day's file has of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import slices
 from benchmarks.machine import load, machine, versions
-from benchmarks.running import ahead, pipelines, waits
+from benchmarks.running import ahead, longest, pipelines, waits
 from benchmarks.table import RESULTS
 
 SMALL: dict[str, int] = {
@@ -50,6 +50,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "pipelines": pipelines.run,
     "waits": waits.run,
     "ahead": ahead.run,
+    "longest": longest.run,
 }
 
 

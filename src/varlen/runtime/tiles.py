@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from varlen.runtime.shared import Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""
+BACKWARD_KEYS = 8192
+"""Keys before a slice whose gradients a kernel gives at once: else one layer's of the whole document would be there
+beside those that are gathered, and that many keys are enough for its full rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +142,7 @@ def backward(
     pair, earlier = cache.read(layer, piece.stop), cache.earlier_gradients(layer, start)
     own = cache.own_gradients(layer, start, piece.stop)
     by_queries: dict[int, torch.Tensor] = {}
-    for tile in tiles_of(start, piece.stop, rule):
+    for tile in chain.from_iterable(map(_backward_tiles, tiles_of(start, piece.stop, rule))):
         rows = slice(tile.first_row, tile.stop_row)
         by_query, *by_pair = flash.backward(
             gradient[:, :, rows],
@@ -148,7 +152,9 @@ def backward(
             **_sight(tile, piece, rule, query),
         )
         if tile.first_row in by_queries:
-            by_queries[tile.first_row] += by_query
+            # Sums of many are wide, and of two as wide as the kernel gives them.
+            wide = torch.promote_types(query.dtype, torch.float32) if start > BACKWARD_KEYS else query.dtype
+            by_queries[tile.first_row] = by_queries[tile.first_row].to(wide).add_(by_query)
         else:
             by_queries[tile.first_row] = by_query
         before = max(0, min(start, tile.stop_key) - tile.first_key)
@@ -162,6 +168,13 @@ def backward(
     parts = list(by_queries.values())
     by_query = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return by_query.to(query.dtype), own[0].to(query.dtype), own[1].to(query.dtype)
+
+
+def _backward_tiles(tile: Tile) -> Iterator[Tile]:
+    """Yield a tile's keys some at a time, where all rows see them."""
+    step = BACKWARD_KEYS if tile.sight == "all" else tile.stop_key - tile.first_key
+    for first in range(tile.first_key, tile.stop_key, step):
+        yield tile._replace(first_key=first, stop_key=min(first + step, tile.stop_key))
 
 
 def _added(own: Pair | None, parts: list[torch.Tensor], first: int, rows: int) -> Pair:
