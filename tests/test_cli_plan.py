@@ -37,7 +37,7 @@ def test_help_shows_an_example_and_loads_no_library():
 
     assert shown.returncode == 0, shown.stderr
     assert (
-        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k --stretch"
+        "Example:  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k"
         in shown.stdout
     )
     for option in ("--sweep", "--calibrate", "--trace", "--save", "--recompute", "--hardware", "--in-order"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +87,7 @@ def mesh_of(
 
 
 def model_of(words: str) -> ModelShape:
-    """Return the shape of a model with as many positions as its checkpoint: by its name, or from its configuration.
+    """Return the shape of a model: by its name, or from its configuration.
 
     Args:
         words: a name such as llama-3-8b, a config.json, or a folder that holds one.
@@ -104,8 +103,7 @@ def model_of(words: str) -> ModelShape:
     if not path.is_file():
         if path.suffix == ".json" or "/" in words:
             raise SettingError(f"--model {words}: there is no configuration at {path}")
-        known = ModelShape.named(words)
-        return replace(known, max_positions=known.published_positions)
+        return ModelShape.named(words)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

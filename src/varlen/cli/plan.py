@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from varlen.cost.model import CostModel
     from varlen.report.plan_steps import StepDocuments
 
-_DEFAULT_CAPACITY = 128 * 1024
+_DEFAULT_CAPACITY = "128k"
 
 
 def plan(
     data: Lengths = None,
-    model: Model = "llama-3.1-8b",
+    model: Model = "llama-3-8b",
     gpus: Gpus = None,
     dp: Dp = None,
     pp: Pp = 1,
@@ -91,7 +91,7 @@ def plan(
     stage: packs as users run them, tuned packs, the peers' methods, and MicroPacks. Nothing is trained, and no
     GPU is needed. [bold]-o[/] writes timelines to zoom into; --sweep looks for the fastest mesh.
 
-    [bold]Example:[/]  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k --stretch
+    [bold]Example:[/]  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k -o report.html
     """
     from varlen.cli.planned import check_outputs, show, show_sweep
     from varlen.cli.progress import progress
@@ -109,7 +109,7 @@ def plan(
     axes: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_stages": virtual_stages}
     division = _division(gpus, axes, sharding, sweep=sweep)
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
-    capacities = _capacities(capacity, None if stretch else cost.model.max_positions, sweep=sweep)
+    capacities = _capacities(capacity, sweep=sweep)
     settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
     reading: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -234,17 +234,15 @@ def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: 
     return {"method": chosen, "repairs": repairs, "sharding": sharding}
 
 
-def _capacities(given: list[str] | None, positions: int | None, *, sweep: bool) -> list[int]:
-    """Read the capacities; without, 128K or the model's positions if those are fewer.
+def _capacities(given: list[str] | None, *, sweep: bool) -> list[int]:
+    """Read the capacities.
 
     Raises:
         SettingError: one is none, or there are several without a sweep.
     """
     from varlen.cli.job import tokens_of
 
-    if not given:
-        return [min(_DEFAULT_CAPACITY, positions or _DEFAULT_CAPACITY)]
-    found = [tokens_of(words, "--capacity") for words in given]
+    found = [tokens_of(words, "--capacity") for words in given or [_DEFAULT_CAPACITY]]
     if len(found) > 1 and not sweep:
         raise SettingError("--capacity stands several times, which only --sweep compares; name one of them")
     return found

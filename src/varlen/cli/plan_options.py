@@ -69,7 +69,7 @@ Capacity = Annotated[
     typer.Option(
         metavar="N",
         help="Tokens that documents are truncated to: 65536, 256k, 1m. Repeatable with --sweep.  "
-        "[dim]\\[default: 128k, or the model's positions if fewer][/]",
+        "[dim]\\[default: 128k][/]",
         rich_help_panel=STEPS,
     ),
 ]
@@ -80,8 +80,7 @@ Stretch = Annotated[
     bool,
     typer.Option(
         "--stretch",
-        help="Plan documents longer than the model's positions (a name's are its checkpoint's) as if these were "
-        "stretched; without, they are an error.",
+        help="Plan documents longer than the model has positions, as if these were extended.",
         rich_help_panel=STEPS,
     ),
 ]

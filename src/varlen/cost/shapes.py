@@ -1,7 +1,7 @@
 """The shapes that go by a name, each as its published configuration gives it, and the positions of its checkpoint.
 
 A shape by itself limits no positions: long-context training begins with extending a checkpoint's, and the shape is
-the same. `POSITIONS` stand apart, for those who plan the checkpoint as it is.
+the same. `POSITIONS` stand apart: they limit nothing, and say what a plan of longer documents takes for granted.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from varlen.plan.bound import lower_bound
 from varlen.plan.search import Search
 from varlen.report.plan_figures import TITLES, MethodFigures, PlanComparison
 from varlen.report.plan_steps import StepDocuments
+from varlen.report.plan_words import stretched
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, PlanMethod
 
@@ -58,6 +59,7 @@ def compare(
         rows.append(planned(documents, method, cost=cost, mesh=mesh, repairs=repairs))
     on_progress(len(methods), len(methods), "planned")
     rows.sort(key=lambda row: row.step_s)
+    longest = int(documents.lengths.max())
     return PlanComparison(
         name=name,
         model=cost.model.name or "a model",
@@ -68,13 +70,14 @@ def compare(
         step=documents.step,
         num_documents=len(documents.lengths),
         num_tokens=documents.num_tokens,
-        longest=int(documents.lengths.max()),
+        longest=longest,
         truncated_documents=documents.truncated_documents,
         truncated_tokens=documents.truncated_tokens,
         lower_bound_s=lower_bound(documents.lengths, cost, mesh).seconds,
         limit_bytes=float(cost.memory(mesh).limit_bytes),
         methods=tuple(rows),
         are_bytes=are_bytes,
+        stretched=stretched(cost.model, longest),
     )
 
 

@@ -86,6 +86,8 @@ class PlanComparison:
     """Whether lengths are of bytes, for want of a tokenizer."""
     estimated: str = ""
     """A sentence about rates that weren't measured on the hardware, or ""."""
+    stretched: str = ""
+    """A sentence about documents beyond the positions that the model was published with, or ""."""
 
     @property
     def best(self) -> MethodFigures | None:

@@ -193,6 +193,8 @@ def _facts(found: PlanComparison) -> list[tuple[str, str]]:
         ),
         ("rates", found.hardware_source),
     ]
+    if found.stretched:
+        rows.insert(1, ("positions", found.stretched))
     best = found.best
     if best is not None and best.plan is not None:
         plan = best.plan

@@ -14,6 +14,7 @@ from varlen.plan.bound import lower_bound
 from varlen.report.plan_compare import planned
 from varlen.report.plan_figures import MethodFigures
 from varlen.report.plan_steps import StepDocuments
+from varlen.report.plan_words import stretched
 from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
@@ -60,6 +61,8 @@ class PlanSweep:
     left_out: tuple[tuple[str, int], ...]
     """Why others have no plan, and how many."""
     are_bytes: bool = False
+    stretched: str = ""
+    """A sentence about documents beyond the positions that the model was published with, or ""."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -154,6 +157,7 @@ def sweep(
         best=tuple(best),
         left_out=tuple((why, count) for why, count in left_out.most_common() if count),
         are_bytes=are_bytes,
+        stretched=stretched(cost.model, max(int(step.lengths.max()) for step in steps)),
     )
 
 

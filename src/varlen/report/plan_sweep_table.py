@@ -23,8 +23,8 @@ def sweep_table(found: PlanSweep) -> RenderableType:
     count = many(found.num_meshes, "mesh", "meshes")
     parts += ["", Text(f"Of {count}, not among these:" if found.best else f"Of {count}:", style="dim")]
     parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in found.left_out]
-    if found.are_bytes:
-        parts.append(Text(BYTES, style="yellow"))
+    notes = (BYTES if found.are_bytes else "", found.stretched)
+    parts += [Text(note, style="yellow") for note in notes if note]
     return Group(*parts)
 
 

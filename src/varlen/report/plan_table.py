@@ -24,7 +24,8 @@ from varlen.report.words import share
 
 def plan_table(found: PlanComparison) -> RenderableType:
     """Return everything that `varlen plan` prints about one step."""
-    notes = [note for note in (found.estimated, truncation(found), BYTES if found.are_bytes else "") if note]
+    said = (found.estimated, truncation(found), BYTES if found.are_bytes else "", found.stretched)
+    notes = [note for note in said if note]
     parts: list[RenderableType] = ["", Text(headline(found), style="bold"), Text(setting(found))]
     if found.best is not None:
         parts += ["", Padding(_methods(found), (0, 0, 0, 2))]

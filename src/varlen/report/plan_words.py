@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from varlen.cost.shape import ModelShape
 from varlen.counts import many
 from varlen.report.plan_figures import MethodFigures, PlanComparison
 from varlen.report.words import share, times
@@ -115,6 +116,28 @@ def truncation(found: PlanComparison) -> str:
     return (
         f"{many(found.truncated_documents, 'document')} longer than {found.capacity:,} {verb} truncated: "
         f"{share(found.truncated_share)} of the tokens are lost."
+    )
+
+
+def stretched(model: ModelShape, longest: int) -> str:
+    """Say that documents are beyond the positions of the model's published checkpoint, or "".
+
+    A known shape limits no positions, and long-context training stretches a checkpoint's first; whoever plans it
+    should know that this step needs it. A model that sets a limit itself has refused what is longer, or was told to.
+
+    Args:
+        model: as it is planned.
+        longest: tokens of the longest document, after truncation.
+
+    >>> stretched(ModelShape.named("llama-3-8b"), 262_144).partition("; ")[2]
+    'documents of up to 262,144 tokens are planned as if its positions were stretched.'
+    """
+    positions = model.published_positions
+    if positions is None or model.max_positions is not None or longest <= positions:
+        return ""
+    return (
+        f"{model.name} was published with {positions:,} positions; documents of up to {longest:,} tokens are planned "
+        "as if its positions were stretched."
     )
 
 
