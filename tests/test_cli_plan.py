@@ -121,29 +121,25 @@ def test_steps_and_seeds_choose_documents(plan):
 
 
 def test_a_plan_far_from_its_bound_is_said_to_be_so(plan):
-    small = plan("lengths.npz", *JOB, "--method", "packed")
-    near = plan(
-        "lengths.npz",
-        "--model",
-        "llama-2-7b",
-        "--gpus",
-        1,
-        "--method",
-        "packed",
-        "--capacity",
-        "4k",
-        "--hardware",
-        "b200",
-    )
+    wide = ("lengths.npz", *JOB, "--method", "packed")
+    narrow = (*wide, "--tp", 4)
 
-    found = json.loads(plan("lengths.npz", *JOB, "--method", "packed", "--json")[1])
-    ratio = found["methods"][0]["lower_bound_ratio"]
-    assert ratio > 1.2
-    assert (
-        f"takes {ratio:.2f} times the lower bound of this mesh; others of 32 GPUs may come nearer.\n"
-        in small[1]
-    )
-    assert "may come nearer" not in near[1]
+    for arguments, end in ((wide, "may come nearer."), (narrow, "may come nearer, say with more --tp.")):
+        ratio = json.loads(plan(*arguments, "--json")[1])["methods"][0]["lower_bound_ratio"]
+        assert ratio > 1.2
+        said = f"takes {ratio:.2f} times the lower bound of this mesh; others of 32 GPUs {end}"
+        assert said in " ".join(plan(*arguments)[1].split())
+
+
+def test_a_plan_near_its_bound_or_on_one_gpu_has_no_other_mesh_named(plan):
+    model = ("lengths.npz", "--model", "llama-2-7b", "--capacity", "4k", "--method", "packed")
+    near = (*model, "--gpus", 8, "--tp", 8)
+    alone = (*model, "--gpus", 1, "--hardware", "b200", "--documents", 1)
+
+    for arguments, is_far in ((near, False), (alone, True)):
+        ratio = json.loads(plan(*arguments, "--json")[1])["methods"][0]["lower_bound_ratio"]
+        assert (ratio > 1.2) == is_far
+        assert "may come nearer" not in plan(*arguments)[1]
 
 
 def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):

@@ -145,8 +145,8 @@ def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
     }
     lines = [f"{path} {said[name]}." for name, path in outputs.items() if path is not None]
     ratio = found.bound_ratio(found.best)
-    if ratio >= _FAR:
-        wider = ", with more --tp say" if found.mesh.tp < _WIDEST_TP else ""
+    if ratio >= _FAR and found.mesh.num_gpus > 1:
+        wider = ", say with more --tp" if found.mesh.tp < min(_WIDEST_TP, found.mesh.num_gpus) else ""
         lines.append(
             f"The fastest plan takes {ratio:.2f} times the lower bound of this mesh; others of "
             f"{many(found.mesh.num_gpus, 'GPU')} may come nearer{wider}."
