@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from varlen.cost.model import CostModel
 from varlen.plan.answer import Answer, Look, blocks, improve
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import padded, pipeline_of_block
-from varlen.plan.compose import TYPICAL_ROWS, seconds_of
+from varlen.plan.compose import TYPICAL_ROWS, RankDocuments, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
 from varlen.plan.search import Search
@@ -29,6 +30,7 @@ RECUTS = (1.0, 0.5, 0.75, 1.5, 2.0)
 """Backward MicroPacks of a long document over its forward ones, where they are composed apart."""
 LEAST_GAIN = 0.99
 """Composed apart, a backward pass must make its block at least so much faster."""
+_ROUNDING = 1 + 1e-9
 _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 FAR_OVER = 1.12
@@ -39,6 +41,16 @@ _CLOSER = 1.06
 """What a close look makes faster, about: ways that a quick look finds slower by more than the best are left."""
 _KEPT_LONGER = 2
 """Those of them that are looked at thoroughly, where the best is still far over its bound."""
+
+
+class _Sharing(NamedTuple):
+    """One way to share documents among ranks."""
+
+    groups: Groups
+    documents: list[RankDocuments]
+    """Of each rank."""
+    spares_memory: bool
+    """Whether some are shared because memory can't hold them otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +108,8 @@ def micropack(
     splits, kept = search.splits_backward, list[Answer]()
     costs = stage_costs(cost, mesh, splits=splits)
     incumbent_s -= float(costs.sync_s.min())
-    best = _searched(lengths, costs, search, kept, incumbent_s)
+    shared = list(_groupings(lengths, costs, search))
+    best = _searched(shared, costs, search, kept, incumbent_s)
     found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
     if best and not search.closely:
         return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
@@ -105,7 +118,7 @@ def micropack(
     plain = stage_costs(cost, mesh)
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(lengths, plain, search, kept, incumbent_s, best)
+        best = _searched(shared, plain, search, kept, incumbent_s, best)
     elif splits and best:
         documents = [rank for block in best.blocks for rank in block.documents]
         fresh = blocks(documents, best.groups, plain, search)
@@ -141,7 +154,7 @@ def _composed_apart(answer: Answer, search: Search) -> Answer:
 
 
 def _searched(
-    lengths: Int32Array,
+    shared: list[_Sharing],
     costs: StageCosts,
     search: Search,
     kept: list[Answer],
@@ -150,13 +163,8 @@ def _searched(
 ) -> Answer | None:
     """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     ways = [
-        Answer(
-            groups,
-            costs,
-            blocks(documents_of_ranks(groups, lengths, costs.mesh.dp), groups, costs, search),
-            spares_memory,
-        )
-        for groups, spares_memory in _groupings(lengths, costs, search)
+        Answer(one.groups, costs, blocks(one.documents, one.groups, costs, search), one.spares_memory)
+        for one in shared
     ]
     incumbent_s = best.makespan_s if best else math.inf
     for way in ways:
@@ -180,8 +188,8 @@ def _better(way: Answer, best: Answer | None, search: Search, look: Look) -> Ans
     return way if way.is_complete and way.makespan_s < incumbent_s else best
 
 
-def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[tuple[Groups, bool]]:
-    """Yield the ways to share documents that differ, and whether it is for memory's sake."""
+def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[_Sharing]:
+    """Yield the ways to share documents that differ, save those of which memory can't hold a document alone."""
     seen = set()
     alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
     held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
@@ -197,10 +205,15 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             most_rows=most_rows,
             alone=alone,
         )
-        if sizes.tobytes() not in seen:
-            seen.add(sizes.tobytes())
-            is_for_room = bool((lengths > most_rows).any())
-            yield grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact), is_for_room
+        if sizes.tobytes() in seen:
+            continue
+        seen.add(sizes.tobytes())
+        # All rows of a document lie there before the first of them goes backward.
+        if (lengths / sizes > _ROUNDING * costs.mesh.cp * room).any():
+            continue
+        groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
+        documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
+        yield _Sharing(groups, documents, spares_memory=bool((lengths > most_rows).any()))
 
 
 def _compose_apart(answer: Answer, search: Search) -> None:
