@@ -121,6 +121,8 @@ def plan_step(
             best, used_cost, least_s = found, tried, taken_s
             if is_enough:
                 break
+        elif best:
+            break
     if best is None:
         best = _whole(held, tried, mesh, method, limit, used)
         if best is None:
