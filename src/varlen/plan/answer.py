@@ -172,7 +172,9 @@ def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -
     return min(int(np.searchsorted(wanted, least)), finest), finest
 
 
-def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
+def improve(
+    answer: Answer, search: Search, incumbent_s: float, look: Look, favourite: Setting | None = None
+) -> None:
     """Try settings on whichever block is slowest, until it has none left: no other can make the step faster.
 
     Args:
@@ -180,8 +182,8 @@ def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> N
         search: what may be tried.
         incumbent_s: of the best answer so far; no more is tried once this one can't beat it.
         look: how closely; a quick look leaves blocks alone of which an estimate says that they aren't the slowest.
+        favourite: the setting to begin with; without, the usual one.
     """
-    favourite: Setting | None = None
     while True:
         block = max(answer.blocks, key=lambda block: block.makespan_s)
         setting = _next(block, favourite, search, look)

@@ -119,11 +119,11 @@ def micropack(
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
         best = _searched(shared, plain, search, kept, incumbent_s, best)
-    elif splits and best:
-        documents = [rank for block in best.blocks for rank in block.documents]
-        fresh = blocks(documents, best.groups, plain, search)
-        way = Answer(best.groups, plain, fresh, best.spares_memory)
-        best = _better(way, best, search, Look.CLOSE)
+    elif splits and best and best.is_full:
+        # Only then may a plain backward be faster; it is begun where the best one stands.
+        way = _plain(best, plain, search)
+        if way.makespan_s < _CLOSER * best.makespan_s:
+            best = _better(way, best, search, Look.CLOSE)
     return Found(**found, best=best, kept=kept) if best else None  # type: ignore[arg-type]
 
 
@@ -139,6 +139,15 @@ def thorough(found: Found) -> Found:
     if best and _may_compose_apart(found.cost, found.search):
         best = _composed_apart(best, found.search)
     return replace(found, best=best) if best and best.makespan_s < found.best.makespan_s else found
+
+
+def _plain(best: Answer, costs: StageCosts, search: Search) -> Answer:
+    """The same documents with weight gradients within the backward pass, looked at briefly."""
+    documents = [rank for block in best.blocks for rank in block.documents]
+    way = Answer(best.groups, costs, blocks(documents, best.groups, costs, search), best.spares_memory)
+    slowest = max(best.blocks, key=lambda block: block.makespan_s)
+    improve(way, search, math.inf, Look.BRIEF, slowest.setting)
+    return way
 
 
 def _may_compose_apart(cost: CostModel, search: Search) -> bool:
