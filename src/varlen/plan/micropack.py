@@ -109,16 +109,19 @@ def micropack(
     costs = stage_costs(cost, mesh, splits=splits)
     incumbent_s -= float(costs.sync_s.min())
     shared = list(_groupings(lengths, costs, search))
-    best = _searched(shared, costs, search, kept, incumbent_s)
+    ways = _seen(shared, costs, search)
+    best = _best_of(ways, search, kept, incumbent_s)
     found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
     if best and not search.closely:
         return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
+    if best is None and any(way.makespan_s < math.inf for way in ways):
+        return None  # slower than the incumbent
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(shared, plain, search, kept, incumbent_s, best)
+        best = _best_of(_seen(shared, plain, search, best), search, kept, incumbent_s, best)
     elif splits and best and best.is_full:
         # Only then may a plain backward be faster; it is begun where the best one stands.
         way = _plain(best, plain, search)
@@ -162,15 +165,10 @@ def _composed_apart(answer: Answer, search: Search) -> Answer:
     return copy
 
 
-def _searched(
-    shared: list[_Sharing],
-    costs: StageCosts,
-    search: Search,
-    kept: list[Answer],
-    worth_s: float,
-    best: Answer | None = None,
-) -> Answer | None:
-    """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
+def _seen(
+    shared: list[_Sharing], costs: StageCosts, search: Search, best: Answer | None = None
+) -> list[Answer]:
+    """Look quickly at ways to share documents: closely enough to tell those that can't beat the best."""
     ways = [
         Answer(one.groups, costs, blocks(one.documents, one.groups, costs, search), one.spares_memory)
         for one in shared
@@ -179,6 +177,13 @@ def _searched(
     for way in ways:
         improve(way, search, incumbent_s, Look.QUICK)
         incumbent_s = min(incumbent_s, way.makespan_s)
+    return ways
+
+
+def _best_of(
+    ways: list[Answer], search: Search, kept: list[Answer], worth_s: float, best: Answer | None = None
+) -> Answer | None:
+    """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     most = len(kept) + _KEPT
     for way in sorted(ways, key=lambda way: way.makespan_s):
         if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
@@ -201,8 +206,11 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
     """Yield the ways to share documents that differ, save those of which memory can't hold a document alone."""
     seen = set()
     alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
-    held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
-    room = float((costs.limits / np.maximum(held, 1e-9)).min())
+    held, gradient, passing, _ = costs.per_row.reshape(4, -1, costs.mesh.pp)
+    room = float((costs.limits / np.maximum(held.sum(axis=0), 1e-9)).min())
+    # All rows of a document lie there when the last of them goes backward, which opens gradients of those before it.
+    least = held.sum(axis=0) + np.minimum(gradient, passing).min(axis=0)
+    most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
     for threshold, most_rows in tries if search.merges else [(math.inf, math.inf)]:
         sizes = merged_sizes(
@@ -217,8 +225,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
         if sizes.tobytes() in seen:
             continue
         seen.add(sizes.tobytes())
-        # All rows of a document lie there before the first of them goes backward.
-        if (lengths / sizes > _ROUNDING * costs.mesh.cp * room).any():
+        if (lengths / sizes > _ROUNDING * most_held).any():
             continue
         groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
         documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
