@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.cost.model import CostModel
-from varlen.plan.answer import Answer, Look, blocks, improve
+from varlen.plan.answer import Answer, Composed, Look, blocks, improve
 from varlen.plan.assemble import step_plan
-from varlen.plan.block import padded, pipeline_of_block
+from varlen.plan.block import padded, pipeline_of_block, work_of_block
 from varlen.plan.compose import TYPICAL_ROWS, RankDocuments, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
@@ -51,6 +51,8 @@ class _Sharing(NamedTuple):
     """Of each rank."""
     spares_memory: bool
     """Whether some are shared because memory can't hold them otherwise."""
+    composed: dict[tuple[object, ...], Composed]
+    """As `Answer.composed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,8 @@ def thorough(found: Found) -> Found:
 def _plain(best: Answer, costs: StageCosts, search: Search) -> Answer:
     """The same documents with weight gradients within the backward pass, looked at briefly."""
     documents = [rank for block in best.blocks for rank in block.documents]
-    way = Answer(best.groups, costs, blocks(documents, best.groups, costs, search), best.spares_memory)
+    fresh = blocks(documents, best.groups, costs, search)
+    way = Answer(best.groups, costs, fresh, best.spares_memory, best.composed)
     slowest = max(best.blocks, key=lambda block: block.makespan_s)
     improve(way, search, math.inf, Look.BRIEF, slowest.setting)
     return way
@@ -170,7 +173,13 @@ def _seen(
 ) -> list[Answer]:
     """Look quickly at ways to share documents: closely enough to tell those that can't beat the best."""
     ways = [
-        Answer(one.groups, costs, blocks(one.documents, one.groups, costs, search), one.spares_memory)
+        Answer(
+            one.groups,
+            costs,
+            blocks(one.documents, one.groups, costs, search),
+            one.spares_memory,
+            one.composed,
+        )
         for one in shared
     ]
     incumbent_s = best.makespan_s if best else math.inf
@@ -229,7 +238,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             continue
         groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
         documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
-        yield _Sharing(groups, documents, spares_memory=bool((lengths > most_rows).any()))
+        yield _Sharing(groups, documents, bool((lengths > most_rows).any()), composed={})
 
 
 def _compose_apart(answer: Answer, search: Search) -> None:
@@ -248,7 +257,7 @@ def _compose_apart(answer: Answer, search: Search) -> None:
                 [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
             )
             limit_s = min(block.makespan_s, LEAST_GAIN * before_s)
-            pipeline = pipeline_of_block(block.forward, backward, costs)
+            pipeline = pipeline_of_block(work_of_block(block.forward, backward, costs), costs)
             found = dispatch(pipeline, forward_first=is_ahead, limit_s=limit_s)
             if found.makespan_s < limit_s:
                 block.found, block.backward = found, backward
