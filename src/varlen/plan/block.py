@@ -85,7 +85,7 @@ def work_of_block(
     rows_backward = np.empty((len(forward), 3, back_count))
     after = np.zeros(back_count, np.int32)
     for rank, (one, other) in enumerate(zip(forward, backward)):
-        order = other.backward_order
+        order, waits = _kernel("backward_order")(other.chains, one.chains)
         priced_ahead = priced(costs, one.slice_offsets, one.slices)
         same = other is one
         priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
@@ -94,7 +94,7 @@ def work_of_block(
         gradients = accumulated(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
         for place, rows in enumerate(gradients, 1):
             rows_backward[rank, place] = rows[order]
-        np.maximum(after, _kernel("backward_waits")(other.chains, one.chains, order), out=after)
+        np.maximum(after, waits, out=after)
     rows_backward[:, 0] = back[:, :, ROWS]
     rows_forward = ahead[:, :, ROWS].copy()
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
