@@ -25,7 +25,7 @@ from varlen.errors import VarlenError
 from varlen.runtime.ranks import open_groups, seat_of
 from varlen.runtime.slices import layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
-from varlen.step_plan import MicroPacks, StepPlan
+from varlen.step_plan import StepPlan
 
 LAYERS = 8
 KEPT: list[BaseException] = []
@@ -57,33 +57,16 @@ def batch_of(plan: StepPlan, seed: int = 0) -> vl.PackedBatch:
 
 
 def runnable(plan: StepPlan) -> StepPlan:
-    """The plan without documents of no tokens, and with slices of a document in one MicroPack joined."""
+    """The plan without documents of no tokens."""
     kept = np.flatnonzero(plan.lengths)
     number = np.full(len(plan.lengths), -1, np.int32)
     number[kept] = np.arange(len(kept), dtype=np.int32)
     columns = {name: getattr(plan, name)[kept] for name in ("lengths", "first_ranks", "num_ranks")}
-    passes = {name: _joined(getattr(plan, name), number) for name in ("forward", "backward")}
+    passes = {
+        name: replace(packs, document_ids=number[packs.document_ids])
+        for name, packs in (("forward", plan.forward), ("backward", plan.backward))
+    }
     return replace(plan, **columns, **passes)
-
-
-def _joined(packs: MicroPacks, number: Any) -> MicroPacks:
-    flat, offsets = [], [0]
-    for first, last in zip(packs.slice_offsets, packs.slice_offsets[1:]):
-        spans: dict[int, tuple[int, int]] = {}
-        for j in range(first, last):
-            document, start, stop = (int(x[j]) for x in (packs.document_ids, packs.starts, packs.stops))
-            before = spans.get(document, (start, stop))
-            spans[document] = (min(start, before[0]), max(stop, before[1]))
-        flat += [(number[document], *span) for document, span in spans.items()]
-        offsets.append(len(flat))
-    columns = np.array(flat, np.int32).reshape(-1, 3).T
-    return MicroPacks(
-        rank_offsets=packs.rank_offsets.copy(),
-        slice_offsets=np.array(offsets, np.int32),
-        document_ids=columns[0].copy(),
-        starts=columns[1].copy(),
-        stops=columns[2].copy(),
-    )
 
 
 def alone(model: Any, batch: vl.PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:

@@ -57,7 +57,7 @@ def one_gpu_plan(
     splits_backward: bool = False,
 ) -> StepPlan:
     """A plan of one GPU: all forward tasks, then all backward; by default the same MicroPacks, last to first."""
-    back = list(reversed(forward)) if backward is None else backward
+    back = [pack[::-1] for pack in reversed(forward)] if backward is None else backward
     order = [FORWARD] * len(forward) + [BACKWARD] * len(back) if tasks is None else tasks
     return StepPlan(
         lengths=np.array(lengths, np.int32),
@@ -75,7 +75,7 @@ def one_gpu_plan(
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[int], Any]:
-    """Documents cut anywhere in both passes, their slices one after the other in MicroPacks of up to three."""
+    """Documents cut anywhere in both passes, slices of one or several in MicroPacks of up to three."""
     lengths = draw(st.lists(st.integers(2, 24), min_size=1, max_size=4))
     recompute = draw(st.sampled_from(["none", "full"]))
 
@@ -86,12 +86,12 @@ def plans(draw: st.DrawFn) -> tuple[list[int], Any]:
             queues.append([(document, a, b) for a, b in zip(cuts, cuts[1:])])
         packs = []
         while waiting := [d for d, queue in enumerate(queues) if queue]:
-            chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True))
-            packs.append([queues[d].pop(0) for d in chosen])
+            chosen = draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3))
+            packs.append([queues[d].pop(0) for d in chosen if queues[d]])
         return packs
 
     forward = cut()
-    backward = list(reversed(cut())) if recompute == "full" else None
+    backward = [pack[::-1] for pack in reversed(cut())] if recompute == "full" else None
     return lengths, one_gpu_plan(lengths, forward, backward, recompute=recompute)
 
 

@@ -168,9 +168,7 @@ def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan
 def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
     mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh=mesh)
-    keys = [key for rank in range(4) for key in (*keys_of(plan.forward, rank), *keys_of(plan.backward, rank))]
     assume(plan.lengths.max(initial=0) > 1)
-    assume(all(len({document for document, _, _ in key}) == len(key) for key in keys))
 
     sides = check(tiny("llama", num_hidden_layers=6), plan)
 

@@ -53,7 +53,7 @@ def test_a_task_without_memory_is_named_with_its_documents_and_the_rows_that_run
 
     assert str(caught.value).startswith(
         "out of memory (tried to allocate 2.50 GiB) in forward of MicroPack 1, layers 0-1, of stage 0 of pipeline 0, "
-        "with 15 rows: 8-18 of document 0, 0-5 of document 1; MicroPacks of at most 8 rows would fit, by estimate: "
+        "with 15 rows: 0-5 of document 1, 8-18 of document 0; MicroPacks of at most 8 rows would fit, by estimate: "
         "plan with slice_tokens=8; "
     )
     assert isinstance(caught.value, VarlenError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, 
 
 from varlen.cost.shape import ModelShape
 from varlen.errors import DocumentsError, ModelError, PlanError
+from varlen.plan.check import check_plan
 from varlen.runtime.clock import TrackedBytes, bytes_meter
 from varlen.runtime.parts import HEAD_ROWS
 from varlen.runtime.slices import run_step
@@ -45,8 +47,9 @@ Recomputed = Literal["none", "full"]
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
-        difference = (gradient - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)
-        assert difference < 1e-12, f"{name}: {difference}"
+        # Of two tokens only the first learns, and what its query gets is rounding around 0.
+        difference, norm = (gradient - wanted[name]).norm(), wanted[name].norm()
+        assert difference <= 1e-12 * norm + 1e-15, f"{name}: {difference} of {norm}"
 
 
 def check(model: Any, lengths: list[int], plan: Any) -> None:
@@ -76,6 +79,25 @@ def test_a_sliced_step_has_the_gradients_of_the_uncut_model(family: str, recompu
 @settings(max_examples=40)
 def test_any_cut_of_either_pass_gives_the_same_gradients(case: tuple[list[int], Any]) -> None:
     check(tiny("llama"), *case)
+
+
+@pytest.mark.parametrize("settings", [{}, {"splits_backward": True}])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_slices_of_a_document_in_one_micropack_stand_in_the_order_of_each_pass(
+    recompute: Any, settings: dict[str, Any]
+) -> None:
+    forward: list[list[Slice]] = [[(0, 0, 6), (1, 0, 5), (0, 6, 13)], [(1, 5, 7), (0, 13, 14), (0, 14, 30)]]
+    backward: list[list[Slice]] = [[(0, 14, 30), (1, 5, 7), (0, 13, 14)], [(0, 6, 13), (0, 0, 6), (1, 0, 5)]]
+    if recompute == "full":
+        backward = [[(0, 20, 30), (0, 9, 20), (1, 3, 7)], [(0, 8, 9), (1, 0, 3), (0, 0, 8)]]
+    plan = one_gpu_plan([30, 7], forward, backward, recompute=recompute)
+    if settings:
+        plan = replace(plan, **settings, tasks=np.array([0, 0, 1, 1, 2, 2], np.uint8))
+        plan = replace(plan, task_offsets=np.array([0, 6], np.int32))
+    check_plan(plan)
+
+    for family in ("llama", "mistral"):
+        check(tiny(family, **MODELS[family]), [30, 7], plan)
 
 
 def test_tasks_run_in_the_order_of_the_plan() -> None:
@@ -191,6 +213,18 @@ def test_a_plan_that_one_process_cannot_run_is_refused(plan: Any, words: str) ->
             [[(0, 0, 4)], [(0, 4, 8)]],
             None,
             "backward slice 0-4 .* is out of turn",
+        ),
+        (
+            [[(0, 0, 4), (0, 4, 8)]],
+            [[(0, 0, 4), (0, 4, 8)]],
+            None,
+            r"backward slice 4-8 of document 0 is out of turn: it stands behind 0-4 in a MicroPack \(1 slice is so",
+        ),
+        (
+            [[(0, 4, 8), (0, 0, 4)]],
+            [[(0, 4, 8), (0, 0, 4)]],
+            None,
+            "forward slice 0-4 of document 0 is out of turn: .* slices first to last",
         ),
         ([[(0, 0, 4)], [(0, 4, 8)]], None, [0, 1, 0, 1], "backward slice 4-8 .* is out of turn"),
     ],

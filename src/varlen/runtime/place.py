@@ -197,7 +197,11 @@ class Place:
 
 
 def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
-    """Return a rank's MicroPacks as tuples of their slices.
+    """Return a rank's MicroPacks as tuples of their slices, in the order in which their rows stand.
+
+    It is the same in both passes, by whose slices graphs are found again, and rows come behind those that they attend
+    to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Those that
+    begin their documents are neighbours, which kernels compute in one call.
 
     Args:
         packs: of a pass.
@@ -207,4 +211,5 @@ def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
     bounds = packs.slice_offsets[first : last + 1].tolist()
     columns = (packs.document_ids, packs.starts, packs.stops)
     rows = list(zip(*(column[bounds[0] : bounds[-1]].tolist() for column in columns)))
-    return [tuple(rows[start - bounds[0] : stop - bounds[0]]) for start, stop in zip(bounds, bounds[1:])]
+    packed = [rows[start - bounds[0] : stop - bounds[0]] for start, stop in zip(bounds, bounds[1:])]
+    return [tuple(sorted(pack, key=lambda piece: (piece[1] > 0, piece))) for pack in packed]

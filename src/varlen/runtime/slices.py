@@ -17,13 +17,14 @@ import torch
 from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import stages_of
+from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import Place, TaskRun, keys_of
 from varlen.runtime.shared import SharedDocument
-from varlen.step_plan import Mesh, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -312,6 +313,8 @@ def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
             "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "
             f"{plan.mesh.num_gpus:,} processes"
         )
+    _check_within(plan.forward, FORWARD)
+    _check_within(plan.backward, BACKWARD)
     if plan.recompute != "full" or plan.recompute_share < 1:
         for rank in range(plan.mesh.dp):
             apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
@@ -320,3 +323,24 @@ def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
                     f"{len(apart)} MicroPacks stand in one pass alone, such as {min(apart)}; passes may be cut apart "
                     'only with recompute="full" of all layers'
                 )
+
+
+def _check_within(packs: MicroPacks, kind: int) -> None:
+    """Require that a document's slices stand in the order of the pass within a MicroPack too.
+
+    Raises:
+        PlanError: names some that don't.
+    """
+    of_slice, documents, starts = packs.micropack_of_slice, packs.document_ids, packs.starts
+    order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
+    one, other = order[:-1], order[1:]
+    steps = (starts[other] - starts[one]) * (1 if kind == FORWARD else -1)
+    wrong = np.flatnonzero((of_slice[one] == of_slice[other]) & (documents[one] == documents[other]) & (steps < 0))
+    if wrong.size:
+        a, b = int(one[wrong[0]]), int(other[wrong[0]])
+        name, way = ("forward", "first to last") if kind == FORWARD else ("backward", "last to first")
+        raise PlanError(
+            f"{name} slice {starts[b]:,}-{packs.stops[b]:,} of document {documents[b]} is out of turn: it stands "
+            f"behind {starts[a]:,}-{packs.stops[a]:,} in a MicroPack ({many(wrong.size, 'slice is', 'slices are')} so), and the {name} "
+            f"pass runs a document's slices {way}"
+        )
