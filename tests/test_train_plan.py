@@ -13,6 +13,7 @@ from training import LLAMA, Notes, metrics_of, rewound, same_end, start_training
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
 from varlen.plan.ahead import Planner
+from varlen.train import affordable as affordable_module
 from varlen.train.affordable import affordable
 from varlen.train.trainer import train
 
@@ -211,21 +212,105 @@ def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(
         run(store, tmp_path / "run", priced(hardware))
 
 
-def test_more_is_recomputed_where_memory_is_short():
-    lengths = np.array([30_000], np.int32)
-    shape, card = vl.ModelShape.named("llama-3-8b"), vl.Hardware.named("h100")
-    job = {"mesh": vl.Mesh(), "method": "micropack", "search": vl.Search(merges=False, repairs=False)}
-    big = vl.CostModel(model=shape, hardware=replace(card, memory_bytes=1e12), kernels="eager")
-    plain = vl.plan_step(lengths, cost=big, **job)
-    small = vl.plan_step(lengths, cost=big.replace(recompute="full"), **job)
-    peaks = [vl.simulate(plan, big.as_planned(plan)).peak_bytes for plan in (plain, small)]
-    assert peaks[0] > 1.2 * peaks[1]
-    middle = big.replace(hardware=replace(card, memory_bytes=1.05 * peaks[1]), memory_fraction=1.0)
+CARD = vl.Hardware.named("h100")
+BIG = vl.CostModel(
+    model=vl.ModelShape.named("llama-3-8b"),
+    hardware=replace(CARD, memory_bytes=1e12),
+    kernels="eager",
+    memory_fraction=1.0,
+)
+LENGTHS = np.array([30_000], np.int32)
 
-    assert affordable(lengths, cost=big, recompute=("none", "full"), **job).recompute == "none"
-    assert affordable(lengths, cost=middle, recompute=("none", "full"), **job).recompute == "full"
-    with pytest.raises(PlanError):
-        affordable(lengths, cost=middle, recompute=("none",), **job)
+
+def small_enough(recompute, offload="none"):
+    """A card that just holds a plan of these."""
+    cost = BIG.replace(recompute=recompute, offload=offload)
+    plan = vl.plan_step(LENGTHS, cost=cost, mesh=vl.Mesh(), search=ONCE)
+    return BIG.replace(
+        hardware=replace(CARD, memory_bytes=1.001 * vl.simulate(plan, cost).peak_bytes), recompute="none"
+    )
+
+
+ONCE = vl.Search(repairs=False)
+
+
+def kept_by(cost, recompute, offload, mesh=None, **search):
+    """What a step recomputes and offloads by these settings."""
+    job = {"mesh": mesh or vl.Mesh(), "method": "micropack", "search": vl.Search(**search)}
+    plan = affordable(LENGTHS, cost=cost, recompute=recompute, offload=offload, **job)
+    return plan.recompute, plan.offload
+
+
+def test_more_is_recomputed_and_offloaded_where_memory_is_short():
+    assert kept_by(BIG, "auto", "auto") == ("none", "none")
+    assert kept_by(small_enough("selective"), "auto", "auto") == ("selective", "none")
+    assert kept_by(small_enough("full"), "auto", "auto") == ("full", "none")
+    least = BIG.replace(hardware=replace(CARD, memory_bytes=160e9))
+    assert kept_by(least, "auto", "auto") == ("full", "kv")
+
+
+def test_what_settings_say_of_recomputation_and_offloading_is_kept():
+    least = BIG.replace(hardware=replace(CARD, memory_bytes=160e9))
+
+    for recompute in ("none", "selective", "full"):
+        assert kept_by(BIG, recompute, "auto") == (recompute, "none")
+        assert kept_by(BIG, recompute, "kv") == (recompute, "kv")
+    assert kept_by(BIG, "auto", "kv") == ("none", "kv")
+    assert kept_by(least, "full", "auto") == ("full", "kv")
+    for recompute, offload in (("auto", "none"), ("selective", "auto"), ("full", "none")):
+        words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
+        with pytest.raises(PlanError, match=words):
+            kept_by(least, recompute, offload)
+    with pytest.raises(PlanError, match="would fit, or a mesh of cp=2$"):
+        kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
+
+
+def test_offloading_that_is_faster_is_left_where_settings_forbid_it(monkeypatch):
+    inner, asked = affordable_module.plan_step, []
+
+    def offloads(lengths, *, cost, search, **job):
+        asked.append((cost.recompute, search.repairs))
+        cost = cost.replace(offload="kv") if search.repairs else cost
+        return inner(lengths, cost=cost, search=search, **job)
+
+    monkeypatch.setattr(affordable_module, "plan_step", offloads)
+
+    assert kept_by(BIG, "auto", "auto") == ("none", "kv")
+    assert kept_by(BIG, "auto", "none") == ("none", "none")
+    assert asked == [("none", True), ("none", True), ("none", False)]
+
+
+def test_ranks_share_a_document_that_none_holds_alone():
+    mesh, card = vl.Mesh(dp=2), replace(CARD, memory_bytes=104e9)
+    job = {"mesh": mesh, "method": "micropack", "recompute": "auto", "offload": "auto"}
+    cost = BIG.replace(hardware=card)
+
+    plan = affordable(LENGTHS, cost=cost, search=vl.Search(), **job)
+
+    assert plan.num_ranks.tolist() == [2]
+    with pytest.raises(
+        PlanError, match="too many for the 1 rank that may share it .* plan.merges = true would let"
+    ):
+        affordable(LENGTHS, cost=cost, search=vl.Search(merges=False), **job)
+
+
+def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, tmp_path, monkeypatch):
+    ran, inner = [], vl.SliceEngine.step
+
+    def noted(self, batch, plan=None, **named):
+        ran.append((plan.recompute, plan.offload))
+        return inner(self, batch, plan, **named)
+
+    deep = {"model__settings": {**LLAMA, "attention_dropout": 0.0, "num_hidden_layers": 4}, "run__steps": 2}
+    whole = run(store, tmp_path / "whole", None, **deep).steps
+    monkeypatch.setattr(vl.SliceEngine, "step", noted)
+    kept = {"recompute": "selective", "offload": "kv"}
+    for number, plan in enumerate((EVEN | kept, priced(hardware, **kept), priced(hardware))):
+        notes = run(store, tmp_path / f"{number}", plan, **deep)
+
+        assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
+        assert 'recompute "selective", offload "kv"' in notes.plans[0].plans or number == 2
+    assert ran == 4 * [("selective", "kv")] + 2 * [("none", "none")]
 
 
 def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, tmp_path, monkeypatch):
@@ -272,6 +357,12 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
         ({"hardware": "h1000"}, {}, "no hardware is called 'h1000'; nearest: h100"),
         ({"hardware": "none.json"}, {}, "there is no such file; varlen plan --calibrate --save makes one"),
         ({"method": "micropac"}, {}, 'plan.method must be "packed" or "balanced" or "sliced" or "micropack"'),
+        ({"recompute": "selectiv"}, {}, "got 'selectiv'; the nearest is \"selective\""),
+        ({"offload": "nvme"}, {}, 'plan.offload must be "auto" or "none" or "kv", got \'nvme\''),
+        ({"merges": "no"}, {}, "plan.merges must be true or false, got 'no'"),
+        ({"merge": False}, {}, "plan.merge is no setting; the nearest is plan.merges"),
+        ({"merges": False, "method": "dynamic_cp"}, {}, 'set "balanced" for whole documents'),
+        ({"merges": False, "quick": "dynamic_cp"}, {}, 'plan.quick = "dynamic_cp" shares documents'),
         ({"metod": "packed"}, {}, "plan.metod is no setting; the nearest is plan.method"),
         ({"learning_rate": 1.0}, {}, "the nearest is optimizer.learning_rate"),
         ({"memory_fraction": 1.5}, {}, "plan.memory_fraction must be at most 1"),

@@ -43,6 +43,19 @@ def alone(store, tmp_path_factory):
     return output
 
 
+FEW = {"data__global_batch_size": 2, "optimizer__learning_rate": 1e-3}
+"""Steps of so few documents that ranks share all of some of them; of so few tokens that many a gradient is next to
+nothing, which a higher rate would make much of."""
+
+
+@pytest.fixture(scope="module")
+def few_alone(store, tmp_path_factory):
+    """The same of steps of few documents."""
+    output = tmp_path_factory.mktemp("few") / "run"
+    run(store, output, None, **DEEP, **FEW)
+    return output
+
+
 def near(one, other):
     """Require that two runs trained the same, to the rounding of float32."""
     ours, theirs = weights_of(one), weights_of(other)
@@ -74,6 +87,14 @@ def together(store, hardware, alone, tmp_path_factory):
         ),
         "from alone": planned_table(store, folder / "from alone", priced(hardware, **STAGES), **DEEP),
     }
+    shared = {
+        "shared, ddp": (REPLICAS, {}),
+        "shared, fsdp": (REPLICAS, {"run__parallel": "fsdp"}),
+        "shared, in host memory": (REPLICAS | {"recompute": "selective", "offload": "kv"}, {}),
+        "unshared": (REPLICAS | {"merges": False}, {}),
+    }
+    for name, (plan, how) in shared.items():
+        runs[name] = planned_table(store, folder / name, priced(hardware, **plan), **DEEP, **FEW, **how)
     all_finished(start_ranks(list(runs.values()), 2, folder), folder)
     return folder
 
@@ -81,6 +102,18 @@ def together(store, hardware, alone, tmp_path_factory):
 @pytest.mark.parametrize("how", ["stages", "chunks", "ddp", "fsdp", "from alone"])
 def test_two_processes_train_what_one_trains(alone, together, how):
     near(alone, together / how)
+
+
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [("shared, ddp", 2), ("shared, fsdp", 2), ("shared, in host memory", 2), ("unshared", 0)],
+)
+def test_two_processes_that_share_documents_train_what_one_trains(few_alone, together, how, least):
+    near(few_alone, together / how)
+    answers = [line["plan_answered_by"] for line in metrics_of(together / how)]
+    shared = [answer for answer in answers if " documents shared" in answer and ", 0 of" not in answer]
+    assert len(shared) >= least
+    assert least or not shared
 
 
 def test_what_several_did_is_noted_with_their_plans(together):
@@ -173,7 +206,6 @@ def test_whoever_is_left_names_the_stage_that_is_gone(store, hardware, tmp_path)
             "plan.pp = 3 stages, and there are 2 processes; start 3, or set a plan.pp that divides 2",
         ),
         ({"slice_tokens": 24}, "plan.slice_tokens is for one process, and there are 2"),
-        ({"method": "dynamic_cp", "hardware": "h100"}, 'plan.method = "dynamic_cp" shares documents'),
         ({"pp": 2, "virtual_stages": 4, "hardware": "h100"}, "4 layers can't fill pp=2 x virtual_stages=4"),
     ],
 )

@@ -335,7 +335,9 @@ def _check_within(packs: MicroPacks, kind: int) -> None:
     order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
     one, other = order[:-1], order[1:]
     steps = (starts[other] - starts[one]) * (1 if kind == FORWARD else -1)
-    wrong = np.flatnonzero((of_slice[one] == of_slice[other]) & (documents[one] == documents[other]) & (steps < 0))
+    wrong = np.flatnonzero(
+        (of_slice[one] == of_slice[other]) & (documents[one] == documents[other]) & (steps < 0)
+    )
     if wrong.size:
         a, b = int(one[wrong[0]]), int(other[wrong[0]])
         name, way = ("forward", "first to last") if kind == FORWARD else ("backward", "last to first")

@@ -1,18 +1,22 @@
-"""`affordable`: the plan of a step with the least recomputation that memory asks for, of what the engine runs.
+"""`affordable`: the plan of a step with as little recomputation and offloading as memory asks for and settings allow.
 
 It is called in the process that plans ahead too, which loads no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError
-from varlen.plan.api import plan_step
+from varlen.plan.api import plan_step, repairs
 from varlen.plan.search import Search
-from varlen.step_plan import Mesh, PlanMethod, Recompute, StepPlan
+from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, StepPlan
 from varlen.types import Int32Array
+
+Auto = Literal["auto"]
 
 
 def affordable(
@@ -22,28 +26,74 @@ def affordable(
     mesh: Mesh,
     method: PlanMethod,
     search: Search,
-    recompute: Sequence[Recompute],
+    recompute: Recompute | Auto,
+    offload: Offload | Auto,
 ) -> StepPlan:
-    """Plan a step by the first of some ways to recompute with which it fits into memory.
+    """Plan a step with what is recomputed and offloaded as settings say, and where they don't, as the planner chooses.
+
+    What the planner may not choose is tried here: the first of the ways that are left with which the step fits.
 
     Args:
         lengths: int32 `[num_documents]`.
-        cost: seconds and bytes.
+        cost: seconds and bytes; what it recomputes and offloads counts for nothing.
         mesh: the GPUs.
         method: of `vl.plan_step`.
-        search: what may be tried; it repairs nothing, as that would recompute what the engine doesn't.
-        recompute: ways, in the order in which they are tried; at least one.
+        search: what may be tried.
+        recompute: of the plan; "auto": any.
+        offload: of the plan; "auto": any.
 
     Raises:
-        PlanError: none fits; as `vl.plan_step` says it of the last.
+        PlanError: none fits; says what would.
         VarlenError: what `vl.plan_step` raises else.
     """
-    for tried in recompute[:-1]:
+    try:
+        return _planned(lengths, cost, mesh, method, search, recompute, offload)
+    except PlanError as error:
+        more = []
+        if recompute not in ("auto", "full") or offload == "none":
+            more.append(
+                f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
+            )
+        if mesh.dp > 1 and not search.merges:
+            more.append("plan.merges = true would let ranks share documents")
+        if not more:
+            raise
+        raise PlanError("; ".join([str(error), *more])) from None
+
+
+def _planned(
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    search: Search,
+    recompute: Recompute | Auto,
+    offload: Offload | Auto,
+) -> StepPlan:
+    """As `affordable`."""
+    if recompute == "auto":
+        least = cost.replace(recompute="none", offload="kv" if offload == "kv" else "none")
+        plan = plan_step(lengths, cost=least, mesh=mesh, method=method, search=search)
+        if offload in ("auto", plan.offload):
+            return plan
+    fault = PlanError()
+    for way in _ways(cost, mesh, recompute, offload):
         try:
             return plan_step(
-                lengths, cost=cost.replace(recompute=tried), mesh=mesh, method=method, search=search
+                lengths, cost=way, mesh=mesh, method=method, search=replace(search, repairs=False)
             )
-        except PlanError:
-            continue
-    last = cost.replace(recompute=recompute[-1])
-    return plan_step(lengths, cost=last, mesh=mesh, method=method, search=search)
+        except PlanError as error:
+            fault = error
+    raise fault
+
+
+def _ways(
+    cost: CostModel, mesh: Mesh, recompute: Recompute | Auto, offload: Offload | Auto
+) -> Iterator[CostModel]:
+    """Yield what settings allow, what takes least time first."""
+    if recompute == "auto":
+        least = cost.replace(recompute="none", offload="none")
+        yield from (way for way in repairs(least, mesh) if way.offload == offload)
+        return
+    offloads: tuple[Offload, ...] = ("none", "kv") if offload == "auto" else (offload,)
+    yield from (cost.replace(recompute=recompute, offload=each) for each in offloads)

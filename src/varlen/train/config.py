@@ -104,7 +104,7 @@ def _as_value(hint: Any, value: Any, key: str) -> Any:
             if get_origin(option) is tuple:
                 return tuple(value)
             return float(value) if option is float else value
-    raise SettingError(f"{key} must be {_in_words(options)}, got {_shown(value)}")
+    raise SettingError(f"{key} must be {_in_words(options)}, got {_shown(value)}{_meant(options, value)}")
 
 
 def _fits(option: Any, value: Any) -> bool:
@@ -131,6 +131,13 @@ def _in_words(options: Sequence[Any]) -> str:
                 "a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table")
             )
     return " or ".join(words)
+
+
+def _meant(options: Sequence[Any], value: Any) -> str:
+    """Say which choice is nearest to a text that is none of them; "" where none is near."""
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f'; the nearest is "{near[0]}"' if near else ""
 
 
 def _shown(value: Any) -> str:

@@ -50,11 +50,6 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
             "of equal seconds"
         )
     dp = world_size // plan.pp
-    if plan.method == "dynamic_cp" and dp > 1:
-        raise SettingError(
-            'plan.method = "dynamic_cp" shares documents among ranks, and the engine gives each to one; set '
-            '"balanced" for whole documents, or "micropack"'
-        )
     sharding = _SHARDING[run.parallel] if dp > 1 else "none"
     return Mesh(dp=dp, pp=plan.pp, virtual_stages=plan.virtual_stages, sharding=sharding)
 

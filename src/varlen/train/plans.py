@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -21,7 +21,7 @@ from varlen.plan.save import broadcast_plan
 from varlen.plan.search import Search
 from varlen.runtime.engine import SLICE_TOKENS
 from varlen.simulate.api import simulate
-from varlen.step_plan import Mesh, StepPlan
+from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.train.ranks import Ranks
 from varlen.train.settings import PlanSettings
 from varlen.types import Int32Array
@@ -83,12 +83,14 @@ class EvenSlices:
     def __init__(self, settings: PlanSettings) -> None:
         """Take the settings."""
         self._rows = SLICE_TOKENS if settings.slice_tokens is None else settings.slice_tokens
-        self._recompute = settings.recompute if settings.recompute != "auto" else "full"
+        self._recompute: Recompute = "full" if settings.recompute == "auto" else settings.recompute
+        self._offload: Offload = "none" if settings.offload == "auto" else settings.offload
 
     @property
     def words(self) -> str:
         """What plans there are."""
-        return f'slices of up to {self._rows:,} tokens, recompute "{self._recompute}"'
+        offload = f', offload "{self._offload}"' if self._offload != "none" else ""
+        return f'slices of up to {self._rows:,} tokens, recompute "{self._recompute}"{offload}'
 
     def begin(self, step: int) -> None:
         """Do nothing."""
@@ -96,7 +98,7 @@ class EvenSlices:
     def take(self, step: int, lengths: Int32Array) -> Taken:  # noqa: ARG002 - as all plans are taken
         """Return the plan of a step."""
         begun = time.perf_counter()
-        plan = one_gpu_plan(lengths, self._rows, recompute=self._recompute)
+        plan = one_gpu_plan(lengths, self._rows, recompute=self._recompute, offload=self._offload)
         return Taken(plan=plan, waited_s=time.perf_counter() - begun)
 
     def beside(self, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002 - as all plans are asked
@@ -151,7 +153,10 @@ class PlansAhead:
         if self._mesh.virtual_stages > 1:
             mesh += f" x {self._mesh.virtual_stages} chunks"
         rates = f", rates of {self._cost.hardware.name or 'a file'}" if self._cost is not None else ""
-        return f'"{self._method}" on {mesh}, recompute "{self._settings.recompute}"{rates}'
+        given = self._settings
+        kept = f', recompute "{given.recompute}", offload "{given.offload}"'
+        kept += ", no shared documents" if self._mesh.dp > 1 and not given.merges else ""
+        return f'"{self._method}" on {mesh}{kept}{rates}'
 
     def begin(self, step: int) -> None:
         """Begin to plan on the first rank, and have steps that are run again planned as they were.
@@ -161,21 +166,24 @@ class PlansAhead:
         """
         if self._cost is None or self._planner is not None:
             return
-        given, ways = self._settings, self._settings.recompute
+        given = self._settings
+        search = Search(merges=given.merges, least_rows=given.least_rows)
+        # One look is enough for it, but where the same method is to make the same plan.
+        quick = search if given.quick == self._method else replace(search, closely=False)
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="varlen plans")
         self._planner = Planner(
             self._lengths,
             function="varlen.train.affordable:affordable",
-            quick={"method": given.quick},
+            quick={"method": given.quick, "search": quick},
             ahead=given.ahead,
             deadline_s=given.deadline_s,
             first_step=step,
             cost=self._cost,
             mesh=self._mesh,
             method=self._method,
-            # The engine gives a document to one rank.
-            search=Search(merges=False, repairs=False, least_rows=given.least_rows),
-            recompute=("none", "full") if ways == "auto" else (ways,),
+            search=search,
+            recompute=given.recompute,
+            offload=given.offload,
         )
         with suppress(OSError, ValueError, KeyError, TypeError, StateError):  # else steps are planned anew
             kept = json.loads(self._path.read_bytes())

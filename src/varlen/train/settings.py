@@ -235,9 +235,14 @@ class PlanSettings:
     none of these, what is measured of it (or of the CPU) in a new run, and kept in `run.output`."""
     calibrate_s: float = 20.0
     """How long that is measured."""
-    recompute: Literal["auto", "none", "full"] = "auto"
-    """Activations that are computed again in the backward pass; "auto": none where a step fits into memory so, and
-    for slices of `slice_tokens` all."""
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations that are computed again in the backward pass; "auto": as few as memory and speed ask for, and for
+    slices of `slice_tokens` all."""
+    offload: Literal["auto", "none", "kv"] = "auto"
+    """"kv": keys, values and their gradients of all but two layers in host memory; "auto": where memory holds a step
+    no other way, and never for slices of `slice_tokens`."""
+    merges: bool = True
+    """Whether data-parallel ranks share documents where that is faster, or the only way to hold them."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that plans may use."""
     least_rows: int = 2048
@@ -267,6 +272,12 @@ class PlanSettings:
             raise SettingError(
                 f"plan.slice_tokens = {self.slice_tokens:,} cuts steps without a cost model, and "
                 f"{self._priced_by} needs one; leave one of them out"
+            )
+        if not self.merges and "dynamic_cp" in (self.method, self.quick):
+            name = "method" if self.method == "dynamic_cp" else "quick"
+            raise SettingError(
+                f'plan.{name} = "dynamic_cp" shares documents among ranks, and plan.merges = false forbids it; set '
+                '"balanced" for whole documents, or leave plan.merges out'
             )
 
     @property
