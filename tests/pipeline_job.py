@@ -36,6 +36,9 @@ def plans(first: str, last: str, *paths: str) -> None:
     found: dict[str, Any] = {
         "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in seeds],
         "sharded": [pipelines.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
+        "shared": [
+            pipelines.run_sharded(n, RANK, WORLD, *way, shares=True) for n, way in enumerate(WAYS[:2])
+        ],
         "half": [pipelines.run_half(RANK, WORLD)],
     }
     found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]

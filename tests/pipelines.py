@@ -31,11 +31,15 @@ LAYERS = 8
 KEPT: list[BaseException] = []
 
 
-def plan_of(seed: int, mesh: vl.Mesh) -> StepPlan:
-    """A plan by dice that a mesh can run: no document is shared, and some document teaches something."""
+def plan_of(seed: int, mesh: vl.Mesh, *, shares: bool = False) -> StepPlan:
+    """A plan by dice that a mesh can run, in which some document teaches something; shared ones are long enough."""
     for attempt in range(1000):
         plan = random_plan(seed * 1000 + attempt, mesh=mesh)
-        if not plan.num_merged and not plan.splits_backward and plan.lengths.max(initial=0) > 1:
+        shared = plan.lengths[plan.num_ranks > 1].max(initial=0)
+        if shares:
+            if shared > 5:
+                return plan
+        elif not plan.num_merged and not plan.splits_backward and plan.lengths.max(initial=0) > 1:
             return plan
     raise AssertionError("no plan in 1,000 attempts")
 
@@ -178,10 +182,12 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
 
 
-def run_sharded(seed: int, rank: int, world: int, gathered: Any, wraps: str) -> dict[str, Any]:
-    """Train by a random plan where FSDP2 has divided parameters among replicas."""
+def run_sharded(
+    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
+) -> dict[str, Any]:
+    """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
     mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
-    plan = runnable(plan_of(seed, mesh))
+    plan = runnable(plan_of(seed, mesh, shares=shares))
     model = small(seed)
     cut_to_stage(model, mesh, rank // 2)
     devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
@@ -196,7 +202,8 @@ def run_sharded(seed: int, rank: int, world: int, gathered: Any, wraps: str) -> 
     fully_shard(model, mesh=devices)
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
         counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
-        return {"counts": counts, **compare(engine, small(seed), plan, seed)}
+        found = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
 
 
 def run_replicas(rank: int, world: int) -> dict[str, Any]:

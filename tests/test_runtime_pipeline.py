@@ -102,6 +102,14 @@ def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
     assert unequal  # where parameters are gathered once a step
 
 
+def test_shards_that_share_documents_train_what_one_process_trains(two: Found, four: Found) -> None:
+    found = both("shared", two, four)
+
+    assert_exact(found)
+    assert min(one["shared"] for one in found) > 0
+    assert {one["splits"] for one in found} == {True, False}
+
+
 def test_replicas_that_ddp_holds_are_summed_once(two: Found) -> None:
     assert_exact(both("ddp", two))
 

@@ -261,7 +261,7 @@ def test_what_settings_say_of_recomputation_and_offloading_is_kept():
         words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
         with pytest.raises(PlanError, match=words):
             kept_by(least, recompute, offload)
-    with pytest.raises(PlanError, match="would fit, or a mesh of cp=2$"):
+    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2$"):
         kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
 
 
@@ -289,7 +289,7 @@ def test_ranks_share_a_document_that_none_holds_alone():
 
     assert plan.num_ranks.tolist() == [2]
     with pytest.raises(
-        PlanError, match="too many for the 1 rank that may share it .* plan.merges = true would let"
+        PlanError, match=r"too many for the 1 rank that may share it .* plan\.merges = true would let"
     ):
         affordable(LENGTHS, cost=cost, search=vl.Search(merges=False), **job)
 

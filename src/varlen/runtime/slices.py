@@ -341,8 +341,9 @@ def _check_within(packs: MicroPacks, kind: int) -> None:
     if wrong.size:
         a, b = int(one[wrong[0]]), int(other[wrong[0]])
         name, way = ("forward", "first to last") if kind == FORWARD else ("backward", "last to first")
+        found = many(wrong.size, "slice is", "slices are")
         raise PlanError(
             f"{name} slice {starts[b]:,}-{packs.stops[b]:,} of document {documents[b]} is out of turn: it stands "
-            f"behind {starts[a]:,}-{packs.stops[a]:,} in a MicroPack ({many(wrong.size, 'slice is', 'slices are')} so), and the {name} "
-            f"pass runs a document's slices {way}"
+            f"behind {starts[a]:,}-{packs.stops[a]:,} in a MicroPack ({found} so), and the {name} pass runs a "
+            f"document's slices {way}"
         )

@@ -29,7 +29,7 @@ def affordable(
     recompute: Recompute | Auto,
     offload: Offload | Auto,
 ) -> StepPlan:
-    """Plan a step with what is recomputed and offloaded as settings say, and where they don't, as the planner chooses.
+    """Plan a step with what is recomputed and offloaded as settings say, or as the planner chooses.
 
     What the planner may not choose is tried here: the first of the ways that are left with which the step fits.
 
