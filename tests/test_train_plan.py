@@ -369,7 +369,6 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
         ({"deadline_s": 0}, {}, "plan.deadline_s must be above 0"),
         ({"virtual_stages": 2}, {}, "virtual_stages=2 needs pp of at least 2"),
         ({}, {"model__attention": "eager"}, 'model.attention = "eager" and [plan]'),
-        ({}, {"run__precision": "bf16"}, 'set run.parallel = "fsdp", for one process too'),
     ],
 )
 def test_what_goes_not_together_is_refused_in_a_sentence(store, tmp_path, plan, changes, words):
@@ -387,8 +386,9 @@ def test_dropout_is_refused_before_anything_is_trained(store, tmp_path):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
-def test_half_precision_trains_in_slices_and_stays_near(store, tmp_path):
-    half = {"run__precision": "bf16", "run__parallel": "fsdp"}
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_half_precision_trains_in_slices_and_stays_near(store, tmp_path, parallel):
+    half = {"run__precision": "bf16", "run__parallel": parallel}
 
     ours, theirs = (run(store, tmp_path / f"{n}", plan, **half).steps for n, plan in enumerate((EVEN, None)))
     exact = run(store, tmp_path / "exact", EVEN).steps

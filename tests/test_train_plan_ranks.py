@@ -43,6 +43,7 @@ def alone(store, tmp_path_factory):
     return output
 
 
+HALF = {"run__precision": "bf16"}
 FEW = {"data__global_batch_size": 2, "optimizer__learning_rate": 1e-3}
 """Steps of so few documents that ranks share all of some of them; of so few tokens that many a gradient is next to
 nothing, which a higher rate would make much of."""
@@ -87,6 +88,9 @@ def together(store, hardware, alone, tmp_path_factory):
         ),
         "from alone": planned_table(store, folder / "from alone", priced(hardware, **STAGES), **DEEP),
     }
+    for name, how in (("stages", STAGES), ("replicas", REPLICAS)):
+        made = priced(hardware, **how)
+        runs[f"half, {name}"] = planned_table(store, folder / f"half, {name}", made, **DEEP, **HALF)
     shared = {
         "shared, ddp": (REPLICAS, {}),
         "shared, fsdp": (REPLICAS, {"run__parallel": "fsdp"}),
@@ -114,6 +118,18 @@ def test_two_processes_that_share_documents_train_what_one_trains(few_alone, tog
     shared = [answer for answer in answers if " documents shared" in answer and ", 0 of" not in answer]
     assert len(shared) >= least
     assert least or not shared
+
+
+@pytest.mark.parametrize("how", ["stages", "replicas"])
+def test_half_precision_of_two_processes_stays_near_that_of_one(store, alone, together, tmp_path, how):
+    run(store, tmp_path / "half", None, **DEEP, **HALF)
+
+    ours, theirs, exact = (metrics_of(x) for x in (together / f"half, {how}", tmp_path / "half", alone))
+    assert ours[0]["loss"] != exact[0]["loss"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=0.01)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.03)
+    assert {str(value.dtype) for value in weights_of(together / f"half, {how}").values()} == {"torch.float32"}
 
 
 def test_what_several_did_is_noted_with_their_plans(together):

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from varlen.errors import ModelError
 from varlen.runtime import flash, merged, tiles
 from varlen.runtime.cache import Pair
+from varlen.runtime.casting import lowered, uncast
 from varlen.runtime.choice import Kernels, chosen
 from varlen.runtime.flash import Rule
 from varlen.runtime.kernels import Lengths, Qkv, SliceKernel
@@ -54,7 +55,8 @@ def slice_attention(
     """Attend within documents; transformers' calling convention.
 
     Args:
-        module: the attention layer that calls.
+        module: the attention layer that calls; under autocast, all three are taken in its dtype, as PyTorch's own
+            attention takes them.
         query: `[1, query_heads, rows, dim]`, rows of all slices of a MicroPack, one slice behind the other.
         key: `[1, key_heads, rows, dim]`; `query_heads` is a multiple of `key_heads`.
         value: `[1, key_heads, rows, value_dim]`.
@@ -87,7 +89,9 @@ def slice_attention(
         raise ModelError(f"{name} passes {what}, which the attention of slices doesn't compute")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = Rule(scale, sliding_window, softcap)
-    out = attend(query, key, value, slices, layer=layer, rule=rule, sinks=s_aux, kernels=kernels)
+    query, key, value = lowered(query), lowered(key), lowered(value)
+    with uncast(query):
+        out = attend(query, key, value, slices, layer=layer, rule=rule, sinks=s_aux, kernels=kernels)
     return out.transpose(1, 2), None
 
 

@@ -20,6 +20,7 @@ from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
 from varlen.runtime.cache import DocumentCache, KeptRows
+from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.host import HostCache, HostLink, HostRows, Visit
 from varlen.runtime.later import Later, Waiting, add_up
 from varlen.runtime.parts import Parts, Positions
@@ -152,7 +153,7 @@ class ChunkStep:
                 if layers.start < self._again:
                     if layers.start in self._kept_layers:
                         self._keep(key, layers.start, hidden)
-                    with torch.no_grad():
+                    with ungraphed(hidden):
                         # The last layer's output may be made again; its keys and values are needed now.
                         hidden = self._run(layers, hidden, positions, slices)
                 else:
@@ -183,7 +184,8 @@ class ChunkStep:
                     out = self._run(layers, first.requires_grad_(), positions, slices)
                 if gradient is None:
                     gradient = self._head(key, out)
-                torch.autograd.backward(out, gradient)
+                with uncast(out):
+                    torch.autograd.backward(out, gradient)
                 assert first.grad is not None
                 gradient = first.grad
         assert gradient is not None
@@ -289,7 +291,7 @@ class ChunkStep:
             positions = positions or self._parts.positions(slices, hidden)
             for again in range(self.layers.start, layer):
                 self._made.append(hidden)
-                with torch.no_grad():
+                with ungraphed(hidden):
                     hidden = self._run(range(again, again + 1), hidden, positions, slices)
         return hidden.detach(), positions or self._parts.positions(slices, hidden)
 

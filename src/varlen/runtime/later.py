@@ -16,6 +16,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from varlen.runtime.casting import add_product, lowered
+
 
 class Waiting(NamedTuple):
     """A weight gradient that hasn't been computed: `gradient.T @ rows`."""
@@ -60,8 +62,8 @@ class Later(TorchFunctionMode):
         is_own = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
         if not is_own or not input.requires_grad:
             return torch.nn.functional.linear(input, weight, bias)
-        out: torch.Tensor = _Linear.apply(input, weight, self)  # type: ignore[no-untyped-call]
-        return out if bias is None else out + bias
+        out: torch.Tensor = _Linear.apply(lowered(input), weight, self)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + lowered(bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,7 +74,7 @@ class _Linear(torch.autograd.Function):
         # The weight is kept as itself, and not as a saved tensor: it takes part in no graph here.
         ctx.save_for_backward(rows)
         ctx.weight, ctx.later = weight, later
-        return torch.nn.functional.linear(rows, weight.detach())
+        return torch.nn.functional.linear(rows, weight.detach().to(rows.dtype))
 
     @staticmethod
     @once_differentiable
@@ -80,7 +82,7 @@ class _Linear(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         # Apart from the graph, which would otherwise live on with them.
         ctx.later.collected.append(Waiting(ctx.weight, rows.detach(), gradient.detach()))
-        return gradient @ ctx.weight.detach(), None, None
+        return gradient @ ctx.weight.detach().to(gradient.dtype), None, None
 
 
 def add_up(waiting: Sequence[Waiting]) -> None:
@@ -92,6 +94,4 @@ def add_up(waiting: Sequence[Waiting]) -> None:
     Cost: a matrix product each, which adds where the gradient stands.
     """
     for weight, rows, gradient in waiting:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.addmm_(gradient.flatten(0, -2).T, rows.flatten(0, -2))
+        add_product(weight, gradient.flatten(0, -2), rows.flatten(0, -2))

@@ -14,6 +14,7 @@ from torch import nn
 
 from varlen.errors import ModelError
 from varlen.runtime.attention import CachedSlice, register
+from varlen.runtime.casting import add_product, uncast, ungraphed
 from varlen.runtime.choice import Kernels, check_kernels
 from varlen.runtime.families import check_settings, family_of, rope_by_length
 
@@ -212,8 +213,10 @@ class Parts:
             part = hidden[0, rows].detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.norm(part)
-            losses[rows], by_normed = self._loss_backward(normed.detach(), labels[rows], weights[rows])
-            normed.backward(by_normed)
+            with ungraphed(part):
+                losses[rows], by_normed = self._loss_backward(normed.detach(), labels[rows], weights[rows])
+            with uncast(part):
+                normed.backward(by_normed.to(normed.dtype))
             assert part.grad is not None
             gradient[0, rows] = part.grad
         return losses, gradient
@@ -221,12 +224,12 @@ class Parts:
     def _loss_backward(
         self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a chunk's losses and the gradient of the head's input, and add to the head's own gradient.
+        """Return a chunk's losses and the gradient of the head's input, and add to the head's own; without a graph.
 
         Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
         takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
         """
-        logits = nn.functional.linear(normed, self.head.weight.detach(), _detached(self.head.bias))
+        logits = nn.functional.linear(normed, self.head.weight, self.head.bias)
         factor, cap = self.logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         slope: torch.Tensor | float = factor
@@ -249,14 +252,10 @@ class Parts:
         by_logits = logits.copy_(wide)
         weight, bias = self.head.weight, self.head.bias
         if weight.requires_grad:
-            _gradient(weight).addmm_(by_logits.T, normed)
+            add_product(weight, by_logits, normed.to(by_logits.dtype))
         if bias is not None and bias.requires_grad:
             _gradient(bias).add_(by_logits.sum(0))
-        return losses, by_logits @ weight.detach()
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
+        return losses, by_logits @ weight
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

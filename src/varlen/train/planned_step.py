@@ -12,6 +12,7 @@ import torch
 from varlen.batch.torch import on_host
 from varlen.runtime.engine import SliceEngine
 from varlen.step_plan import StepPlan
+from varlen.train.parallel import computing
 from varlen.train.plans import Plans, Taken
 from varlen.train.ranks import Ranks
 from varlen.train.settings import TrainSettings
@@ -66,7 +67,7 @@ class PlannedStepper:
         # Steps without targets are left out, so the batch says which one it is.
         step = int(on_host(batch.pack_ids[:1])[0]) // self._settings.data.global_batch_size
         taken = self._take(step, batch)
-        with self._plans.beside(step):
+        with self._plans.beside(step), computing(self.model, self._settings.run, self._ranks):
             stats = self._engine.step(batch, taken.plan)
         grad_norm = self._engine.clip_grad_norm_(self._settings.optimizer.max_grad_norm or math.inf)
         update(self.optimizer, learning_rate)

@@ -311,14 +311,8 @@ class TrainSettings:
         """Refuse what slices don't run.
 
         Raises:
-            SettingError: an attention of another's, or half precision.
+            SettingError: an attention of another's.
         """
-        if self.plan is not None and self.run.precision != "fp32" and self.run.parallel != "fsdp":
-            raise SettingError(
-                f'run.precision = "{self.run.precision}" and run.parallel = "{self.run.parallel}" with [plan]: '
-                'slices compute in half precision where weights are sharded; set run.parallel = "fsdp", for one '
-                "process too"
-            )
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
