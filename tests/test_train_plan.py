@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from training import LLAMA, Notes, metrics_of, rewound, same_end, start_training
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
 from varlen.plan.ahead import Planner
-from varlen.train import affordable as affordable_module
-from varlen.train.affordable import affordable
 from varlen.train.trainer import train
 
 
@@ -210,107 +207,6 @@ def test_a_step_with_other_documents_than_it_was_planned_for_is_refused(
         PlanError, match=r"step 1 was planned for .* documents and holds .*, 1 of other lengths"
     ):
         run(store, tmp_path / "run", priced(hardware))
-
-
-CARD = vl.Hardware.named("h100")
-BIG = vl.CostModel(
-    model=vl.ModelShape.named("llama-3-8b"),
-    hardware=replace(CARD, memory_bytes=1e12),
-    kernels="eager",
-    memory_fraction=1.0,
-)
-LENGTHS = np.array([30_000], np.int32)
-
-
-def small_enough(recompute, offload="none"):
-    """A card that just holds a plan of these."""
-    cost = BIG.replace(recompute=recompute, offload=offload)
-    plan = vl.plan_step(LENGTHS, cost=cost, mesh=vl.Mesh(), search=ONCE)
-    return BIG.replace(
-        hardware=replace(CARD, memory_bytes=1.001 * vl.simulate(plan, cost).peak_bytes), recompute="none"
-    )
-
-
-ONCE = vl.Search(repairs=False)
-
-
-def kept_by(cost, recompute, offload, mesh=None, **search):
-    """What a step recomputes and offloads by these settings."""
-    job = {"mesh": mesh or vl.Mesh(), "method": "micropack", "search": vl.Search(**search)}
-    plan = affordable(LENGTHS, cost=cost, recompute=recompute, offload=offload, **job)
-    return plan.recompute, plan.offload
-
-
-def test_more_is_recomputed_and_offloaded_where_memory_is_short():
-    assert kept_by(BIG, "auto", "auto") == ("none", "none")
-    assert kept_by(small_enough("selective"), "auto", "auto") == ("selective", "none")
-    assert kept_by(small_enough("full"), "auto", "auto") == ("full", "none")
-    least = BIG.replace(hardware=replace(CARD, memory_bytes=160e9))
-    assert kept_by(least, "auto", "auto") == ("full", "kv")
-
-
-def test_what_settings_say_of_recomputation_and_offloading_is_kept():
-    least = BIG.replace(hardware=replace(CARD, memory_bytes=160e9))
-
-    for recompute in ("none", "selective", "full"):
-        assert kept_by(BIG, recompute, "auto") == (recompute, "none")
-        assert kept_by(BIG, recompute, "kv") == (recompute, "kv")
-    assert kept_by(BIG, "auto", "kv") == ("none", "kv")
-    assert kept_by(least, "full", "auto") == ("full", "kv")
-    for recompute, offload in (("auto", "none"), ("selective", "auto"), ("full", "none")):
-        words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
-        with pytest.raises(PlanError, match=words):
-            kept_by(least, recompute, offload)
-    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2$"):
-        kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
-
-
-def test_offloading_that_is_faster_is_left_where_settings_forbid_it(monkeypatch):
-    inner, asked = affordable_module.plan_step, []
-
-    def offloads(lengths, *, cost, search, **job):
-        asked.append((cost.recompute, search.repairs))
-        cost = cost.replace(offload="kv") if search.repairs else cost
-        return inner(lengths, cost=cost, search=search, **job)
-
-    monkeypatch.setattr(affordable_module, "plan_step", offloads)
-
-    assert kept_by(BIG, "auto", "auto") == ("none", "kv")
-    assert kept_by(BIG, "auto", "none") == ("none", "none")
-    assert asked == [("none", True), ("none", True), ("none", False)]
-
-
-def test_ranks_share_a_document_that_none_holds_alone():
-    mesh, card = vl.Mesh(dp=2), replace(CARD, memory_bytes=104e9)
-    job = {"mesh": mesh, "method": "micropack", "recompute": "auto", "offload": "auto"}
-    cost = BIG.replace(hardware=card)
-
-    plan = affordable(LENGTHS, cost=cost, search=vl.Search(), **job)
-
-    assert plan.num_ranks.tolist() == [2]
-    with pytest.raises(
-        PlanError, match=r"too many for the 1 rank that may share it .* plan\.merges = true would let"
-    ):
-        affordable(LENGTHS, cost=cost, search=vl.Search(merges=False), **job)
-
-
-def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, tmp_path, monkeypatch):
-    ran, inner = [], vl.SliceEngine.step
-
-    def noted(self, batch, plan=None, **named):
-        ran.append((plan.recompute, plan.offload))
-        return inner(self, batch, plan, **named)
-
-    deep = {"model__settings": {**LLAMA, "attention_dropout": 0.0, "num_hidden_layers": 4}, "run__steps": 2}
-    whole = run(store, tmp_path / "whole", None, **deep).steps
-    monkeypatch.setattr(vl.SliceEngine, "step", noted)
-    kept = {"recompute": "selective", "offload": "kv"}
-    for number, plan in enumerate((EVEN | kept, priced(hardware, **kept), priced(hardware))):
-        notes = run(store, tmp_path / f"{number}", plan, **deep)
-
-        assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
-        assert 'recompute "selective", offload "kv"' in notes.plans[0].plans or number == 2
-    assert ran == 4 * [("selective", "kv")] + 2 * [("none", "none")]
 
 
 def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from varlen.step_plan import Mesh, Sharding
 from varlen.train.parallel import sharded
 from varlen.train.plans import EvenSlices, Plans, PlansAhead
 from varlen.train.ranks import Ranks
-from varlen.train.rates import hardware_of
+from varlen.train.rates import AUTOCAST, WIDE, hardware_of, with_wide_rows
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 
 _SHARDING: Final[dict[str, Sharding]] = {"none": "none", "ddp": "none", "fsdp": "parameters"}
@@ -86,12 +86,17 @@ def plans_of(
         return EvenSlices(plan)
     shape = ModelShape.from_config(config)
     check_mesh(shape, mesh)
-    cost = _cost_of(settings, plan, shape, ranks, say) if ranks.is_first else None
+    cost = _cost_of(settings, plan, shape, mesh, ranks, say) if ranks.is_first else None
     return PlansAhead(loader, plan, mesh=mesh, cost=cost, ranks=ranks, folder=settings.run.folder)
 
 
 def _cost_of(
-    settings: TrainSettings, plan: PlanSettings, shape: ModelShape, ranks: Ranks, say: Callable[[str], object]
+    settings: TrainSettings,
+    plan: PlanSettings,
+    shape: ModelShape,
+    mesh: Mesh,
+    ranks: Ranks,
+    say: Callable[[str], object],
 ) -> CostModel:
     """What plans are priced by."""
     hardware = hardware_of(
@@ -102,7 +107,10 @@ def _cost_of(
         folder=settings.run.folder,
         say=say,
     )
-    return CostModel(model=shape, hardware=hardware, kernels="eager", memory_fraction=plan.memory_fraction)
+    cost = CostModel(model=shape, hardware=hardware, kernels="eager", memory_fraction=plan.memory_fraction)
+    run = settings.run
+    is_autocast = run.precision == "bf16" and run.parallel != "fsdp"
+    return with_wide_rows(cost, mesh, AUTOCAST if is_autocast else WIDE if run.precision == "fp32" else 1.0)
 
 
 def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:

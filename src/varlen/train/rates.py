@@ -11,13 +11,20 @@ import torch
 
 from varlen.cost.hardware import Hardware
 from varlen.cost.machines import MACHINES
+from varlen.cost.model import CostModel
 from varlen.cost.saved import load_hardware, save_hardware
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.runtime.calibrate import calibrate
+from varlen.step_plan import Mesh
 from varlen.train.settings import PlanSettings
 
 _MEASURED: Final = "hardware.json"
+WIDE: Final = 2.0
+"""Bytes of a row in float32 over those that a cost model counts."""
+AUTOCAST: Final = 1.5
+"""The same under autocast, which keeps what goes from layer to layer in float32: 1.25 without recomputation and 1.4
+with it, as `test_train_plan_memory.py` counts them."""
 
 
 def hardware_of(
@@ -63,6 +70,24 @@ def hardware_of(
     folder.mkdir(parents=True, exist_ok=True)
     save_hardware(measured, kept)
     return measured
+
+
+def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
+    """Return a cost model that leaves room for rows of more bytes than those in half precision that it counts.
+
+    Where states leave room for rows, it is that many times smaller, on the stage whose states are least.
+
+    Args:
+        cost: of half precision.
+        mesh: of the run.
+        times: bytes of a row over those counted.
+    """
+    state = float(cost.memory(mesh).state_bytes.min())
+    room = cost.limit_bytes - state
+    if room <= 0 or times == 1:
+        return cost
+    smaller = (state + room / times) / cost.memory_fraction
+    return cost.replace(hardware=replace(cost.hardware, memory_bytes=smaller))
 
 
 def _named(name: str) -> Hardware:
