@@ -53,6 +53,7 @@ parallel = "fsdp"            # how processes share the work: "ddp", "fsdp" or "n
 # slice_tokens = 8192        # of one process: rows that run at once; documents may be far longer
 # pp = 1                     # of several: pipeline stages; the rest are data-parallel ranks
 # method = "micropack"       # how steps are planned for them; see varlen plan
+# recompute = "auto"         # "none", "selective" or "full"; "auto": as much as memory asks for
 # hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what the GPU is or measures
 
 [log]
