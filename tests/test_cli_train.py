@@ -86,7 +86,7 @@ def test_a_run_by_plans_says_which_and_what_they_cost(verb, store, tmp_path):
     code, out, said = verb("a.toml")
 
     assert code == 0, said
-    words = 'in slices by plans: "micropack" on dp 1 x pp 1, recompute "auto", rates of slow; 2 steps'
+    words = 'in slices by plans: "micropack" on dp 1 x pp 1, recompute "auto", offload "auto", rates of slow; 2 steps'
     assert words in said
     assert re.search(r"\n  \d+\.\d\d % of the time waiting for plans, after the first one \(\d+\.\d s\)", out)
     summary = json.loads(verb("a.toml", "--set", "run.steps=3", "--json")[1])
