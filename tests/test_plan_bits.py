@@ -75,7 +75,7 @@ def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
     told = pipelines_of(plan, costs, durations(plan, cost))
     for rank, found in enumerate(map(told, range(mesh.dp))):
         own = pipeline_of_rank(answer.forward[rank], answer.backward[rank], costs)
-        held = found.rows_backward[0, 0] > 0
+        held = found.send_backward > found.send_backward.min()
         for field in fields(Pipeline):
             one, other = getattr(own, field.name), getattr(found, field.name)
             if field.name == "after":

@@ -154,10 +154,18 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
     assert waits[0].tolist() == waits[1].tolist()
     starts, stops, num_ranks, _, is_end = back.slices
     counted = [
-        home.accumulated(back.slice_offsets, starts, stops, num_ranks, is_end, cp)
+        (
+            home.forward_counts(back.slice_offsets, *back.slices[:4], cp),
+            home.backward_counts(back.slice_offsets, starts, stops, num_ranks, is_end, cp),
+        )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
+        assert one.tolist() == other.tolist()
+    memory = COSTS.memory
+    asked = (counted[0][1], orders[0], memory.backward_peaks.copy(), memory.backward_left.copy())
+    taken = [home.task_bytes(*asked) for home in (kernels, reference)]
+    for one, other in zip(*taken):
         assert one.tolist() == other.tolist()
 
 
@@ -328,7 +336,7 @@ def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
 
     np.testing.assert_array_equal(block.forward, np.maximum(alone[0].forward, alone[1].forward))
     np.testing.assert_array_equal(block.after, np.maximum(alone[0].after, alone[1].after))
-    assert block.rows_forward.shape[0] == 2
+    assert block.forward_peaks.shape[0] == 2
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))

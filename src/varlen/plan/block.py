@@ -13,13 +13,13 @@ from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
-from varlen.simulate.memory import accumulated
+from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
-_JOINED = ("rows_forward", "rows_backward")
-_SAME = ("per_row", "limits", "splits")
+_JOINED = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")
+_SAME = ("limits", "splits")
 
 
 def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
@@ -95,8 +95,10 @@ def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCo
     ahead = priced(costs, forward.slice_offsets, forward.slices)
     back = ahead if backward is forward else priced(costs, backward.slice_offsets, backward.slices)
     after = _kernel("backward_waits")(backward.chains, forward.chains, order)
+    counts = forward_counts(forward.slice_offsets, *forward.slices[:4], costs.mesh.cp)
     starts, stops, num_ranks, _, is_end = backward.slices
-    opened, closed = accumulated(backward.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
+    back_counts = backward_counts(backward.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
+    taken = bytes_of(costs.memory, counts, back_counts, order, costs.splits)
     forward_s, backward_s, weight_s = _kernel("task_seconds")(
         ahead,
         back,
@@ -115,9 +117,11 @@ def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCo
         send_forward=rows * costs.send_s_per_row + costs.send_latency_s,
         send_backward=back_rows * costs.send_s_per_row + costs.send_latency_s,
         after=after,
-        rows_forward=rows[np.newaxis].copy(),
-        rows_backward=np.array([back_rows, opened[order], closed[order]])[np.newaxis],
-        per_row=costs.per_row,
+        forward_peaks=taken.forward_peaks[np.newaxis],
+        forward_left=taken.forward_left[np.newaxis],
+        backward_peaks=taken.backward_peaks[np.newaxis],
+        backward_left=taken.backward_left[np.newaxis],
+        waiting=taken.waiting[np.newaxis],
         limits=costs.limits,
         splits=costs.splits,
     )

@@ -192,7 +192,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
     """Yield the ways to share documents that differ, save those of which memory can't hold a document alone."""
     seen = set()
     alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
-    held = costs.per_row[0].reshape(-1, costs.mesh.pp).sum(axis=0)
+    held = costs.memory.held_bytes.reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
     for threshold, most_rows in tries if search.merges else [(math.inf, math.inf)]:

@@ -15,6 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.cost.phases import (
+    AHEAD,
+    BACKWARD_COUNTS,
+    BACKWARD_KEYS,
+    CLOSED,
+    FORWARD_COUNTS,
+    GATHERED,
+    HEAD,
+    KEYS,
+    LOGIT_ROWS,
+    MOVED,
+    NEAR,
+    OPENED,
+    OWN,
+    SHARED,
+)
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -186,17 +202,76 @@ def memory_curves(
 
 
 @compiled
-def accumulated(
-    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
-) -> Any:
-    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack."""
-    size = len(slice_offsets) - 1
-    begun, ended = np.zeros(size), np.zeros(size)
-    for pack in range(size):
+def forward_counts(
+    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, document_ids: Int32, cp: int
+) -> Float64:
+    """Count what memory asks of each forward MicroPack, float64 `[5, MicroPacks]`; see `varlen.cost.phases`."""
+    counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
+    lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
+    for one in range(len(stops)):
+        lengths[document_ids[one]] = max(lengths[document_ids[one]], stops[one])
+    for pack in range(len(slice_offsets) - 1):
         for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            share = float(num_ranks[one] * cp)
+            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            counts[OWN, pack] += (stop - start) / share
+            counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
+            counts[NEAR, pack] += stop / share
+            if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
+                counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
+    return counts
+
+
+@compiled
+def backward_counts(
+    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
+) -> Float64:
+    """Count what memory asks of each backward MicroPack, float64 `[9, MicroPacks]`; see `varlen.cost.phases`."""
+    counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
+    for pack in range(len(slice_offsets) - 1):
+        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
+            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            counts[OWN, pack] += (stop - start) / share
             if is_end[one]:
-                begun[pack] += starts[one] / share
+                counts[OPENED, pack] += start / share
+                counts[NEAR, pack] += stop / share
             else:
-                ended[pack] += (stops[one] - starts[one]) / share
-    return begun, ended
+                counts[CLOSED, pack] += (stop - start) / share
+                counts[NEAR, pack] += 3.0 * stop / share
+            moved = start / share / (2.0 if is_end[one] else 1.0)
+            if num_ranks[one] > 1:
+                if stop > counts[GATHERED, pack]:
+                    counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
+            else:
+                keys = min(start, BACKWARD_KEYS) / share
+                counts[KEYS, pack] = max(counts[KEYS, pack], keys)
+                moved = max(moved, keys)
+            counts[MOVED, pack] = max(counts[MOVED, pack], moved)
+        counts[HEAD, pack] = min(counts[OWN, pack], LOGIT_ROWS)
+    return counts
+
+
+@compiled
+def task_bytes(counts: Float64, order: Int64, peaks: Float64, left: Float64) -> Any:
+    """Return what tasks take at most and what they leave, each float64 `[chunks, MicroPacks]`.
+
+    Args:
+        counts: float64 `[things, MicroPacks]`.
+        order: int64 `[MicroPacks]`: in which they are asked for.
+        peaks: float64 `[chunks, peaks, things]`: bytes of each.
+        left: float64 `[chunks, things]`.
+    """
+    chunks, many, things = peaks.shape
+    most, kept = np.empty((chunks, len(order))), np.empty((chunks, len(order)))
+    for chunk in range(chunks):
+        for place in range(len(order)):
+            pack = order[place]
+            highest, stays = 0.0, 0.0
+            for peak in range(many):
+                size = 0.0
+                for thing in range(things):
+                    size += peaks[chunk, peak, thing] * counts[thing, pack]
+                highest = max(highest, size)
+            for thing in range(things):
+                stays += left[chunk, thing] * counts[thing, pack]
+            most[chunk, place], kept[chunk, place] = highest, stays
+    return most, kept

@@ -9,7 +9,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.cost.memory import Memory
-from varlen.simulate.durations import Durations
+from varlen.cost.phases import OWN
 from varlen.simulate.graph import Graph
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
@@ -25,68 +25,127 @@ class Curves(NamedTuple):
     sizes_bytes: FloatArray
 
 
-def accumulators(plan: StepPlan) -> tuple[FloatArray, FloatArray]:
-    """Return rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack.
+class TaskBytes(NamedTuple):
+    """What tasks take and leave, of one GPU; chunk by chunk and MicroPack by MicroPack."""
 
-    The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
-    takes the sums of its own rows and is done with them.
+    forward_peaks: FloatArray
+    """float64 `[chunks, forward MicroPacks]`: the most beyond what was there before."""
+    forward_left: FloatArray
+    """float64 of the same shape: what is there more when the task ends."""
+    backward_peaks: FloatArray
+    """float64 `[chunks, backward MicroPacks]`."""
+    backward_left: FloatArray
+    """float64 of the same shape; below 0 where it gives back."""
+    waiting: FloatArray
+    """float64 of the same shape: what weight gradients wait with, where they are tasks of their own; else 0."""
+
+
+def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
+    """Return what each MicroPack of a plan takes in each chunk of layers.
 
     Args:
-        plan: the plan.
+        plan: its tasks aren't read.
+        memory: bytes of rows.
 
-    Returns:
-        Two arrays float64 `[num_backward_micropacks]`, rows of one GPU.
+    Cost: O(slices + chunks * MicroPacks).
     """
-    packs = plan.backward
-    begun, ended = accumulated(
-        packs.slice_offsets.copy(),
-        packs.starts.copy(),
-        packs.stops.copy(),
-        plan.num_ranks[packs.document_ids],
-        (packs.stops == plan.lengths[packs.document_ids]).astype(np.int32),
+    ahead, back = plan.forward, plan.backward
+    # Of arrays that can't be written the kernels would be compiled once more.
+    counts = forward_counts(
+        ahead.slice_offsets.copy(),
+        ahead.starts.copy(),
+        ahead.stops.copy(),
+        plan.num_ranks[ahead.document_ids],
+        ahead.document_ids.copy(),
         plan.mesh.cp,
     )
-    return begun, ended
+    back_counts = backward_counts(
+        back.slice_offsets.copy(),
+        back.starts.copy(),
+        back.stops.copy(),
+        plan.num_ranks[back.document_ids],
+        (back.stops == plan.lengths[back.document_ids]).astype(np.int32),
+        plan.mesh.cp,
+    )
+    return bytes_of(memory, counts, back_counts, np.arange(back_counts.shape[1]), plan.splits_backward)
 
 
-def accumulated(
+def bytes_of(
+    memory: Memory, forward: FloatArray, backward: FloatArray, order: IntArray, splits: bool
+) -> TaskBytes:
+    """Return what MicroPacks take, given what they count.
+
+    Args:
+        memory: bytes of rows.
+        forward: by `forward_counts`.
+        backward: by `backward_counts`.
+        order: int64 `[backward MicroPacks]`: in which they run.
+        splits: whether weight gradients are tasks of their own.
+    """
+    task_bytes = _kernel("task_bytes")
+    # Copies can be written, so that kernels are compiled once.
+    peaks, left = memory.forward_peaks.copy(), memory.forward_left.copy()
+    ahead = task_bytes(forward, np.arange(forward.shape[1]), peaks, left)
+    peaks, left = memory.backward_peaks.copy(), memory.backward_left.copy()
+    back = task_bytes(backward, order, peaks, left)
+    apart = memory.kept_for_weight_bytes if splits else np.zeros(len(left))
+    return TaskBytes(*ahead, *back, apart[:, np.newaxis] * backward[OWN, order])
+
+
+def forward_counts(
+    slice_offsets: Int32Array,
+    starts: Int32Array,
+    stops: Int32Array,
+    num_ranks: Int32Array,
+    document_ids: Int32Array,
+    cp: int,
+) -> FloatArray:
+    """Return what forward MicroPacks count of what takes memory; float64 `[5, MicroPacks]`.
+
+    Args:
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        starts: int32 `[slices]`, all of their documents among them.
+        stops: int32 `[slices]`.
+        num_ranks: int32 `[slices]`: data-parallel ranks that share the slice.
+        document_ids: int32 `[slices]`.
+        cp: GPUs of a rank that share it.
+    """
+    found: FloatArray = _kernel("forward_counts")(slice_offsets, starts, stops, num_ranks, document_ids, cp)
+    return found
+
+
+def backward_counts(
     slice_offsets: Int32Array,
     starts: Int32Array,
     stops: Int32Array,
     num_ranks: Int32Array,
     is_end: Int32Array,
     cp: int,
-) -> tuple[FloatArray, FloatArray]:
-    """Return what `accumulators` does, of slices as arrays.
+) -> FloatArray:
+    """Return what backward MicroPacks count of what takes memory; float64 `[9, MicroPacks]`.
 
     Args:
-        slice_offsets: int32 `[num_micropacks + 1]`.
-        starts: int32 `[num_slices]`.
-        stops: int32 `[num_slices]`.
-        num_ranks: int32 `[num_slices]`: data-parallel ranks that share the slice.
-        is_end: int32 `[num_slices]`: 1 for the last slice of its document, else 0.
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        starts: int32 `[slices]`.
+        stops: int32 `[slices]`.
+        num_ranks: int32 `[slices]`: data-parallel ranks that share the slice.
+        is_end: int32 `[slices]`: 1 for the last slice of its document, else 0.
         cp: GPUs of a rank that share it.
     """
-    found: tuple[FloatArray, FloatArray] = _kernel("accumulated")(
-        slice_offsets, starts, stops, num_ranks, is_end, cp
-    )
+    found: FloatArray = _kernel("backward_counts")(slice_offsets, starts, stops, num_ranks, is_end, cp)
     return found
 
 
-def memory_of(
-    plan: StepPlan, memory: Memory, durations: Durations, graph: Graph, starts: FloatArray, stops: FloatArray
-) -> Curves:
+def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, stops: FloatArray) -> Curves:
     """Return what each stage holds over time.
 
-    A forward MicroPack takes its rows' activations and keys and values as it starts. The backward gives them back
-    as it stops, but for what a separate weight-gradient task needs, which goes with that. While a MicroPack runs
-    forward or backward, it holds what the layer at work does; weight gradients are added to those that the states
-    count.
+    A task takes as it starts what it holds at its peak, and gives back as it stops all but what it leaves: a forward
+    MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs, which
+    goes with that. Weight gradients are added to those that the states count.
 
     Args:
         plan: the plan.
         memory: bytes of states, and of rows in each chunk.
-        durations: rows of each MicroPack.
         graph: tasks; those of the first `dp * pp` streams compute.
         starts: float64 `[num_tasks]`.
         stops: float64 `[num_tasks]`.
@@ -98,29 +157,17 @@ def memory_of(
     offsets = graph.stream_offsets[: num_places + 1]
     count = int(offsets[-1])
     kinds, chunks, micropacks = graph.kinds[:count], graph.chunks[:count], graph.micropacks[:count]
-    begun, ended = accumulators(plan)
+    taken = plan_bytes(plan, memory)
     at_start, at_stop = np.zeros(count), np.zeros(count)
-    for kind, rows in (
-        (FORWARD, durations.forward_rows),
-        (BACKWARD, durations.backward_rows),
-        (WEIGHT, durations.backward_rows),
+    for kind, peaks, left in (
+        (FORWARD, taken.forward_peaks, taken.forward_left),
+        (BACKWARD, taken.backward_peaks, taken.backward_left),
+        (WEIGHT, 0 * taken.waiting, -taken.waiting),
     ):
         some = np.flatnonzero(kinds == kind)
-        chunk, micropack = chunks[some], micropacks[some]
-        row = rows[micropack]
-        passing = memory.passing_bytes[chunk] * row * (kind != WEIGHT)
-        kept = memory.kept_for_weight_bytes[chunk] * row if plan.splits_backward else np.zeros(len(some))
-        at_start[some] += passing
-        at_stop[some] -= passing
-        if kind == FORWARD:
-            at_start[some] += memory.held_bytes[chunk] * row
-        elif kind == BACKWARD:
-            at_start[some] += memory.gradient_bytes[chunk] * begun[micropack]
-            at_stop[some] -= (
-                memory.gradient_bytes[chunk] * ended[micropack] + memory.held_bytes[chunk] * row - kept
-            )
-        else:
-            at_stop[some] -= kept
+        where = chunks[some], micropacks[some]
+        at_start[some] = peaks[where]
+        at_stop[some] = left[where] - peaks[where]
     points = 2 * count + num_places
     times, sizes = np.empty(points), np.empty(points)
     begins = np.tile(memory.state_bytes, mesh.dp)

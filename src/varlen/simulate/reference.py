@@ -5,11 +5,28 @@ Written to be read. Arguments, results and every tie are those of the kernels.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.cost.phases import (
+    AHEAD,
+    BACKWARD_COUNTS,
+    BACKWARD_KEYS,
+    CLOSED,
+    FORWARD_COUNTS,
+    GATHERED,
+    HEAD,
+    KEYS,
+    LOGIT_ROWS,
+    MOVED,
+    NEAR,
+    OPENED,
+    OWN,
+    SHARED,
+)
 from varlen.simulate.reference_dispatch import dispatch as dispatch
 
 Int32 = NDArray[np.int32]
@@ -94,18 +111,73 @@ def memory_curves(
     sizes[:] = [size for _, size in points]
 
 
-def accumulated(
+def forward_counts(
+    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, document_ids: Int32, cp: int
+) -> Float64:
+    """Count what memory asks of each forward MicroPack: `varlen.cost.phases` says what."""
+    slices = list(zip(starts.tolist(), stops.tolist(), num_ranks.tolist(), document_ids.tolist()))
+    lengths: dict[int, int] = {}
+    for _, stop, _, document in slices:
+        lengths[document] = max(lengths.get(document, 0), stop)
+    counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
+    for pack, (first, last) in enumerate(pairwise(slice_offsets.tolist())):
+        for start, stop, ranks, document in slices[first:last]:
+            share = float(ranks * cp)
+            # All of a document's keys and values are there from its first slice on.
+            ahead = (0 if start else lengths[document]) - (stop - start)
+            counts[[OWN, AHEAD, NEAR], pack] += np.array([stop - start, ahead, stop]) / share
+        _gathered(counts, pack, slices[first:last], cp)
+    return counts
+
+
+def backward_counts(
     slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
-) -> tuple[Float64, Float64]:
-    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack.
+) -> Float64:
+    """Count what memory asks of each backward MicroPack: `varlen.cost.phases` says what.
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
     takes the sums of its own rows and is done with them.
     """
-    size = len(slice_offsets) - 1
-    begun, ended = np.zeros(size), np.zeros(size)
-    pack_of = np.repeat(np.arange(size), np.diff(slice_offsets))
-    is_last = is_end.astype(bool)
-    np.add.at(begun, pack_of, np.where(is_last, starts / (cp * num_ranks), 0.0))
-    np.add.at(ended, pack_of, np.where(is_last, 0.0, (stops - starts) / (cp * num_ranks)))
-    return begun, ended
+    slices = list(zip(starts.tolist(), stops.tolist(), num_ranks.tolist(), is_end.tolist()))
+    counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
+    for pack, (first, last) in enumerate(pairwise(slice_offsets.tolist())):
+        for start, stop, ranks, ends in slices[first:last]:
+            rows, share = stop - start, float(ranks * cp)
+            found = [rows, start, stop, 0] if ends else [rows, 0, 3.0 * stop, rows]
+            counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
+            keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
+            # Keys and values are copied before gradients of twice their width, where there are some to copy.
+            moved = start / share / (2.0 if ends else 1.0)
+            counts[KEYS, pack] = max(counts[KEYS, pack], keys)
+            counts[MOVED, pack] = max(counts[MOVED, pack], keys, moved)
+        _gathered(counts, pack, slices[first:last], cp)
+        counts[HEAD, pack] = min(counts[OWN, pack], LOGIT_ROWS)
+    return counts
+
+
+def _gathered(counts: Float64, pack: int, slices: list[tuple[int, int, int, int]], cp: int) -> None:
+    """Count the longest document that ranks share."""
+    shared = [(stop, ranks) for _, stop, ranks, _ in slices if ranks > 1]
+    if shared:
+        stop, ranks = max(shared, key=lambda one: one[0])
+        counts[[GATHERED, SHARED], pack] = stop, stop / float(ranks * cp)
+
+
+def task_bytes(
+    counts: Float64, order: NDArray[np.int64], peaks: Float64, left: Float64
+) -> tuple[Float64, Float64]:
+    """Return what tasks take at most and what they leave, each float64 `[chunks, MicroPacks]`.
+
+    A task has the highest of its peaks; each is a sum over the things that its MicroPack counts.
+    """
+    most, kept = np.zeros((2, len(peaks), len(order)))
+    for place, counted in enumerate(counts.T[order]):
+        for chunk in range(len(peaks)):
+            most[chunk, place] = max(0.0, *(_sum(peak * counted) for peak in peaks[chunk]))
+            kept[chunk, place] = _sum(left[chunk] * counted)
+    return most, kept
+
+
+def _sum(values: Float64) -> float:
+    """Add up one by one, as kernels do."""
+    return float(np.cumsum(values)[-1])
