@@ -12,7 +12,7 @@ from test_plan_step import cost_of
 
 import varlen as vl
 from varlen.plan.answer import Answer
-from varlen.plan.block import padded, pipeline_of_block
+from varlen.plan.block import padded, pipeline_of_block, work_of_block
 from varlen.plan.check import check_plan
 from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack
 from varlen.plan.recut import recut
@@ -73,7 +73,7 @@ def fastest_recut(answer: Answer) -> float:
     rates, least_rows = answer.costs.rates, ALIKE.least_rows
     return min(
         dispatch(
-            pipeline_of_block(block.forward, padded(backward), answer.costs),
+            pipeline_of_block(work_of_block(block.forward, padded(backward), answer.costs), answer.costs),
             forward_first=block.setting is not None and block.setting.forward_first,
         ).makespan_s
         for factor in RECUTS

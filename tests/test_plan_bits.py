@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.cost.model import _interpolated
-from varlen.plan.block import pipeline_of_rank
+from varlen.plan.block import pipeline_of_block, work_of_block
 from varlen.plan.micropack import micropack
 from varlen.plan.save import plan_fingerprint
 from varlen.plan.search import Search
@@ -74,7 +74,8 @@ def test_a_rank_has_the_same_to_do_as_the_planner_and_as_a_plan_say(
 
     told = pipelines_of(plan, costs, durations(plan, cost))
     for rank, found in enumerate(map(told, range(mesh.dp))):
-        own = pipeline_of_rank(answer.forward[rank], answer.backward[rank], costs)
+        work = work_of_block([answer.forward[rank]], [answer.backward[rank]], costs)
+        own = pipeline_of_block(work, costs)
         held = found.send_backward > found.send_backward.min()
         for field in fields(Pipeline):
             one, other = getattr(own, field.name), getattr(found, field.name)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import varlen as vl
 from varlen.cost.kernels import cut_evenly
 from varlen.plan import kernels_compose, reference_compose
-from varlen.plan.block import blocks_of, padded, pipeline_of_block, pipeline_of_rank
+from varlen.plan.block import blocks_of, padded, pipeline_of_block, work_of_block
 from varlen.plan.compose import Composition, Grading, RankDocuments, compose, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
@@ -93,10 +93,10 @@ def test_composing_and_its_seconds_agree_with_their_references(
         home.composed(np.array(cuts), chained, given, documents.work, *rest)
         for home in (kernels_compose, reference_compose)
     ]
-    order = kernels_compose.reversed_chains(made[0][2])
     prices = priced(COSTS, made[0][0], made[0][1])
+    ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])
     gathers = np.full((3, COSTS.layers.size), 1e-3)
-    asked = (prices, prices[::-1].copy(), order, COSTS.layers, COSTS.heads, gathers, graded, in_step)
+    asked = (ahead, back, COSTS.layers, COSTS.heads, gathers, graded, in_step)
     seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
 
     for pair in (made, seconds):
@@ -163,7 +163,7 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     memory = COSTS.memory
-    asked = (counted[0][1], orders[0], memory.backward_peaks.copy(), memory.backward_left.copy())
+    asked = (counted[0][1][None], memory.backward_peaks.copy(), memory.backward_left.copy())
     taken = [home.task_bytes(*asked) for home in (kernels, reference)]
     for one, other in zip(*taken):
         assert one.tolist() == other.tolist()
@@ -331,12 +331,18 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
 
 def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
     ranks = padded([composed(rank_of([50_000, 800, 900]), 8), composed(rank_of([20_000, 9000, 4000]), 8)])
-    alone = [pipeline_of_rank(rank, rank, COSTS) for rank in ranks]
-    block = pipeline_of_block(ranks, ranks, COSTS)
+    alone = [pipeline_of_block(work_of_block([rank], [rank], COSTS), COSTS) for rank in ranks]
+    block = pipeline_of_block(work_of_block(ranks, ranks, COSTS), COSTS)
 
     np.testing.assert_array_equal(block.forward, np.maximum(alone[0].forward, alone[1].forward))
     np.testing.assert_array_equal(block.after, np.maximum(alone[0].after, alone[1].after))
-    assert block.forward_peaks.shape[0] == 2
+    np.testing.assert_array_equal(block.backward, np.maximum(alone[0].backward, alone[1].backward))
+    np.testing.assert_array_equal(
+        block.send_backward, np.maximum(alone[0].send_backward, alone[1].send_backward)
+    )
+    for rank, one in enumerate(alone):
+        np.testing.assert_array_equal(block.forward_peaks[rank], one.forward_peaks[0])
+        np.testing.assert_array_equal(block.backward_left[rank], one.backward_left[0])
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from varlen.simulate import kernels_dispatch, reference_dispatch
 from varlen.simulate.dispatch import Pipeline, dispatch
 
-
 BYTES = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")
 
 

@@ -41,10 +41,12 @@ class LayerBytes:
     """What a layer computed again has made before its backward pass begins."""
     waiting: float
     """What waits for weight gradients of what lies behind attention, where they are tasks of their own."""
+    gathers: bool
+    """Whether ranks that share a document gather its keys and values, as `varlen.runtime` does, or form a ring."""
 
 
 def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
-    """Count the bytes of a row in one layer; "full" stands for layers of which those not computed again are selective.
+    """Count the bytes of a row in one layer; with "full", layers that aren't computed again are selective.
 
     Args:
         model: its widths.
@@ -95,6 +97,7 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         attention_again=again,
         attention_kept=beside + expanded - kept,
         made=made,
+        gathers=is_eager,
         waiting=(3 * hidden + (3 if model.gated else 2) * gates) / tp,
     )
 

@@ -10,9 +10,9 @@ import numpy as np
 from varlen.cost.layer import Kernels, kv_shards, layer_bytes
 from varlen.cost.phases import (
     AHEAD,
+    BACKWARD_COUNTS,
     CLOSED,
     FORWARD_COUNTS,
-    BACKWARD_COUNTS,
     LAYERS_ON_DEVICE,
     LOGIT_ROWS,
     OPENED,
@@ -41,13 +41,13 @@ class Memory:
     gradient_bytes: FloatArray
     """float64 `[num_chunks]`: per row, dK and dV in float32, while its document is in backward."""
     near_bytes: FloatArray
-    """float64 `[num_chunks]`: with keys and values in host memory, of each token of a running MicroPack's documents up
-    to its end; three times as many where it runs backward."""
+    """float64 `[num_chunks]`: with keys and values in host memory, of each token of a running MicroPack's documents
+    up to its end; three times as many where it runs backward."""
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients where they are apart."""
     forward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 5]`: what a forward task takes at most, of each thing that `varlen.cost.phases` says a
-    MicroPack counts; the largest of its peaks."""
+    """float64 `[num_chunks, peaks, 5]`: what a forward task takes at its peaks, of each thing that
+    `varlen.cost.phases` says a MicroPack counts; the largest is what it takes."""
     forward_left: FloatArray
     """float64 `[num_chunks, 5]`: what it leaves."""
     backward_peaks: FloatArray
@@ -112,30 +112,29 @@ def memory_of(
       that run, and all others in host memory.
     - With saved="stage" rows hold what goes into the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, what goes into each layer that is computed again is there for its rows.
-    - Where ranks share a document, its keys and values are gathered for one layer at a time.
+    - Where ranks share a document, eager layers have its keys and values gathered, of one layer at a time; fused ones
+      pass them on in a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
     is_far = (offload == "kv") & (layers > LAYERS_ON_DEVICE)
-    kv = layer.kv * np.stack([~is_far, is_far])
-    held = layer.hidden * held_inputs + layer.kv * num_again + layer.kept * (layers - num_again)
+    kv = np.where(is_far, [[0.0], [layer.kv]], [[layer.kv], [0.0]])
+    held: FloatArray = layer.hidden * held_inputs + layer.kv * num_again + layer.kept * (layers - num_again)
     held += layer.shared * (num_again < layers) - kv[1] * layers
     head = np.zeros(len(layers))
     if kernels == "eager":
         head = logit_bytes(model, kernels) / mesh.tp * stages.has_head
     else:
         held += 4 * model.hidden / mesh.tp * stages.has_head
-    apart = layers * _kept_for_weight(model, mesh)
-    waiting = apart / layers * splits_backward
-    forward_left, backward_left = (
-        np.zeros((len(layers), FORWARD_COUNTS)),
-        np.zeros((len(layers), BACKWARD_COUNTS)),
-    )
+    of_layer = _kept_for_weight(model, mesh)
+    apart, waiting = layers * of_layer, np.full(len(layers), of_layer * splits_backward)
+    forward_left = np.zeros((len(layers), FORWARD_COUNTS))
+    backward_left = np.zeros((len(layers), BACKWARD_COUNTS))
     forward_left[:, OWN], forward_left[:, AHEAD] = held, kv[0] * layers
     backward_left[:, OWN] = apart * splits_backward - held
     backward_left[:, OPENED], backward_left[:, CLOSED] = 2 * kv[0] * layers, -2 * kv[0] * layers
-    moves = layer.hidden * ((made_inputs > 0) & (num_again > 0))
+    moves: FloatArray = layer.hidden * ((made_inputs > 0) & (num_again > 0))
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
         held_bytes=held,

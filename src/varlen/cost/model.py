@@ -49,8 +49,8 @@ class CostModel:
     then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
     that is priced."""
     saved: Saved = "layers"
-    """What layers are computed again from: what went into each of them, or "stage", what went into the first of a chunk,
-    which takes a forward pass of all but the last of them more."""
+    """What layers are computed again from: what went into each of them, or "stage", what went into the first of a
+    chunk, which takes a forward pass of all but the last of them more."""
     mode: Mode = "calibrated"
     """Whether seconds come from the hardware's tables or from FLOPs alone."""
     kernels: Kernels = "fused"

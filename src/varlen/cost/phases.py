@@ -29,13 +29,13 @@ PLACE_BYTES: Final = 24.0
 
 OWN, AHEAD, NEAR, GATHERED, SHARED = range(5)
 """What a forward MicroPack counts, on one GPU: its rows; rows of documents that begin in it, beyond its own, less its
-own of documents that began before; tokens of its documents up to its end; the same of the longest that ranks share,
-all of them, and this rank's."""
+own of documents that began before; tokens of its documents up to its end; all of those of the longest document that
+ranks share, and this rank's."""
 OPENED, CLOSED, KEYS, MOVED, HEAD = 1, 5, 6, 7, 8
-"""What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED` and `SHARED`: earlier rows of documents that end in
-it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens of one document, up to
-`BACKWARD_KEYS`; the same or what is copied as memory is given back, if that is more; rows of its logits. `NEAR` counts
-tokens with gradients three times, as their bytes are."""
+"""What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED` and `SHARED`: earlier rows of documents that end
+in it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens of one document,
+up to `BACKWARD_KEYS`; the same, or what is copied as memory is given back, if that is more; rows of its logits.
+`NEAR` counts tokens that have gradients three times, as their bytes are."""
 FORWARD_COUNTS, BACKWARD_COUNTS = 5, 9
 
 
@@ -57,13 +57,13 @@ def forward_peaks(
         kv: `[2, chunks]`: of keys and values, per row and layer, where they stay on the device and where they don't.
         moves: `[chunks]`: of what goes into the last layer, where that isn't left.
     """
-    near, far = kv
-    has_kept = num_again < layers
+    far, has_kept = kv[1], num_again < layers
     run, attention = left.copy(), left.copy()
     run[:, OWN] += np.where(has_kept, layer.forward_kept, layer.forward_again + moves)
     run[:, NEAR] = attention[:, NEAR] = LAYERS_ON_DEVICE * far
     attention[:, OWN] += np.where(has_kept, layer.attention_kept, layer.attention_again)
-    attention[:, GATHERED], attention[:, SHARED] = 2 * (near + far) + PLACE_BYTES, near + far
+    if layer.gathers:
+        attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + PLACE_BYTES, layer.kv
     return _needed([run, attention])
 
 
@@ -108,7 +108,8 @@ def backward_peaks(
             peak[:, OPENED] = 2 * near * opened + 2 * far * np.minimum(opened, LAYERS_ON_DEVICE)
             peak[:, NEAR] = LAYERS_ON_DEVICE * far * (is_again | (opened > 0))
         attention[:, KEYS], attention[:, MOVED] = far, near
-        attention[:, GATHERED], attention[:, SHARED] = 5 * (near + far) + PLACE_BYTES, 2 * (near + far)
+        if layer.gathers:
+            attention[:, GATHERED], attention[:, SHARED] = 5 * layer.kv + PLACE_BYTES, 2 * layer.kv
         found += [begins, attention]
     logits = np.zeros((len(layers), BACKWARD_COUNTS))
     logits[:, HEAD] = head
@@ -139,5 +140,4 @@ def _needed(peaks: list[FloatArray]) -> FloatArray:
         others = kept + peaks[number + 1 :]
         if not any((other >= peak).all() for other in others):
             kept.append(peak)
-    found: FloatArray = np.stack(kept, axis=1)
-    return found
+    return np.stack(kept, axis=1)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from varlen.plan.block import blocks_of, padded, pipeline_of_block
-from varlen.plan.compose import Composition, RankDocuments, compose
+from varlen.cost.phases import AHEAD, OWN
+from varlen.plan.block import BlockWork, blocks_of, padded, pipeline_of_block, work_of_block
+from varlen.plan.compose import Composition, Grading, RankDocuments, compose
 from varlen.plan.groups import Groups
 from varlen.plan.search import Search
 from varlen.plan.settings import (
@@ -24,7 +25,6 @@ from varlen.plan.settings import (
     neighbours,
 )
 from varlen.simulate.dispatch import Dispatched, dispatch
-from varlen.cost.phases import AHEAD, OWN
 from varlen.simulate.stage_costs import StageCosts
 
 _WAITING = 1.08
@@ -33,14 +33,22 @@ _ESTIMATE_SLACK = 0.9
 """Work in MicroPacks may take a little less than documents were weighed at."""
 _NONE_BESIDE = 1e-9
 """Of a rank's work: a budget so small that no document stands beside another."""
+_MOST_KEPT = 65_536
+"""Documents of a rank up to which its compositions are kept; of more of them they would take gigabytes."""
 _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
+
+
+Composed = tuple[list[Composition], BlockWork]
+"""What was composed of a block's ranks, and what they have to do."""
 
 
 @dataclass(slots=True)
 class BlockSearch:
     """What has been tried on the ranks of a block, and the best of it."""
 
+    first: int
+    """Its first rank."""
     documents: list[RankDocuments]
     estimate_s: float
     """What it takes if nothing waits, as long as nothing has been tried."""
@@ -94,6 +102,8 @@ class Answer:
     blocks: list[BlockSearch]
     spares_memory: bool = False
     """Whether documents are shared because memory can't hold them otherwise."""
+    composed: dict[tuple[object, ...], Composed] = field(default_factory=dict)
+    """By block and all that tells one composition from another: the same whether weight gradients stand apart."""
 
     @property
     def makespan_s(self) -> float:
@@ -155,7 +165,7 @@ def blocks(
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(documents[first:last], estimate, *_places(documents[first:last], costs, search))
+        BlockSearch(first, documents[first:last], estimate, *_places(documents[first:last], costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
     ]
 
@@ -175,7 +185,9 @@ def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -
     return min(int(np.searchsorted(wanted, least)), finest), finest
 
 
-def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> None:
+def improve(
+    answer: Answer, search: Search, incumbent_s: float, look: Look, favourite: Setting | None = None
+) -> None:
     """Try settings on whichever block is slowest, until it has none left: no other can make the step faster.
 
     Args:
@@ -183,8 +195,8 @@ def improve(answer: Answer, search: Search, incumbent_s: float, look: Look) -> N
         search: what may be tried.
         incumbent_s: of the best answer so far; no more is tried once this one can't beat it.
         look: how closely; a quick look leaves blocks alone of which an estimate says that they aren't the slowest.
+        favourite: the setting to begin with; without, the usual one.
     """
-    favourite: Setting | None = None
     while True:
         block = max(answer.blocks, key=lambda block: block.makespan_s)
         setting = _next(block, favourite, search, look)
@@ -221,36 +233,20 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     # Of equals the one with fewer MicroPacks: where rows are few, many counts come to the same, and fewer may be
     # faster still.
     is_fewer = block.setting is not None and setting.size < block.setting.size
-    same = (
-        count,
-        heads,
-        tails,
-        graded.smallest,
-        sharing if block.shares else None,
-        setting.forward_first,
-        setting.whole,
-    )
+    shared = sharing if block.shares else None
+    composed = (block.first, count, heads, tails, graded.smallest, shared, setting.whole)
+    same = (*composed, setting.forward_first)
     if same in block.known:
         if is_fewer and block.known[same] == before_s < math.inf:
             block.setting = setting
         return
-    compositions = padded(
-        [
-            compose(
-                documents,
-                count,
-                grading,
-                least_rows=search.least_rows if search.slices and not setting.whole else 2**31 - 1,
-                budget=budget,
-                rates=costs.rates,
-                in_step=len(block.documents) > 1,
-                by_work=search.orders,
-                mixes=sharing.mixes,
-            )
-            for documents in block.documents
-        ]
-    )
-    pipeline = pipeline_of_block(compositions, compositions, costs)
+    known = answer.composed.get(composed)
+    if known is None:
+        known = _composed(block, count, grading, budget, sharing.mixes, setting.whole, costs, search)
+        if block.documents[0].lengths.size <= _MOST_KEPT:
+            answer.composed[composed] = known
+    compositions, priced = known
+    pipeline = pipeline_of_block(priced, costs)
     found = dispatch(pipeline, forward_first=setting.forward_first, limit_s=before_s)
     if found.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
@@ -262,6 +258,36 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
         another = pipeline.forward_left.sum(axis=(0, 2)).reshape(-1, stages).sum(axis=0) / count
         most = np.minimum(_NEARLY_FULL * costs.limits, costs.limits - another)
         block.is_full = bool((found.peaks_bytes > most).any())
+
+
+def _composed(
+    block: BlockSearch,
+    count: int,
+    grading: Grading,
+    budget: float,
+    mixes: bool,
+    whole: bool,
+    costs: StageCosts,
+    search: Search,
+) -> Composed:
+    """Make the MicroPacks of a block's ranks, equally many on each."""
+    compositions = padded(
+        [
+            compose(
+                documents,
+                count,
+                grading,
+                least_rows=search.least_rows if search.slices and not whole else 2**31 - 1,
+                budget=budget,
+                rates=costs.rates,
+                in_step=len(block.documents) > 1,
+                by_work=search.orders,
+                mixes=mixes,
+            )
+            for documents in block.documents
+        ]
+    )
+    return compositions, work_of_block(compositions, compositions, costs)
 
 
 def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:

@@ -39,6 +39,9 @@ _WORTH_A_TRY = 1.04
 """Times its lower bound that a plan takes, about: more recomputation is tried where so much would still be faster."""
 _WORTH_OFFLOADING = 1.13
 """The same of keys and values in host memory, which seldom brings much."""
+_HELD_BACK = 1.25
+"""Times its lower bound from which a plan is held back by memory: a step of recomputation that doesn't help is then
+followed by the next."""
 
 
 def plan_step(
@@ -112,7 +115,8 @@ def plan_step(
     used_cost, least_s = cost, math.inf
     for tried in repairs(cost, mesh) if used.repairs else [cost]:
         slack = _WORTH_A_TRY if tried.offload == cost.offload else _WORTH_OFFLOADING
-        if best and lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds * slack >= least_s:
+        bound_s = lower_bound(held, tried, mesh, least_rows=used.least_rows).seconds if best else 0.0
+        if bound_s * slack >= least_s:
             break
         found = _planned(held, tried, mesh, method, limit, tuned, used, least_s)
         taken_s = score(found.plan, tried) if found else math.inf
@@ -121,7 +125,7 @@ def plan_step(
             best, used_cost, least_s = found, tried, taken_s
             if is_enough:
                 break
-        elif best:
+        elif least_s < _HELD_BACK * bound_s:
             break
     if best is None:
         best = _whole(held, tried, mesh, method, limit, used)

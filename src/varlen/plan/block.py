@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from varlen import jit
-from varlen.cost.rates import ROWS
+from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
+from varlen.cost.rates import NUM_COLUMNS, ROWS
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
 from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.simulate.stage_costs import StageCosts, priced
-from varlen.types import IntArray
+from varlen.types import FloatArray, Int32Array, IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
-_JOINED = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")
-_SAME = ("limits", "splits")
 
 
 def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
@@ -52,76 +52,97 @@ def padded(compositions: Sequence[Composition]) -> list[Composition]:
     return [composition.extended(count) for composition in compositions]
 
 
-def pipeline_of_block(
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockWork:
+    """What a block's MicroPacks are by themselves, whatever a chunk of layers makes of them: priced, in order."""
+
+    ahead: FloatArray
+    """float64 `[ranks, forward MicroPacks, 7]`: as `stage_costs.priced`."""
+    back: FloatArray
+    """float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run."""
+    send_forward: FloatArray
+    send_backward: FloatArray
+    after: Int32Array
+    """These three as `Pipeline` has them."""
+    counts_forward: FloatArray
+    """float64 `[ranks, 5, forward MicroPacks]`: as `forward_counts`."""
+    counts_backward: FloatArray
+    """float64 `[ranks, 9, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+
+
+def work_of_block(
     forward: Sequence[Composition], backward: Sequence[Composition], costs: StageCosts
-) -> Pipeline:
+) -> BlockWork:
+    """Price the MicroPacks of a block's ranks, and say what each waits for.
+
+    Args:
+        forward: one a rank, all of the same number of MicroPacks.
+        backward: the same for the backward pass, with the same chains of the same documents; may be equal.
+        costs: of the mesh; whether weight gradients stand apart makes no difference.
+
+    Cost: O(slices).
+    """
+    count, back_count = forward[0].num_micropacks, backward[0].num_micropacks
+    ahead = np.empty((len(forward), count, NUM_COLUMNS))
+    back = np.empty((len(forward), back_count, NUM_COLUMNS))
+    counts = np.empty((len(forward), FORWARD_COUNTS, count))
+    back_counts = np.empty((len(forward), BACKWARD_COUNTS, back_count))
+    after = np.zeros(back_count, np.int32)
+    for rank, (one, other) in enumerate(zip(forward, backward)):
+        order = other.backward_order
+        priced_ahead = priced(costs, one.slice_offsets, one.slices)
+        same = other is one
+        priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
+        ahead[rank], back[rank] = priced_ahead, priced_back[order]
+        starts, stops, num_ranks, document_ids, _ = one.slices
+        counts[rank] = forward_counts(
+            one.slice_offsets, starts, stops, num_ranks, document_ids, costs.mesh.cp
+        )
+        starts, stops, num_ranks, _, is_end = other.slices
+        found = backward_counts(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
+        back_counts[rank] = found[:, order]
+        np.maximum(after, _kernel("backward_waits")(other.chains, one.chains, order), out=after)
+    latency, per_row = costs.send_latency_s, costs.send_s_per_row
+    return BlockWork(
+        ahead=ahead,
+        back=back,
+        send_forward=ahead[:, :, ROWS].max(axis=0) * per_row + latency,
+        send_backward=back[:, :, ROWS].max(axis=0) * per_row + latency,
+        after=after,
+        counts_forward=counts,
+        counts_backward=back_counts,
+    )
+
+
+def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
     """Return what a block's pipeline has to do: of each MicroPack what it takes the slowest rank.
 
     An order of tasks for this pipeline is one for all of its ranks, and none of them takes longer with it.
 
     Args:
-        forward: one a rank, all of the same number of MicroPacks.
-        backward: the same for the backward pass; may be equal.
+        work: of the block.
         costs: of the mesh.
 
-    Cost: O(slices).
+    Cost: O(ranks * MicroPacks * chunks).
     """
-    pipelines = [pipeline_of_rank(ahead, back, costs) for ahead, back in zip(forward, backward)]
-    if len(pipelines) == 1:
-        return pipelines[0]
-    joined = {}
-    for name in Pipeline.__slots__:
-        values = [getattr(pipeline, name) for pipeline in pipelines]
-        if name in _SAME:
-            joined[name] = values[0]
-        elif name in _JOINED:
-            joined[name] = np.concatenate(values)
-        else:
-            joined[name] = functools.reduce(np.maximum, values)
-    return Pipeline(**joined)
-
-
-def pipeline_of_rank(forward: Composition, backward: Composition, costs: StageCosts) -> Pipeline:
-    """Price a rank's MicroPacks and say what each waits for.
-
-    Args:
-        forward: MicroPacks of the rank.
-        backward: those of the backward pass, with the same chains of the same documents.
-        costs: of the mesh.
-
-    Cost: O(slices).
-    """
-    order = backward.backward_order
-    ahead = priced(costs, forward.slice_offsets, forward.slices)
-    back = ahead if backward is forward else priced(costs, backward.slice_offsets, backward.slices)
-    after = _kernel("backward_waits")(backward.chains, forward.chains, order)
-    counts = forward_counts(forward.slice_offsets, *forward.slices[:4], costs.mesh.cp)
-    starts, stops, num_ranks, _, is_end = backward.slices
-    back_counts = backward_counts(backward.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
-    taken = bytes_of(costs.memory, counts, back_counts, order, costs.splits)
-    forward_s, backward_s, weight_s = _kernel("task_seconds")(
-        ahead,
-        back,
-        order,
+    taken = bytes_of(costs.memory, work.counts_forward, work.counts_backward, splits=costs.splits)
+    forward, backward, weight = _kernel("task_seconds")(
+        work.ahead,
+        work.back,
         costs.layers,
         costs.heads,
         gathers_s(costs.gather_s, splits=costs.splits),
         costs.splits,
         costs.head_at_once,
     )
-    rows, back_rows = ahead[:, ROWS], back[order, ROWS]
     return Pipeline(
-        forward=forward_s,
-        backward=backward_s,
-        weight=weight_s,
-        send_forward=rows * costs.send_s_per_row + costs.send_latency_s,
-        send_backward=back_rows * costs.send_s_per_row + costs.send_latency_s,
-        after=after,
-        forward_peaks=taken.forward_peaks[np.newaxis],
-        forward_left=taken.forward_left[np.newaxis],
-        backward_peaks=taken.backward_peaks[np.newaxis],
-        backward_left=taken.backward_left[np.newaxis],
-        waiting=taken.waiting[np.newaxis],
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        send_forward=work.send_forward,
+        send_backward=work.send_backward,
+        after=work.after,
+        **taken._asdict(),
         limits=costs.limits,
         splits=costs.splits,
     )

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.cost.model import CostModel
-from varlen.plan.answer import Answer, Look, blocks, improve
+from varlen.cost.phases import NEAR, OPENED, OWN
+from varlen.plan.answer import Answer, Composed, Look, blocks, improve
 from varlen.plan.assemble import step_plan
-from varlen.plan.block import padded, pipeline_of_block
+from varlen.plan.block import padded, pipeline_of_block, work_of_block
 from varlen.plan.compose import TYPICAL_ROWS, RankDocuments, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.recut import recut
@@ -35,6 +36,8 @@ _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
+_HELD_BACK = 1.25
+"""Times its work alone from which a way to share documents may be slow for want of memory alone."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
 _CLOSER = 1.06
@@ -51,6 +54,8 @@ class _Sharing(NamedTuple):
     """Of each rank."""
     spares_memory: bool
     """Whether some are shared because memory can't hold them otherwise."""
+    composed: dict[tuple[object, ...], Composed]
+    """As `Answer.composed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +114,24 @@ def micropack(
     costs = stage_costs(cost, mesh, splits=splits)
     incumbent_s -= float(costs.sync_s.min())
     shared = list(_groupings(lengths, costs, search))
-    best = _searched(shared, costs, search, kept, incumbent_s)
+    ways = _seen(shared, costs, search)
+    best = _best_of(ways, search, kept, incumbent_s)
     found = {"lengths": lengths, "cost": cost, "mesh": mesh, "search": search, "method": method}
     if best and not search.closely:
         return Found(**found, best=best, kept=kept)  # type: ignore[arg-type]
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
+    if best is None and any(way.slowness < _HELD_BACK for way in ways):
+        return None  # slower than the incumbent, and not for want of memory
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
-        best = _searched(shared, plain, search, kept, incumbent_s, best)
-    elif splits and best:
-        documents = [rank for block in best.blocks for rank in block.documents]
-        fresh = blocks(documents, best.groups, plain, search)
-        way = Answer(best.groups, plain, fresh, best.spares_memory)
-        best = _better(way, best, search, Look.CLOSE)
+        best = _best_of(_seen(shared, plain, search, best), search, kept, incumbent_s, best)
+    elif splits and best and best.is_full:
+        # Only then may a plain backward be faster; it is begun where the best one stands.
+        way = _plain(best, plain, search)
+        if way.makespan_s < _CLOSER * best.makespan_s:
+            best = _better(way, best, search, Look.CLOSE)
     return Found(**found, best=best, kept=kept) if best else None  # type: ignore[arg-type]
 
 
@@ -141,6 +149,16 @@ def thorough(found: Found) -> Found:
     return replace(found, best=best) if best and best.makespan_s < found.best.makespan_s else found
 
 
+def _plain(best: Answer, costs: StageCosts, search: Search) -> Answer:
+    """The same documents with weight gradients within the backward pass, looked at briefly."""
+    documents = [rank for block in best.blocks for rank in block.documents]
+    fresh = blocks(documents, best.groups, costs, search)
+    way = Answer(best.groups, costs, fresh, best.spares_memory, best.composed)
+    slowest = max(best.blocks, key=lambda block: block.makespan_s)
+    improve(way, search, math.inf, Look.BRIEF, slowest.setting)
+    return way
+
+
 def _may_compose_apart(cost: CostModel, search: Search) -> bool:
     """Kept activations belong to the slices that made them: only what is computed again may be cut anew."""
     return search.asymmetric and cost.recompute == "full" and cost.recompute_share == 1
@@ -153,23 +171,31 @@ def _composed_apart(answer: Answer, search: Search) -> Answer:
     return copy
 
 
-def _searched(
-    shared: list[_Sharing],
-    costs: StageCosts,
-    search: Search,
-    kept: list[Answer],
-    worth_s: float,
-    best: Answer | None = None,
-) -> Answer | None:
-    """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
+def _seen(
+    shared: list[_Sharing], costs: StageCosts, search: Search, best: Answer | None = None
+) -> list[Answer]:
+    """Look quickly at ways to share documents: closely enough to tell those that can't beat the best."""
     ways = [
-        Answer(one.groups, costs, blocks(one.documents, one.groups, costs, search), one.spares_memory)
+        Answer(
+            one.groups,
+            costs,
+            blocks(one.documents, one.groups, costs, search),
+            one.spares_memory,
+            one.composed,
+        )
         for one in shared
     ]
     incumbent_s = best.makespan_s if best else math.inf
     for way in ways:
         improve(way, search, incumbent_s, Look.QUICK)
         incumbent_s = min(incumbent_s, way.makespan_s)
+    return ways
+
+
+def _best_of(
+    ways: list[Answer], search: Search, kept: list[Answer], worth_s: float, best: Answer | None = None
+) -> Answer | None:
+    """The best way to share documents, if it beats the best so far; what is looked at closely goes into `kept`."""
     most = len(kept) + _KEPT
     for way in sorted(ways, key=lambda way: way.makespan_s):
         if way.makespan_s > _CLOSER * min(worth_s, best.makespan_s if best else math.inf):
@@ -194,6 +220,11 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
     alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
     held = costs.memory.held_bytes.reshape(-1, costs.mesh.pp).sum(axis=0)
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
+    # All rows of a document lie there when the last of them goes backward, which opens gradients of those before it.
+    last = costs.memory.backward_peaks
+    more = (np.minimum(last[:, :, OWN], last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
+    least = held + more.reshape(-1, costs.mesh.pp).min(axis=0)
+    most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
     for threshold, most_rows in tries if search.merges else [(math.inf, math.inf)]:
         sizes = merged_sizes(
@@ -208,12 +239,11 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
         if sizes.tobytes() in seen:
             continue
         seen.add(sizes.tobytes())
-        # All rows of a document lie there before the first of them goes backward.
-        if (lengths / sizes > _ROUNDING * costs.mesh.cp * room).any():
+        if (lengths / sizes > _ROUNDING * most_held).any():
             continue
         groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
         documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
-        yield _Sharing(groups, documents, spares_memory=bool((lengths > most_rows).any()))
+        yield _Sharing(groups, documents, bool((lengths > most_rows).any()), composed={})
 
 
 def _compose_apart(answer: Answer, search: Search) -> None:
@@ -232,7 +262,7 @@ def _compose_apart(answer: Answer, search: Search) -> None:
                 [recut(one, factor, least_rows=search.least_rows, rates=costs.rates) for one in block.forward]
             )
             limit_s = min(block.makespan_s, LEAST_GAIN * before_s)
-            pipeline = pipeline_of_block(block.forward, backward, costs)
+            pipeline = pipeline_of_block(work_of_block(block.forward, backward, costs), costs)
             found = dispatch(pipeline, forward_first=is_ahead, limit_s=limit_s)
             if found.makespan_s < limit_s:
                 block.found, block.backward = found, backward

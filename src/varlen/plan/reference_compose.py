@@ -118,22 +118,25 @@ def composed(
 
 
 def task_seconds(
-    ahead: Float, back: Float, order: Int64, layers: Float, heads: Float, gathers: Float, splits: bool,
-    head_at_once: bool,
-) -> Any:  # fmt: skip
-    """Return what MicroPacks take in each chunk: forward, backward, and weight gradients where they are apart."""
-    back, many, head = back[order], layers[:, np.newaxis], heads[:, np.newaxis]
+    ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
+) -> Any:
+    """Return what tasks take the slowest rank: forward, backward, and weight gradients where they are apart."""
+    many, head = layers[:, np.newaxis], heads[:, np.newaxis]
+    each = [_rank_seconds(*one, many, head, head_at_once) for one in zip(ahead, back)]
+    forward, inputs, weights = (np.array(kind) for kind in zip(*each))
+    floors = gathers[:, :, np.newaxis]
+    weight = np.maximum(weights.max(axis=0), floors[2]) if splits else np.zeros_like(weights[0])
+    backward = (inputs if splits else inputs + weights).max(axis=0)
+    return np.maximum(forward.max(axis=0), floors[0]), np.maximum(backward, floors[1]), weight
+
+
+def _rank_seconds(ahead: Float, back: Float, many: Float, head: Float, head_at_once: bool) -> Any:
+    """What the tasks of one rank take by themselves."""
     forward, weights = many * ahead[:, FORWARD_LAYER], many * back[:, WEIGHT_LAYER]
     inputs = many * back[:, INPUT_LAYER] + head * back[:, INPUT_HEAD]
     if head_at_once:
-        inputs = inputs + head * (back[:, FORWARD_HEAD] + back[:, WEIGHT_HEAD])
-    else:
-        forward = forward + head * ahead[:, FORWARD_HEAD]
-        weights = weights + head * back[:, WEIGHT_HEAD]
-    backward = inputs if splits else inputs + weights
-    floors = gathers[:, :, np.newaxis]
-    weight = np.maximum(weights, floors[2]) if splits else np.zeros_like(weights)
-    return np.maximum(forward, floors[0]), np.maximum(backward, floors[1]), weight
+        return forward, inputs + head * (back[:, FORWARD_HEAD] + back[:, WEIGHT_HEAD]), weights
+    return forward + head * ahead[:, FORWARD_HEAD], inputs, weights + head * back[:, WEIGHT_HEAD]
 
 
 def _chains(chains: Int32) -> list[list[int]]:

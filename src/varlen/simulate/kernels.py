@@ -251,27 +251,30 @@ def backward_counts(
 
 
 @compiled
-def task_bytes(counts: Float64, order: Int64, peaks: Float64, left: Float64) -> Any:
-    """Return what tasks take at most and what they leave, each float64 `[chunks, MicroPacks]`.
+def task_bytes(counts: Float64, peaks: Float64, left: Float64) -> Any:
+    """Return what tasks take at most and what they leave, each float64 `[ranks, chunks, MicroPacks]`.
 
     Args:
-        counts: float64 `[things, MicroPacks]`.
-        order: int64 `[MicroPacks]`: in which they are asked for.
+        counts: float64 `[ranks, things, MicroPacks]`.
         peaks: float64 `[chunks, peaks, things]`: bytes of each.
         left: float64 `[chunks, things]`.
     """
     chunks, many, things = peaks.shape
-    most, kept = np.empty((chunks, len(order))), np.empty((chunks, len(order)))
-    for chunk in range(chunks):
-        for place in range(len(order)):
-            pack = order[place]
-            highest, stays = 0.0, 0.0
+    ranks, count = counts.shape[0], counts.shape[2]
+    most, kept = np.zeros((ranks, chunks, count)), np.zeros((ranks, chunks, count))
+    size = np.empty(count)
+    for rank in range(ranks):
+        for chunk in range(chunks):
             for peak in range(many):
-                size = 0.0
+                size[:] = 0.0
                 for thing in range(things):
-                    size += peaks[chunk, peak, thing] * counts[thing, pack]
-                highest = max(highest, size)
+                    if peaks[chunk, peak, thing] != 0:
+                        for pack in range(count):
+                            size[pack] += peaks[chunk, peak, thing] * counts[rank, thing, pack]
+                for pack in range(count):
+                    most[rank, chunk, pack] = max(most[rank, chunk, pack], size[pack])
             for thing in range(things):
-                stays += left[chunk, thing] * counts[thing, pack]
-            most[chunk, place], kept[chunk, place] = highest, stays
+                if left[chunk, thing] != 0:
+                    for pack in range(count):
+                        kept[rank, chunk, pack] += left[chunk, thing] * counts[rank, thing, pack]
     return most, kept

@@ -67,29 +67,31 @@ def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
         (back.stops == plan.lengths[back.document_ids]).astype(np.int32),
         plan.mesh.cp,
     )
-    return bytes_of(memory, counts, back_counts, np.arange(back_counts.shape[1]), plan.splits_backward)
+    of_ranks = bytes_of(memory, counts[np.newaxis], back_counts[np.newaxis], splits=plan.splits_backward)
+    return TaskBytes(*(of_rank[0] for of_rank in of_ranks))
 
 
-def bytes_of(
-    memory: Memory, forward: FloatArray, backward: FloatArray, order: IntArray, splits: bool
-) -> TaskBytes:
-    """Return what MicroPacks take, given what they count.
+def bytes_of(memory: Memory, forward: FloatArray, backward: FloatArray, *, splits: bool) -> TaskBytes:
+    """Return what MicroPacks of ranks take, given what they count; with ranks as a first dimension.
 
     Args:
         memory: bytes of rows.
-        forward: by `forward_counts`.
-        backward: by `backward_counts`.
-        order: int64 `[backward MicroPacks]`: in which they run.
+        forward: float64 `[ranks, 5, MicroPacks]`, by `forward_counts`.
+        backward: float64 `[ranks, 9, MicroPacks]`, by `backward_counts`.
         splits: whether weight gradients are tasks of their own.
     """
     task_bytes = _kernel("task_bytes")
     # Copies can be written, so that kernels are compiled once.
-    peaks, left = memory.forward_peaks.copy(), memory.forward_left.copy()
-    ahead = task_bytes(forward, np.arange(forward.shape[1]), peaks, left)
-    peaks, left = memory.backward_peaks.copy(), memory.backward_left.copy()
-    back = task_bytes(backward, order, peaks, left)
-    apart = memory.kept_for_weight_bytes if splits else np.zeros(len(left))
-    return TaskBytes(*ahead, *back, apart[:, np.newaxis] * backward[OWN, order])
+    peaks, left = task_bytes(forward, memory.forward_peaks.copy(), memory.forward_left.copy())
+    back_peaks, back_left = task_bytes(backward, memory.backward_peaks.copy(), memory.backward_left.copy())
+    apart = memory.kept_for_weight_bytes * splits
+    return TaskBytes(
+        forward_peaks=peaks,
+        forward_left=left,
+        backward_peaks=back_peaks,
+        backward_left=back_left,
+        waiting=apart[:, np.newaxis] * backward[:, np.newaxis, OWN],
+    )
 
 
 def forward_counts(
@@ -140,8 +142,8 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
     """Return what each stage holds over time.
 
     A task takes as it starts what it holds at its peak, and gives back as it stops all but what it leaves: a forward
-    MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs, which
-    goes with that. Weight gradients are added to those that the states count.
+    MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs,
+    which goes with that. Weight gradients are added to those that the states count.
 
     Args:
         plan: the plan.

@@ -163,18 +163,16 @@ def _gathered(counts: Float64, pack: int, slices: list[tuple[int, int, int, int]
         counts[[GATHERED, SHARED], pack] = stop, stop / float(ranks * cp)
 
 
-def task_bytes(
-    counts: Float64, order: NDArray[np.int64], peaks: Float64, left: Float64
-) -> tuple[Float64, Float64]:
-    """Return what tasks take at most and what they leave, each float64 `[chunks, MicroPacks]`.
+def task_bytes(counts: Float64, peaks: Float64, left: Float64) -> tuple[Float64, Float64]:
+    """Return what tasks take at most and what they leave, each float64 `[ranks, chunks, MicroPacks]`.
 
     A task has the highest of its peaks; each is a sum over the things that its MicroPack counts.
     """
-    most, kept = np.zeros((2, len(peaks), len(order)))
-    for place, counted in enumerate(counts.T[order]):
-        for chunk in range(len(peaks)):
-            most[chunk, place] = max(0.0, *(_sum(peak * counted) for peak in peaks[chunk]))
-            kept[chunk, place] = _sum(left[chunk] * counted)
+    most, kept = np.zeros((2, len(counts), len(peaks), counts.shape[2]))
+    for rank, chunk, pack in np.ndindex(most.shape):
+        counted = counts[rank, :, pack]
+        most[rank, chunk, pack] = max(0.0, *(_sum(peak * counted) for peak in peaks[chunk]))
+        kept[rank, chunk, pack] = _sum(left[chunk] * counted)
     return most, kept
 
 
