@@ -134,7 +134,7 @@ def memory_of(
     forward_left[:, OWN], forward_left[:, AHEAD] = held, kv[0] * layers
     backward_left[:, OWN] = apart * splits_backward - held
     backward_left[:, OPENED], backward_left[:, CLOSED] = 2 * kv[0] * layers, -2 * kv[0] * layers
-    moves: FloatArray = layer.hidden * ((made_inputs > 0) & (num_again > 0))
+    moves = np.where((made_inputs > 0) & (num_again > 0), layer.hidden, 0.0)
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
         held_bytes=held,
