@@ -116,6 +116,7 @@ def memory_of(plan: StepPlan, **fields: Any) -> Memory:
         forward_left=left,
         backward_peaks=back_peaks,
         backward_left=back,
+        first_bytes=np.zeros((2, len(held))),
         **chunks,
     )
 

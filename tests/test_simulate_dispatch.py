@@ -34,6 +34,7 @@ def pipeline(
         "backward_peaks": np.zeros((1, chunks, mb)),
         "backward_left": -np.ones((1, chunks, mb)),
         "waiting": np.zeros((1, chunks, mb)),
+        "begins": np.zeros((1, stages)),
         "limits": np.full(stages, 1e9),
         "splits": weight is not None,
     }
@@ -59,6 +60,7 @@ def test_kernel_and_reference_choose_the_same_tasks(
         after=np.where(is_empty, -1, np.maximum.accumulate(lasts)).astype(np.int32),
         send_forward=rng.integers(0, 2, count).astype(float),
         send_backward=rng.integers(0, 2, count).astype(float),
+        begins=rng.integers(0, 2, (ranks, stages)).astype(float),
         **{name: rng.integers(0, 5, (ranks, chunks, count)).astype(float) for name in BYTES},
         limits=rng.integers(4, 60, stages).astype(float),
     )
@@ -66,7 +68,7 @@ def test_kernel_and_reference_choose_the_same_tasks(
     for array in (made.forward, made.backward, made.weight):
         array[:] = rng.integers(0, 5, array.shape) * scale
     made.backward_left[:] *= -1
-    for array in (*(getattr(made, name) for name in BYTES), made.limits):
+    for array in (*(getattr(made, name) for name in BYTES), made.begins, made.limits):
         array *= scale
     names = [name for name in Pipeline.__dataclass_fields__ if name != "splits"]
     names.insert(names.index("limits"), "limits")

@@ -39,7 +39,8 @@ def test_a_dispatched_order_is_simulated_as_it_was_made(
         send_forward=seconds.send_forward + seconds.latency_s,
         send_backward=seconds.send_backward + seconds.latency_s,
         after=last_forwards(plan).astype(np.int32),
-        **{name: of_tasks[np.newaxis] for name, of_tasks in taken._asdict().items()},
+        **{name: each[np.newaxis] for name, each in taken._asdict().items() if name != "begins"},
+        begins=taken.begins,
         limits=np.full(pp, np.inf),
         splits=splits,
     )

@@ -33,16 +33,30 @@ class LayerBytes:
     """What a layer computed again takes as its backward pass begins, gradients at their widest, beside its input."""
     backward_kept: float
     """Gradients at their widest, and what is multiplied again, beside `kept`."""
+    attention_forward: float
+    """What is there while attention runs forward, beside its input, keys and values."""
     attention_again: float
     """What is there while attention runs backward, of a layer computed again, beside its input, keys and values."""
     attention_kept: float
     """The same where the layer left `kept`, less that, keys and values apart: what was made of attention is gone."""
     made: float
     """What a layer computed again has made before its backward pass begins."""
-    waiting: float
-    """What waits for weight gradients of what lies behind attention, where they are tasks of their own."""
-    gathers: bool
-    """Whether ranks that share a document gather its keys and values, as `varlen.runtime` does, or form a ring."""
+    waiting_again: float
+    """Of a layer computed again, what waits for weight gradients where they are tasks of their own: what went into
+    matrix products, and what came back."""
+    waiting_kept: float
+    """The same of a layer that left `kept`; products of norms that are made again are made for each matrix."""
+    waiting_behind: float
+    """What of it lies behind attention."""
+    waiting_twice: float
+    """What of that is made again for each of two matrices, in a layer that left `kept`."""
+    waiting_first: float
+    """What of it stays beside gradients at their widest."""
+    waiting_last: float
+    """What passes while the first norm of a layer runs backward, beside what waits."""
+    is_eager: bool
+    """Whether it runs as in `varlen.runtime`: ranks that share a document then gather its keys and values, where
+    others form a ring, and stages receive ahead."""
 
 
 def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
@@ -71,8 +85,9 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         ends, widest = 2 * hidden, 2 * gates
         # Keys and values stand in the cache already; positions are made again.
         made = whole - expanded + (hidden + positions + 8) / tp
-        forward_again = (2 * hidden + (3 if model.gated else 2) * gates + positions + 8) / tp
-        forward_kept = (3 * hidden + 8 + gates * (recompute == "full" or recompute == "selective")) / tp
+        # What goes in is copied where several documents run.
+        forward_again = (3 * hidden + (3 if model.gated else 2) * gates + positions + 8) / tp
+        forward_kept = (3 * hidden + 8 + gates * saves) / tp
         backward_again = made + (hidden + widest) / tp
         backward_kept = (hidden + widest + gates * model.gated * saves) / tp
     else:
@@ -82,6 +97,8 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         forward_kept = (widest + reused_bytes(model) * saves) / tp
         backward_again, backward_kept = whole + widest / tp, forward_kept
     kept = whole - (reused_bytes(model) / tp if saves else 0.0)
+    # Both norms' outputs and attention's, the product; gradients of both outputs, queries, keys, values and gates.
+    waiting = (4 * hidden + queries + outputs + (3 if model.gated else 2) * gates) / tp + expanded
     # A gradient comes in and what it is of stays until the layer is done.
     again = (of_attention + by_attention + 2 * hidden + positions + 8 * is_eager) / tp + expanded
     beside = (of_attention - hidden * saves + by_attention + hidden) / tp + expanded
@@ -94,11 +111,17 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         forward_kept=forward_kept,
         backward_again=backward_again,
         backward_kept=backward_kept,
+        attention_forward=(2 * hidden + queries + outputs + 4 * model.heads + positions) / tp,
         attention_again=again,
         attention_kept=beside + expanded - kept,
         made=made,
-        gathers=is_eager,
-        waiting=(3 * hidden + (3 if model.gated else 2) * gates) / tp,
+        is_eager=is_eager,
+        waiting_again=waiting,
+        waiting_kept=waiting + (3 if model.gated else 2) * hidden / tp * (saves and is_eager),
+        waiting_behind=(hidden + (3 if model.gated else 2) * gates) / tp,
+        waiting_twice=hidden / tp * (saves and is_eager and model.gated),
+        waiting_first=gates / tp * is_eager,
+        waiting_last=14 * hidden / tp,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from varlen.cost.layer import Kernels, kv_shards, layer_bytes
+from varlen.cost.layer import Kernels, layer_bytes
 from varlen.cost.phases import (
     AHEAD,
     BACKWARD_COUNTS,
@@ -17,9 +17,11 @@ from varlen.cost.phases import (
     LOGIT_ROWS,
     OPENED,
     OWN,
+    Chunks,
     backward_peaks,
     forward_peaks,
     logit_bytes,
+    messages,
 )
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import Stages
@@ -46,14 +48,16 @@ class Memory:
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients where they are apart."""
     forward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 5]`: what a forward task takes at its peaks, of each thing that
+    """float64 `[num_chunks, peaks, 7]`: what a forward task takes at its peaks, of each thing that
     `varlen.cost.phases` says a MicroPack counts; the largest is what it takes."""
     forward_left: FloatArray
-    """float64 `[num_chunks, 5]`: what it leaves."""
+    """float64 `[num_chunks, 7]`: what it leaves."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 9]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 11]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 9]`: what it leaves, less what it gives back."""
+    """float64 `[num_chunks, 11]`: what it leaves, less what it gives back."""
+    first_bytes: FloatArray
+    """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
     limit_bytes: float
     """What a plan may use of the card."""
 
@@ -118,44 +122,41 @@ def memory_of(
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
-    is_far = (offload == "kv") & (layers > LAYERS_ON_DEVICE)
-    kv = np.where(is_far, [[0.0], [layer.kv]], [[layer.kv], [0.0]])
+    is_far, is_eager = (offload == "kv") & (layers > LAYERS_ON_DEVICE), kernels == "eager"
+    logits = logit_bytes(model, kernels) / mesh.tp
+    chunks = Chunks(
+        layers=layers,
+        num_again=num_again,
+        made_inputs=made_inputs,
+        near=np.where(is_far, 0.0, layer.kv),
+        far=np.where(is_far, layer.kv, 0.0),
+        head=np.where(stages.has_head & is_eager, logits, 0.0),
+        splits=splits_backward,
+    )
     held: FloatArray = layer.hidden * held_inputs + layer.kv * num_again + layer.kept * (layers - num_again)
-    held += layer.shared * (num_again < layers) - kv[1] * layers
-    head = np.zeros(len(layers))
-    if kernels == "eager":
-        head = logit_bytes(model, kernels) / mesh.tp * stages.has_head
-    else:
-        held += 4 * model.hidden / mesh.tp * stages.has_head
-    of_layer = _kept_for_weight(model, mesh)
-    apart, waiting = layers * of_layer, np.full(len(layers), of_layer * splits_backward)
-    forward_left = np.zeros((len(layers), FORWARD_COUNTS))
-    backward_left = np.zeros((len(layers), BACKWARD_COUNTS))
-    forward_left[:, OWN], forward_left[:, AHEAD] = held, kv[0] * layers
-    backward_left[:, OWN] = apart * splits_backward - held
-    backward_left[:, OPENED], backward_left[:, CLOSED] = 2 * kv[0] * layers, -2 * kv[0] * layers
-    moves = np.where((made_inputs > 0) & (num_again > 0), layer.hidden, 0.0)
+    held += layer.shared * (num_again < layers) - chunks.far * layers
+    held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
+    apart = layer.waiting_again * num_again + layer.waiting_kept * (layers - num_again)
+    gradient: FloatArray = 2 * chunks.near * layers
+    sent = messages(layer, num_again == layers, stages)
+    taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
+    left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
+    left[:, OWN], left[:, AHEAD] = held, chunks.near * layers
+    back_left[:, OWN] = apart * splits_backward - held
+    back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
         held_bytes=held,
-        gradient_bytes=2 * kv[0] * layers,
-        near_bytes=LAYERS_ON_DEVICE * kv[1],
+        gradient_bytes=gradient,
+        near_bytes=LAYERS_ON_DEVICE * chunks.far,
         kept_for_weight_bytes=apart,
-        forward_peaks=forward_peaks(layer, layers, num_again, forward_left, kv, moves),
-        forward_left=forward_left,
-        backward_peaks=backward_peaks(layer, layers, num_again, kv, made_inputs, waiting, head),
-        backward_left=backward_left,
+        forward_peaks=forward_peaks(layer, chunks, left, taken),
+        forward_left=left + taken + sent.given(FORWARD_COUNTS)[0],
+        backward_peaks=backward_peaks(layer, chunks, back_taken),
+        backward_left=back_left + back_taken + sent.given(BACKWARD_COUNTS)[1],
+        first_bytes=np.stack([sent.received_forward, sent.received_backward]),
         limit_bytes=limit_bytes,
     )
-
-
-def _kept_for_weight(model: ModelShape, mesh: Mesh) -> float:
-    """Bytes of a row and layer from input gradients to weight gradients: what went into products, and came back."""
-    inputs: float = 4 * model.hidden + 2 * model.heads * model.value_head_dim + 2 * model.active_ffn
-    gradients: float = 4 * model.hidden + 2 * model.heads * model.head_dim
-    gradients += (4 if model.gated else 2) * model.active_ffn
-    expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
-    return (inputs + gradients) / mesh.tp + expanded
 
 
 def _inputs(

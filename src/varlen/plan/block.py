@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen import jit
-from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
+from varlen.cost.phases import BACKWARD_COUNTS, BEFORE, FORWARD_COUNTS, NEXT, OWN
 from varlen.cost.rates import NUM_COLUMNS, ROWS
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
-from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
+from varlen.simulate.memory import backward_counts, bytes_of, forward_counts, in_turn
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -65,9 +65,9 @@ class BlockWork:
     after: Int32Array
     """These three as `Pipeline` has them."""
     counts_forward: FloatArray
-    """float64 `[ranks, 5, forward MicroPacks]`: as `forward_counts`."""
+    """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 9, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 11, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(
@@ -102,6 +102,11 @@ def work_of_block(
         found = backward_counts(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
         back_counts[rank] = found[:, order]
         np.maximum(after, _kernel("backward_waits")(other.chains, one.chains, order), out=after)
+    if costs.memory.first_bytes.any():
+        for of_pass in (counts, back_counts):
+            ends = of_pass.shape[2] * np.arange(len(forward) + 1)
+            near = in_turn(of_pass[:, OWN].ravel(), ends).reshape(2, len(forward), -1)
+            of_pass[:, NEXT], of_pass[:, BEFORE] = near
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead,
@@ -125,7 +130,9 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
 
     Cost: O(ranks * MicroPacks * chunks).
     """
-    taken = bytes_of(costs.memory, work.counts_forward, work.counts_backward, splits=costs.splits)
+    taken = bytes_of(
+        costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
+    )
     forward, backward, weight = _kernel("task_seconds")(
         work.ahead,
         work.back,

@@ -134,6 +134,7 @@ def _run(ahead: FloatArray, back: FloatArray, pp: int) -> Timeline:
         forward_left=np.zeros((pp, FORWARD_COUNTS)),
         backward_peaks=np.zeros((pp, 1, BACKWARD_COUNTS)),
         backward_left=np.zeros((pp, BACKWARD_COUNTS)),
+        first_bytes=np.zeros((2, pp)),
         limit_bytes=float("inf"),
     )
     return run_plan(plan, seconds, memory)

@@ -44,6 +44,8 @@ class Pipeline:
     backward_left: FloatArray
     waiting: FloatArray
     """float64 `[ranks, chunks, backward MicroPacks]`; 0 unless split."""
+    begins: FloatArray
+    """float64 `[ranks, stages]`: in use before the first task."""
     limits: FloatArray
     """float64 `[stages]`: bytes that may be in use besides states."""
     splits: bool = False
@@ -93,7 +95,7 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     allowed = pipeline.limits.copy()
     names = (
         "forward backward weight send_forward send_backward after forward_peaks forward_left backward_peaks "
-        "backward_left waiting limits"
+        "backward_left waiting begins limits"
     )
     arguments = [getattr(pipeline, name) for name in names.split()]
     for _ in range(_TRIES):

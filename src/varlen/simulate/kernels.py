@@ -205,7 +205,7 @@ def memory_curves(
 def forward_counts(
     slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, document_ids: Int32, cp: int
 ) -> Float64:
-    """Count what memory asks of each forward MicroPack, float64 `[5, MicroPacks]`; see `varlen.cost.phases`."""
+    """Count what memory asks of each forward MicroPack, float64 `[7, MicroPacks]`; see `varlen.cost.phases`."""
     counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
     lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
     for one in range(len(stops)):
@@ -225,7 +225,7 @@ def forward_counts(
 def backward_counts(
     slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, float64 `[9, MicroPacks]`; see `varlen.cost.phases`."""
+    """Count what memory asks of each backward MicroPack, float64 `[11, MicroPacks]`; see `varlen.cost.phases`."""
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack in range(len(slice_offsets) - 1):
         for one in range(slice_offsets[pack], slice_offsets[pack + 1]):

@@ -133,6 +133,7 @@ def dispatch(
     backward_peaks: Float,
     backward_left: Float,
     waiting: Float,
+    begins: Float,
     limits: Float,
     allowed: Float,
     splits: bool,
@@ -145,7 +146,7 @@ def dispatch(
     chunks, stages = forward.shape[0], limits.size
     done = np.zeros((3, chunks), np.int32)
     ends_f, ends_b = np.zeros(forward.shape), np.zeros(backward.shape)
-    clock, used = np.zeros(stages), np.zeros((forward_peaks.shape[0], stages))
+    clock, used = np.zeros(stages), begins.copy()
     counts = np.zeros(stages, np.int32)
     starts, kinds, on = np.zeros(stages), np.zeros(stages, np.int32), np.zeros(stages, np.int32)
     is_stale = np.ones(stages, np.bool_)

@@ -6,10 +6,11 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen import jit
 from varlen.cost.memory import Memory
-from varlen.cost.phases import OWN
+from varlen.cost.phases import BEFORE, NEXT, OWN
 from varlen.simulate.graph import Graph
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
@@ -38,6 +39,8 @@ class TaskBytes(NamedTuple):
     """float64 of the same shape; below 0 where it gives back."""
     waiting: FloatArray
     """float64 of the same shape: what weight gradients wait with, where they are tasks of their own; else 0."""
+    begins: FloatArray
+    """float64 `[ranks, stages]`: what is received before the first task."""
 
 
 def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
@@ -67,17 +70,52 @@ def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
         (back.stops == plan.lengths[back.document_ids]).astype(np.int32),
         plan.mesh.cp,
     )
-    of_ranks = bytes_of(memory, counts[np.newaxis], back_counts[np.newaxis], splits=plan.splits_backward)
-    return TaskBytes(*(of_rank[0] for of_rank in of_ranks))
+    for of_pass, packs in ((counts, ahead), (back_counts, back)):
+        of_pass[[NEXT, BEFORE]] = in_turn(of_pass[OWN], packs.rank_offsets)
+    found = bytes_of(
+        memory, counts[np.newaxis], back_counts[np.newaxis], plan.mesh.pp, splits=plan.splits_backward
+    )
+    begins = np.zeros((plan.mesh.dp, plan.mesh.pp))
+    for of_pass, packs, of_row in ((counts, ahead, 0), (back_counts, back, 1)):
+        for rank in range(plan.mesh.dp):
+            mine = of_pass[OWN, slice(*packs.rank_offsets[rank : rank + 2].tolist())]
+            begins[rank] += _first(memory, of_row, mine[np.newaxis], plan.mesh.pp)[0]
+    return TaskBytes._make([*(of_ranks[0] for of_ranks in found[:-1]), begins])
 
 
-def bytes_of(memory: Memory, forward: FloatArray, backward: FloatArray, *, splits: bool) -> TaskBytes:
+def in_turn(rows: FloatArray, rank_offsets: npt.NDArray[np.integer]) -> FloatArray:
+    """Return rows of the MicroPacks next to each on its rank that hold some, float64 `[2, MicroPacks]`: next, before.
+
+    Args:
+        rows: float64 `[MicroPacks]`: in the order in which each rank runs them.
+        rank_offsets: `[ranks + 1]`.
+    """
+    found = np.zeros((2, len(rows)))
+    some = np.flatnonzero(rows)
+    ranks = np.searchsorted(rank_offsets, some, "right")
+    one, other = some[:-1][ranks[1:] == ranks[:-1]], some[1:][ranks[1:] == ranks[:-1]]
+    found[0, one], found[1, other] = rows[other], rows[one]
+    return found
+
+
+def _first(memory: Memory, of_row: int, rows: FloatArray, stages: int) -> FloatArray:
+    """What stages receive before their first task of a pass, float64 `[ranks, stages]`."""
+    first = rows[np.arange(len(rows)), (rows > 0).argmax(axis=1)] if rows.shape[1] else np.zeros(len(rows))
+    of_stages = memory.first_bytes[of_row].reshape(-1, stages).sum(axis=0)
+    begins: FloatArray = first[:, np.newaxis] * of_stages
+    return begins
+
+
+def bytes_of(
+    memory: Memory, forward: FloatArray, backward: FloatArray, stages: int, *, splits: bool
+) -> TaskBytes:
     """Return what MicroPacks of ranks take, given what they count; with ranks as a first dimension.
 
     Args:
         memory: bytes of rows.
-        forward: float64 `[ranks, 5, MicroPacks]`, by `forward_counts`.
-        backward: float64 `[ranks, 9, MicroPacks]`, by `backward_counts`.
+        forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`, and `in_turn`.
+        backward: float64 `[ranks, 11, MicroPacks]`, by `backward_counts`, and `in_turn`.
+        stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
     task_bytes = _kernel("task_bytes")
@@ -91,6 +129,7 @@ def bytes_of(memory: Memory, forward: FloatArray, backward: FloatArray, *, split
         backward_peaks=back_peaks,
         backward_left=back_left,
         waiting=apart[:, np.newaxis] * backward[:, np.newaxis, OWN],
+        begins=_first(memory, 0, forward[:, OWN], stages) + _first(memory, 1, backward[:, OWN], stages),
     )
 
 
@@ -102,7 +141,7 @@ def forward_counts(
     document_ids: Int32Array,
     cp: int,
 ) -> FloatArray:
-    """Return what forward MicroPacks count of what takes memory; float64 `[5, MicroPacks]`.
+    """Return what forward MicroPacks count of what takes memory; float64 `[7, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
@@ -124,7 +163,7 @@ def backward_counts(
     is_end: Int32Array,
     cp: int,
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory; float64 `[9, MicroPacks]`.
+    """Return what backward MicroPacks count of what takes memory; float64 `[11, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
@@ -172,6 +211,6 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
         at_stop[some] = left[where] - peaks[where]
     points = 2 * count + num_places
     times, sizes = np.empty(points), np.empty(points)
-    begins = np.tile(memory.state_bytes, mesh.dp)
+    begins = np.tile(memory.state_bytes, mesh.dp) + taken.begins.ravel()
     _kernel("memory_curves")(offsets, at_start, at_stop, starts[:count], stops[:count], begins, times, sizes)
     return Curves(2 * offsets.astype(np.int64) + np.arange(num_places + 1), times, sizes)

@@ -22,6 +22,7 @@ def pipeline_of(
     seconds: Durations,
     after: Int32Array,
     taken: TaskBytes,
+    begins: FloatArray,
     ahead: slice = ALL,
     back: slice = ALL,
 ) -> Pipeline:
@@ -32,6 +33,7 @@ def pipeline_of(
         seconds: of tasks, those of other ranks perhaps among them.
         after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
         taken: bytes of the same tasks as `seconds`.
+        begins: float64 `[stages]`: bytes before the first task.
         ahead: the rank's among the forward MicroPacks of `seconds`.
         back: the rank's among the backward ones.
     """
@@ -50,6 +52,7 @@ def pipeline_of(
         backward_peaks=taken.backward_peaks[np.newaxis, :, back].copy(),
         backward_left=taken.backward_left[np.newaxis, :, back].copy(),
         waiting=taken.waiting[np.newaxis, :, back].copy(),
+        begins=begins[np.newaxis],
         limits=costs.limits,
         splits=costs.splits,
     )
@@ -94,6 +97,6 @@ def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Calla
         ahead = slice(*plan.forward.rank_offsets[rank : rank + 2].tolist())
         back = slice(*plan.backward.rank_offsets[rank : rank + 2].tolist())
         own = np.maximum(after[back] - ahead.start, -1).astype(np.int32)
-        return pipeline_of(costs, seconds, own, taken, ahead, back)
+        return pipeline_of(costs, seconds, own, taken, taken.begins[rank], ahead, back)
 
     return of

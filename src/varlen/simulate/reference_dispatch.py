@@ -26,6 +26,7 @@ def dispatch(
     backward_peaks: Float,
     backward_left: Float,
     waiting: Float,
+    begins: Float,
     limits: Float,
     allowed: Float,
     splits: bool,
@@ -43,7 +44,7 @@ def dispatch(
     ends: dict[tuple[str, int, int], float] = {}
     done = {kind: [0] * chunks for kind in "FBW"}
     before_backward = chunks if forward_first else -chunks
-    clock, used, run = [0.0] * stages, np.zeros((len(forward_peaks), stages)), [0] * stages
+    clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
     waiting_s = _work_of_stages(forward, backward + weight, stages)
 
@@ -74,11 +75,9 @@ def dispatch(
         behind = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
         if splits and behind:
             chunk = min(behind, key=lambda chunk: done["W"][chunk])
-            is_full = False
-            if found[2] == "B":
-                where = (slice(None), found[3], done["B"][found[3]])
-                need = np.maximum(backward_peaks[where], backward_left[where])
-                is_full = bool((used[:, stage] + need > limits[stage]).any())
+            where = (slice(None), found[3], min(done["B"][found[3]], backward.shape[1] - 1))
+            need = np.maximum(backward_peaks[where], backward_left[where])
+            is_full = found[2] == "B" and (used[:, stage] + need > limits[stage]).any()
             if is_full or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
                 return clock[stage], 0, "W", chunk
         return found
@@ -98,14 +97,13 @@ def dispatch(
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
-        if kind == "W":
-            used[:, stage] -= waiting[:, chunk, task]
-            continue
-        most, left = {"F": (forward_peaks, forward_left), "B": (backward_peaks, backward_left)}[kind]
-        peaks[stage] = max(peaks[stage], float((used[:, stage] + most[:, chunk, task]).max()))
-        used[:, stage] += left[:, chunk, task]
-        if kind == "B":
-            peaks[stage] = max(peaks[stage], float(used[:, stage].max()))
+        of_kind = {
+            "F": (forward_peaks, forward_left),
+            "B": (backward_peaks, backward_left),
+            "W": (waiting, -waiting),
+        }
+        taken, left = (of[:, chunk, task] for of in of_kind[kind])
+        peaks[stage] = max(peaks[stage], _account(kind, taken, left, used[:, stage]))
     return max(clock)
 
 
@@ -116,3 +114,10 @@ def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]
         for one in tasks:
             seconds[chunk % stages] += one
     return seconds
+
+
+def _account(kind: str, taken: Float, left: Float, used: Float) -> float:
+    """Book the memory of a task on its stage, on all ranks at once; return the most that one of them held."""
+    most = used + taken
+    used += left
+    return 0.0 if kind == "W" else float(max(most.max(), used.max() if kind == "B" else 0.0))
