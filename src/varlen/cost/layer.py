@@ -54,6 +54,10 @@ class LayerBytes:
     """What of it stays beside gradients at their widest."""
     waiting_last: float
     """What passes while the first norm of a layer runs backward, beside what waits."""
+    matrix: float
+    """Not of a row: the gradient of the largest matrix, on its way to where gradients are added up."""
+    widened: float
+    """Of gradients at their widest, what comes after that."""
     is_eager: bool
     """Whether it runs as in `varlen.runtime`: ranks that share a document then gather its keys and values, where
     others form a ring, and stages receive ahead."""
@@ -122,6 +126,8 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         waiting_twice=hidden / tp * (saves and is_eager and model.gated),
         waiting_first=gates / tp * is_eager,
         waiting_last=14 * hidden / tp,
+        matrix=hidden * max(model.ffn, model.shared_ffn, model.expert_ffn) / tp * is_eager,
+        widened=gates / tp,
     )
 
 

@@ -53,9 +53,9 @@ class Memory:
     forward_left: FloatArray
     """float64 `[num_chunks, 7]`: what it leaves."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 11]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 12]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 11]`: what it leaves, less what it gives back."""
+    """float64 `[num_chunks, 12]`: what it leaves, less what it gives back."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
     limit_bytes: float

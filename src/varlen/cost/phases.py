@@ -34,12 +34,12 @@ OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE = range(7)
 """What a forward MicroPack counts, on one GPU: its rows; rows of documents that begin in it, beyond its own, less its
 own of documents that began before; tokens of its documents up to its end; all of those of the longest document that
 ranks share, and this rank's; rows of the MicroPack that comes next, and of the one before."""
-OPENED, CLOSED, KEYS, MOVED, HEAD = 1, 7, 8, 9, 10
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY = 1, 7, 8, 9, 10, 11
 """What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED`, `SHARED`, `NEXT` and `BEFORE`: earlier rows of
 documents that end in it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens
 of one document, up to `BACKWARD_KEYS`; the same, or what is copied as memory is given back, if that is more; rows of
-its logits. `NEAR` counts tokens that have gradients three times, as their bytes are."""
-FORWARD_COUNTS, BACKWARD_COUNTS = 7, 11
+its logits; 1 where it holds rows. `NEAR` counts tokens that have gradients three times, as their bytes are."""
+FORWARD_COUNTS, BACKWARD_COUNTS = 7, 12
 
 
 class Messages(NamedTuple):
@@ -128,12 +128,12 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
 
 
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
-    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 11]`.
+    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 12]`.
 
     Args:
         layer: bytes of a row.
         chunks: how they run.
-        taken: `[chunks, 11]`: of messages.
+        taken: `[chunks, 12]`: of messages.
     """
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the layers that are done, but where layers begin to be computed again, and until both layers' worth of
@@ -173,6 +173,12 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
     begins[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * (is_again | (done > 0))
     attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
     found = [begins]
+    if layer.is_eager and not chunks.splits:
+        # The gradient of the last matrix comes before gradients are at their widest.
+        first = begins.copy()
+        first[:, OWN] -= layer.widened
+        first[:, ANY] = layer.matrix
+        found.append(first)
     if layer.is_eager:
         # Gradients of what was gathered are scattered before dK/dV of this layer is opened.
         scattered = attention.copy()

@@ -67,7 +67,7 @@ class BlockWork:
     counts_forward: FloatArray
     """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 11, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 12, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from varlen.cost.phases import (
     AHEAD,
+    ANY,
     BACKWARD_COUNTS,
     BACKWARD_KEYS,
     CLOSED,
@@ -225,7 +226,7 @@ def forward_counts(
 def backward_counts(
     slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, float64 `[11, MicroPacks]`; see `varlen.cost.phases`."""
+    """Count what memory asks of each backward MicroPack, float64 `[12, MicroPacks]`; see `varlen.cost.phases`."""
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack in range(len(slice_offsets) - 1):
         for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
@@ -246,7 +247,7 @@ def backward_counts(
                 counts[KEYS, pack] = max(counts[KEYS, pack], keys)
                 moved = max(moved, keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], moved)
-        counts[HEAD, pack] = min(counts[OWN, pack], LOGIT_ROWS)
+        counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
     return counts
 
 

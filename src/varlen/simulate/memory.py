@@ -114,7 +114,7 @@ def bytes_of(
     Args:
         memory: bytes of rows.
         forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`, and `in_turn`.
-        backward: float64 `[ranks, 11, MicroPacks]`, by `backward_counts`, and `in_turn`.
+        backward: float64 `[ranks, 12, MicroPacks]`, by `backward_counts`, and `in_turn`.
         stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
@@ -163,7 +163,7 @@ def backward_counts(
     is_end: Int32Array,
     cp: int,
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory; float64 `[11, MicroPacks]`.
+    """Return what backward MicroPacks count of what takes memory; float64 `[12, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from varlen.cost.phases import (
     AHEAD,
+    ANY,
     BACKWARD_COUNTS,
     BACKWARD_KEYS,
     CLOSED,
@@ -151,7 +152,7 @@ def backward_counts(
             counts[KEYS, pack] = max(counts[KEYS, pack], keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], keys, moved)
         _gathered(counts, pack, slices[first:last], cp)
-        counts[HEAD, pack] = min(counts[OWN, pack], LOGIT_ROWS)
+        counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
     return counts
 
 
