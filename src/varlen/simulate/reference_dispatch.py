@@ -15,26 +15,11 @@ _ROUNDING = 1 + 1e-9
 
 
 def dispatch(
-    forward: Float,
-    backward: Float,
-    weight: Float,
-    send_forward: Float,
-    send_backward: Float,
-    after: Int32,
-    forward_peaks: Float,
-    forward_left: Float,
-    backward_peaks: Float,
-    backward_left: Float,
-    waiting: Float,
-    begins: Float,
-    limits: Float,
-    allowed: Float,
-    splits: bool,
-    forward_first: bool,
-    codes: NDArray[np.uint8],
-    peaks: Float,
-    limit_s: float = np.inf,
-) -> float:
+    forward: Float, backward: Float, weight: Float, send_forward: Float, send_backward: Float, after: Int32,
+    forward_peaks: Float, forward_left: Float, backward_peaks: Float, backward_left: Float, waiting: Float,
+    begins: Float, limits: Float, allowed: Float, splits: bool, forward_first: bool,
+    codes: NDArray[np.uint8], peaks: Float, limit_s: float = np.inf,
+) -> float:  # fmt: skip
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
 
     Every round each stage names the task that it could start first, and the earliest of all is run. What a task
@@ -47,6 +32,11 @@ def dispatch(
     clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
     waiting_s = _work_of_stages(forward, backward + weight, stages)
+    bytes_of = {
+        "F": (forward_peaks, forward_left),
+        "B": (backward_peaks, backward_left),
+        "W": (waiting, -waiting),
+    }
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
         """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
@@ -75,9 +65,9 @@ def dispatch(
         behind = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
         if splits and behind:
             chunk = min(behind, key=lambda chunk: done["W"][chunk])
-            where = (slice(None), found[3], min(done["B"][found[3]], backward.shape[1] - 1))
-            need = np.maximum(backward_peaks[where], backward_left[where])
-            is_full = found[2] == "B" and (used[:, stage] + need > limits[stage]).any()
+            is_full = found[2] == "B" and _is_over(
+                backward_peaks, backward_left, (found[3], done["B"][found[3]]), used[:, stage], limits[stage]
+            )
             if is_full or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
                 return clock[stage], 0, "W", chunk
         return found
@@ -97,12 +87,7 @@ def dispatch(
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
-        of_kind = {
-            "F": (forward_peaks, forward_left),
-            "B": (backward_peaks, backward_left),
-            "W": (waiting, -waiting),
-        }
-        taken, left = (of[:, chunk, task] for of in of_kind[kind])
+        taken, left = (of_kind[:, chunk, task] for of_kind in bytes_of[kind])
         peaks[stage] = max(peaks[stage], _account(kind, taken, left, used[:, stage]))
     return max(clock)
 
@@ -121,3 +106,9 @@ def _account(kind: str, taken: Float, left: Float, used: Float) -> float:
     most = used + taken
     used += left
     return 0.0 if kind == "W" else float(max(most.max(), used.max() if kind == "B" else 0.0))
+
+
+def _is_over(peaks: Float, left: Float, place: tuple[int, int], used: Float, limit: float) -> bool:
+    """Return whether some rank holds too much in a backward with split weights, then or afterwards."""
+    need = np.maximum(peaks[:, place[0], place[1]], left[:, place[0], place[1]])
+    return bool((used + need > limit).any())
