@@ -152,6 +152,9 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
         for home in (kernels_compose, reference_compose)
     ]
     assert waits[0].tolist() == waits[1].tolist()
+    both = [home.backward_order(back.chains, ahead.chains) for home in (kernels_compose, reference_compose)]
+    assert [each.tolist() for each in both[0]] == [each.tolist() for each in both[1]]
+    assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
     starts, stops, num_ranks, _, is_end = back.slices
     counted = [
         (

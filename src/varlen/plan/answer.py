@@ -301,14 +301,14 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
     """
     if not block.tried:
         begin = favourite or first_setting(search)
-        return replace(begin, size=min(max(begin.size, block.coarsest), block.finest))
+        return begin._replace(size=min(max(begin.size, block.coarsest), block.finest))
     best = block.setting
     if best is None:  # smaller MicroPacks hold less while they run
         tried = max(block.tried, key=lambda setting: (setting.size, setting.whole))
         if tried.size < block.finest:
-            return replace(tried, size=block.finest)
-        return None if tried.whole else replace(tried, whole=True)
-    middle = replace(best, size=(best.size + block.too_coarse) // 2)
+            return tried._replace(size=block.finest)
+        return None if tried.whole else tried._replace(whole=True)
+    middle = best._replace(size=(best.size + block.too_coarse) // 2)
     if 0 <= block.too_coarse < middle.size and middle not in block.tried:
         return middle
     if len(block.tried) >= look:

@@ -89,7 +89,7 @@ def work_of_block(
     back_counts = np.empty((len(forward), BACKWARD_COUNTS, back_count))
     after = np.zeros(back_count, np.int32)
     for rank, (one, other) in enumerate(zip(forward, backward)):
-        order = other.backward_order
+        order, waits = _kernel("backward_order")(other.chains, one.chains)
         priced_ahead = priced(costs, one.slice_offsets, one.slices)
         same = other is one
         priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
@@ -101,7 +101,7 @@ def work_of_block(
         starts, stops, num_ranks, _, is_end = other.slices
         found = backward_counts(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
         back_counts[rank] = found[:, order]
-        np.maximum(after, _kernel("backward_waits")(other.chains, one.chains, order), out=after)
+        np.maximum(after, waits, out=after)
     if costs.memory.first_bytes.any():
         for of_pass in (counts, back_counts):
             ends = of_pass.shape[2] * np.arange(len(forward) + 1)

@@ -43,6 +43,8 @@ class RankDocuments:
     """All of its work."""
     table: Int32Array = field(init=False)
     """int32 `[3, n]`: lengths, ranks that share them, ids."""
+    cuts: dict[tuple[float, ...], Int32Array] = field(init=False, default_factory=dict)
+    """By budgets: as `compose` has cut long and shared documents, int32 `[3, slices]`: documents, starts, stops."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
@@ -144,7 +146,7 @@ def compose(
         grading: sizes at both ends.
         least_rows: rows that a slice has at least.
         budget: seconds of a shared MicroPack; equal on all ranks, unlike the rank's own.
-        rates: of the mesh.
+        rates: of the mesh, by which documents were weighed.
         in_step: keep empty MicroPacks, so that shared ones stand at the same place on all ranks.
         by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
         mixes: shared slices with room get documents of this rank alone, too.
@@ -154,20 +156,12 @@ def compose(
     own, shared = documents.seconds / num_micropacks, documents.num_shared
     is_long = (documents.work[shared:] > 1.15 * own) & (documents.lengths[shared:] >= 2 * least_rows)
     chained = shared + int(np.count_nonzero(is_long))
-    budgets = np.full(chained, own)
-    budgets[:shared] = budget
-    cuts = _cost_kernel("cut_evenly")(
-        documents.lengths[:chained],
-        documents.num_ranks[:chained],
-        documents.work[:chained],
-        budgets,
-        least_rows,
-        ROW_MULTIPLE,
-        1.0,
-        rates,
-    )
+    asked = (own, budget if shared else own, least_rows)
+    cuts = documents.cuts.get(asked)
+    if cuts is None:
+        cuts = documents.cuts[asked] = _cut(documents, chained, own, budget, least_rows, rates)
     offsets, slices, chains = _kernel("composed")(
-        np.array(cuts),
+        cuts,
         chained,
         documents.table,
         documents.work,
@@ -184,3 +178,22 @@ def compose(
         mixes,
     )
     return Composition(slice_offsets=offsets, slices=slices, chains=chains)
+
+
+def _cut(
+    documents: RankDocuments, chained: int, own: float, budget: float, least_rows: int, rates: Rates
+) -> Int32Array:
+    """Cut long and shared documents into slices of equal cost: shared ones by `budget`, the others by `own`."""
+    budgets = np.full(chained, own)
+    budgets[: documents.num_shared] = budget
+    cuts = _cost_kernel("cut_evenly")(
+        documents.lengths[:chained],
+        documents.num_ranks[:chained],
+        documents.work[:chained],
+        budgets,
+        least_rows,
+        ROW_MULTIPLE,
+        1.0,
+        rates,
+    )
+    return np.array(cuts)

@@ -332,3 +332,10 @@ def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
     for place in range(count):
         after[place] = ends[order[place]]
     return after
+
+
+@compiled
+def backward_order(chains: Int32, forward_chains: Int32) -> Any:
+    """Return what `reversed_chains` and `backward_waits` do."""
+    order = reversed_chains(chains)
+    return order, backward_waits(chains, forward_chains, order)

@@ -16,6 +16,7 @@ from varlen.plan.reference_assign import lighten as lighten
 from varlen.plan.reference_assign import regroup as regroup
 from varlen.plan.reference_assign import search as search
 from varlen.plan.reference_compose import arrange as arrange
+from varlen.plan.reference_compose import backward_order as backward_order
 from varlen.plan.reference_compose import backward_waits as backward_waits
 from varlen.plan.reference_compose import composed as composed
 from varlen.plan.reference_compose import fill_lightest as fill_lightest

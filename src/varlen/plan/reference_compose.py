@@ -156,3 +156,9 @@ def backward_waits(chains: Int32, forward_chains: Int32, order: Int64) -> Int32:
     # Empty MicroPacks at the end may have no like in the forward pass.
     after = [last_forward[min(chain_of[pack], len(last_forward) - 1)] for pack in order.tolist()]
     return np.array(after, np.int32)
+
+
+def backward_order(chains: Int32, forward_chains: Int32) -> tuple[Int64, Int32]:
+    """Return what `reversed_chains` and `backward_waits` do."""
+    order = reversed_chains(chains)
+    return order, backward_waits(chains, forward_chains, order)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from varlen.plan.compose import Grading
 from varlen.plan.search import Search
@@ -45,8 +46,7 @@ _FAR = ((1, 2, 4, 7), (0, 3), (1, 0, 3), (False, True))
 """Places from which a thorough search climbs too: of each part of a setting."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """One way to compose and run a rank."""
 
     size: int
@@ -85,15 +85,15 @@ def neighbours(
     """
     for step in (-1, 1):
         if 0 <= best.size + step <= finest:
-            yield replace(best, size=best.size + step)
+            yield best._replace(size=best.size + step)
     if shares:
-        yield from (replace(best, sharing=place) for place in range(len(SHARINGS)))
+        yield from (best._replace(sharing=place) for place in range(len(SHARINGS)))
     if search.grades:
-        yield from (replace(best, grading=place) for place in range(len(GRADINGS)))
+        yield from (best._replace(grading=place) for place in range(len(GRADINGS)))
     if search.orders:
-        yield replace(best, forward_first=not best.forward_first)
+        yield best._replace(forward_first=not best.forward_first)
     if is_full and not best.whole:
-        yield replace(best, whole=True)
+        yield best._replace(whole=True)
 
 
 def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:

@@ -15,11 +15,26 @@ _ROUNDING = 1 + 1e-9
 
 
 def dispatch(
-    forward: Float, backward: Float, weight: Float, send_forward: Float, send_backward: Float, after: Int32,
-    forward_peaks: Float, forward_left: Float, backward_peaks: Float, backward_left: Float, waiting: Float,
-    begins: Float, limits: Float, allowed: Float, splits: bool, forward_first: bool,
-    codes: NDArray[np.uint8], peaks: Float, limit_s: float = np.inf,
-) -> float:  # fmt: skip
+    forward: Float,
+    backward: Float,
+    weight: Float,
+    send_forward: Float,
+    send_backward: Float,
+    after: Int32,
+    forward_peaks: Float,
+    forward_left: Float,
+    backward_peaks: Float,
+    backward_left: Float,
+    waiting: Float,
+    begins: Float,
+    limits: Float,
+    allowed: Float,
+    splits: bool,
+    forward_first: bool,
+    codes: NDArray[np.uint8],
+    peaks: Float,
+    limit_s: float = np.inf,
+) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
 
     Every round each stage names the task that it could start first, and the earliest of all is run. What a task
@@ -32,11 +47,7 @@ def dispatch(
     clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
     waiting_s = _work_of_stages(forward, backward + weight, stages)
-    bytes_of = {
-        "F": (forward_peaks, forward_left),
-        "B": (backward_peaks, backward_left),
-        "W": (waiting, -waiting),
-    }
+    taken = (forward_peaks, forward_left, backward_peaks, backward_left, waiting)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
         """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
@@ -65,10 +76,8 @@ def dispatch(
         behind = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
         if splits and behind:
             chunk = min(behind, key=lambda chunk: done["W"][chunk])
-            is_full = found[2] == "B" and _is_over(
-                backward_peaks, backward_left, (found[3], done["B"][found[3]]), used[:, stage], limits[stage]
-            )
-            if is_full or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
+            is_over = _is_over((found[3], done["B"][found[3]]), taken, used[:, stage], limits[stage])
+            if (found[2] == "B" and is_over) or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
                 return clock[stage], 0, "W", chunk
         return found
 
@@ -87,8 +96,7 @@ def dispatch(
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
-        taken, left = (of_kind[:, chunk, task] for of_kind in bytes_of[kind])
-        peaks[stage] = max(peaks[stage], _account(kind, taken, left, used[:, stage]))
+        peaks[stage] = max(peaks[stage], _account(kind, (chunk, task), taken, used[:, stage]))
     return max(clock)
 
 
@@ -101,14 +109,22 @@ def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]
     return seconds
 
 
-def _account(kind: str, taken: Float, left: Float, used: Float) -> float:
+def _account(kind: str, place: tuple[int, int], taken: tuple[Float, ...], used: Float) -> float:
     """Book the memory of a task on its stage, on all ranks at once; return the most that one of them held."""
-    most = used + taken
-    used += left
-    return 0.0 if kind == "W" else float(max(most.max(), used.max() if kind == "B" else 0.0))
+    forward_peaks, forward_left, backward_peaks, backward_left, waiting = taken
+    where = (slice(None), *place)
+    if kind == "W":
+        used -= waiting[where]
+        return 0.0
+    peaks, left = (forward_peaks, forward_left) if kind == "F" else (backward_peaks, backward_left)
+    most = used + peaks[where]
+    used += left[where]
+    return float(max(most.max(), used.max() if kind == "B" else 0.0))
 
 
-def _is_over(peaks: Float, left: Float, place: tuple[int, int], used: Float, limit: float) -> bool:
+def _is_over(place: tuple[int, int], taken: tuple[Float, ...], used: Float, limit: float) -> bool:
     """Return whether some rank holds too much in a backward with split weights, then or afterwards."""
-    need = np.maximum(peaks[:, place[0], place[1]], left[:, place[0], place[1]])
+    if place[1] == taken[2].shape[2]:
+        return False  # none is left
+    need = np.maximum(*(x[:, *place] for x in taken[2:4]))
     return bool((used + need > limit).any())
