@@ -155,18 +155,20 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
     both = [home.backward_order(back.chains, ahead.chains) for home in (kernels_compose, reference_compose)]
     assert [each.tolist() for each in both[0]] == [each.tolist() for each in both[1]]
     assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
-    starts, stops, num_ranks, _, is_end = back.slices
+    ends = np.array([0, back.num_micropacks], np.int32)
     counted = [
         (
-            home.forward_counts(back.slice_offsets, *back.slices[:4], cp),
-            home.backward_counts(back.slice_offsets, starts, stops, num_ranks, is_end, cp),
+            home.forward_counts(back.slice_offsets, back.slices, ends, cp),
+            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp),
         )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     memory = COSTS.memory
-    asked = (counted[0][1][None], memory.backward_peaks.copy(), memory.backward_left.copy())
+    tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
+    tables += (memory.kept_for_weight_bytes, memory.first_bytes)
+    asked = (*(of_pass[None] for of_pass in counted[0]), *(table.copy() for table in tables), COSTS.mesh.pp)
     taken = [home.task_bytes(*asked) for home in (kernels, reference)]
     for one, other in zip(*taken):
         assert one.tolist() == other.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -24,7 +25,7 @@ from varlen.cost.phases import (
     messages,
 )
 from varlen.cost.shape import ModelShape
-from varlen.cost.stages import Stages
+from varlen.cost.stages import KEPT, Stages
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
 
@@ -90,6 +91,7 @@ def layers_again(layers: FloatArray, share: float) -> FloatArray:
     return again
 
 
+@functools.lru_cache(maxsize=KEPT)
 def memory_of(
     model: ModelShape,
     mesh: Mesh,

@@ -147,11 +147,10 @@ class CostModel:
             stages: layers of each chunk; without, as `stages` cuts them.
             splits_backward: whether weight gradients are tasks of their own.
         """
-        cut = self.stages(mesh) if stages is None else stages
         return memory_of(
             self.model,
             mesh,
-            cut,
+            self.stages(mesh) if stages is None else stages,
             self.recompute,
             self.offload,
             self.limit_bytes,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen import jit
-from varlen.cost.phases import BACKWARD_COUNTS, BEFORE, FORWARD_COUNTS, NEXT, OWN
+from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
 from varlen.cost.rates import NUM_COLUMNS, ROWS
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
-from varlen.simulate.memory import backward_counts, bytes_of, forward_counts, in_turn
+from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -88,25 +88,18 @@ def work_of_block(
     counts = np.empty((len(forward), FORWARD_COUNTS, count))
     back_counts = np.empty((len(forward), BACKWARD_COUNTS, back_count))
     after = np.zeros(back_count, np.int32)
+    ends, back_ends = np.array([[0, count], [0, back_count]], np.int32)
     for rank, (one, other) in enumerate(zip(forward, backward)):
         order, waits = _kernel("backward_order")(other.chains, one.chains)
         priced_ahead = priced(costs, one.slice_offsets, one.slices)
         same = other is one
         priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
         ahead[rank], back[rank] = priced_ahead, priced_back[order]
-        starts, stops, num_ranks, document_ids, _ = one.slices
-        counts[rank] = forward_counts(
-            one.slice_offsets, starts, stops, num_ranks, document_ids, costs.mesh.cp
+        counts[rank] = forward_counts(one.slice_offsets, one.slices, ends, costs.mesh.cp)
+        back_counts[rank] = backward_counts(
+            other.slice_offsets, other.slices, order, back_ends, costs.mesh.cp
         )
-        starts, stops, num_ranks, _, is_end = other.slices
-        found = backward_counts(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
-        back_counts[rank] = found[:, order]
         np.maximum(after, waits, out=after)
-    if costs.memory.first_bytes.any():
-        for of_pass in (counts, back_counts):
-            ends = of_pass.shape[2] * np.arange(len(forward) + 1)
-            near = in_turn(of_pass[:, OWN].ravel(), ends).reshape(2, len(forward), -1)
-            of_pass[:, NEXT], of_pass[:, BEFORE] = near
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead,

@@ -6,13 +6,11 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from varlen import jit
 from varlen.cost.memory import Memory
-from varlen.cost.phases import BEFORE, NEXT, OWN
 from varlen.simulate.graph import Graph
-from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, MicroPacks, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels")
@@ -52,58 +50,37 @@ def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
 
     Cost: O(slices + chunks * MicroPacks).
     """
-    ahead, back = plan.forward, plan.backward
-    # Of arrays that can't be written the kernels would be compiled once more.
-    counts = forward_counts(
-        ahead.slice_offsets.copy(),
-        ahead.starts.copy(),
-        ahead.stops.copy(),
-        plan.num_ranks[ahead.document_ids],
-        ahead.document_ids.copy(),
-        plan.mesh.cp,
+    mesh = plan.mesh
+    ahead = forward_counts(*_slices(plan, plan.forward), mesh.cp)[np.newaxis]
+    offsets, slices, ranks = _slices(plan, plan.backward)
+    order = np.arange(plan.backward.num_micropacks)
+    back = backward_counts(offsets, slices, order, ranks, mesh.cp)[np.newaxis]
+    found = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
+    begins = np.zeros((mesh.dp, mesh.pp))
+    for rank in range(mesh.dp) if memory.first_bytes.any() else ():
+        of_ranks = (packs.rank_offsets[rank : rank + 2].tolist() for packs in (plan.forward, plan.backward))
+        first, second = (counts[:, :, slice(*ends)].copy() for counts, ends in zip((ahead, back), of_ranks))
+        begins[rank] = bytes_of(memory, first, second, mesh.pp, splits=False).begins[0]
+    return TaskBytes._make([*(of_rank[0] for of_rank in found[:-1]), begins])
+
+
+def _slices(plan: StepPlan, packs: MicroPacks) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """What counting takes; of arrays that can't be written kernels would be compiled once more."""
+    ids = packs.document_ids
+    is_end = (packs.stops == plan.lengths[ids]).astype(np.int32)
+    table = np.stack([packs.starts, packs.stops, plan.num_ranks[ids], ids, is_end])
+    return packs.slice_offsets.copy(), table, packs.rank_offsets.copy()
+
+
+@functools.lru_cache(maxsize=64)
+def _coefficients(memory: Memory, splits: bool) -> tuple[FloatArray, ...]:
+    """Bytes as arrays that can be written, so that kernels are compiled once; none of them is."""
+    tables = memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left
+    return (
+        *(table.copy() for table in tables),
+        memory.kept_for_weight_bytes * splits,
+        memory.first_bytes.copy(),
     )
-    back_counts = backward_counts(
-        back.slice_offsets.copy(),
-        back.starts.copy(),
-        back.stops.copy(),
-        plan.num_ranks[back.document_ids],
-        (back.stops == plan.lengths[back.document_ids]).astype(np.int32),
-        plan.mesh.cp,
-    )
-    for of_pass, packs in ((counts, ahead), (back_counts, back)):
-        of_pass[[NEXT, BEFORE]] = in_turn(of_pass[OWN], packs.rank_offsets)
-    found = bytes_of(
-        memory, counts[np.newaxis], back_counts[np.newaxis], plan.mesh.pp, splits=plan.splits_backward
-    )
-    begins = np.zeros((plan.mesh.dp, plan.mesh.pp))
-    for of_pass, packs, of_row in ((counts, ahead, 0), (back_counts, back, 1)):
-        for rank in range(plan.mesh.dp):
-            mine = of_pass[OWN, slice(*packs.rank_offsets[rank : rank + 2].tolist())]
-            begins[rank] += _first(memory, of_row, mine[np.newaxis], plan.mesh.pp)[0]
-    return TaskBytes._make([*(of_ranks[0] for of_ranks in found[:-1]), begins])
-
-
-def in_turn(rows: FloatArray, rank_offsets: npt.NDArray[np.integer]) -> FloatArray:
-    """Return rows of the MicroPacks next to each on its rank that hold some, float64 `[2, MicroPacks]`: next, before.
-
-    Args:
-        rows: float64 `[MicroPacks]`: in the order in which each rank runs them.
-        rank_offsets: `[ranks + 1]`.
-    """
-    found = np.zeros((2, len(rows)))
-    some = np.flatnonzero(rows)
-    ranks = np.searchsorted(rank_offsets, some, "right")
-    one, other = some[:-1][ranks[1:] == ranks[:-1]], some[1:][ranks[1:] == ranks[:-1]]
-    found[0, one], found[1, other] = rows[other], rows[one]
-    return found
-
-
-def _first(memory: Memory, of_row: int, rows: FloatArray, stages: int) -> FloatArray:
-    """What stages receive before their first task of a pass, float64 `[ranks, stages]`."""
-    first = rows[np.arange(len(rows)), (rows > 0).argmax(axis=1)] if rows.shape[1] else np.zeros(len(rows))
-    of_stages = memory.first_bytes[of_row].reshape(-1, stages).sum(axis=0)
-    begins: FloatArray = first[:, np.newaxis] * of_stages
-    return begins
 
 
 def bytes_of(
@@ -113,67 +90,44 @@ def bytes_of(
 
     Args:
         memory: bytes of rows.
-        forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`, and `in_turn`.
-        backward: float64 `[ranks, 12, MicroPacks]`, by `backward_counts`, and `in_turn`.
+        forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
+        backward: float64 `[ranks, 12, MicroPacks]`, by `backward_counts`.
         stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
-    task_bytes = _kernel("task_bytes")
-    # Copies can be written, so that kernels are compiled once.
-    peaks, left = task_bytes(forward, memory.forward_peaks.copy(), memory.forward_left.copy())
-    back_peaks, back_left = task_bytes(backward, memory.backward_peaks.copy(), memory.backward_left.copy())
-    apart = memory.kept_for_weight_bytes * splits
-    return TaskBytes(
-        forward_peaks=peaks,
-        forward_left=left,
-        backward_peaks=back_peaks,
-        backward_left=back_left,
-        waiting=apart[:, np.newaxis] * backward[:, np.newaxis, OWN],
-        begins=_first(memory, 0, forward[:, OWN], stages) + _first(memory, 1, backward[:, OWN], stages),
-    )
+    found = _kernel("task_bytes")(forward, backward, *_coefficients(memory, splits), stages)
+    return TaskBytes._make(found)
 
 
 def forward_counts(
-    slice_offsets: Int32Array,
-    starts: Int32Array,
-    stops: Int32Array,
-    num_ranks: Int32Array,
-    document_ids: Int32Array,
-    cp: int,
+    slice_offsets: Int32Array, slices: Int32Array, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
     """Return what forward MicroPacks count of what takes memory; float64 `[7, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
-        starts: int32 `[slices]`, all of their documents among them.
-        stops: int32 `[slices]`.
-        num_ranks: int32 `[slices]`: data-parallel ranks that share the slice.
-        document_ids: int32 `[slices]`.
-        cp: GPUs of a rank that share it.
+        slices: int32 `[5, slices]`: starts, stops, data-parallel ranks that share it, document ids, whether its
+            document ends here.
+        rank_offsets: int32 `[ranks + 1]`.
+        cp: GPUs of a rank that share a slice.
     """
-    found: FloatArray = _kernel("forward_counts")(slice_offsets, starts, stops, num_ranks, document_ids, cp)
+    found: FloatArray = _kernel("forward_counts")(slice_offsets, slices, rank_offsets, cp)
     return found
 
 
 def backward_counts(
-    slice_offsets: Int32Array,
-    starts: Int32Array,
-    stops: Int32Array,
-    num_ranks: Int32Array,
-    is_end: Int32Array,
-    cp: int,
+    slice_offsets: Int32Array, slices: Int32Array, order: IntArray, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory; float64 `[12, MicroPacks]`.
+    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[12, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
-        starts: int32 `[slices]`.
-        stops: int32 `[slices]`.
-        num_ranks: int32 `[slices]`: data-parallel ranks that share the slice.
-        is_end: int32 `[slices]`: 1 for the last slice of its document, else 0.
-        cp: GPUs of a rank that share it.
+        slices: int32 `[5, slices]`: as for `forward_counts`.
+        order: int64 `[MicroPacks]`: in which they run.
+        rank_offsets: int32 `[ranks + 1]`: in that order.
+        cp: GPUs of a rank that share a slice.
     """
-    found: FloatArray = _kernel("backward_counts")(slice_offsets, starts, stops, num_ranks, is_end, cp)
+    found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp)
     return found
 
 
