@@ -45,7 +45,10 @@ class ThreadPeers:
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         assert len(parts) == self.size
-        return torch.stack([given[self.rank] for given in self._meet(parts)]).sum(0)
+        given = self._meet(parts)
+        with _disable_current_modes():
+            summed = torch.stack([each[self.rank] for each in given]).sum(0)
+        return summed.clone()
 
     def _meet(self, mine: torch.Tensor) -> list[torch.Tensor]:
         # A copy that no meter sees: what another thread still holds isn't alive on this rank.

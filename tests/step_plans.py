@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from varlen.cost.memory import Memory
+from varlen.cost.phases import BACKWARD_COUNTS, CLOSED, FORWARD_COUNTS, OPENED, OWN
 from varlen.simulate.durations import Durations
 from varlen.simulate.schedules import Schedule
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, MicroPacks, StepPlan
@@ -98,10 +99,25 @@ def durations_of(plan: StepPlan, forward: Any, backward: Any, weight: Any = 0.0,
 
 def memory_of(plan: StepPlan, **fields: Any) -> Memory:
     """Every row holds a byte from its forward to its backward; other bytes are 0 unless said."""
-    sizes = {"held_bytes": 1.0, "gradient_bytes": 0.0, "passing_bytes": 0.0, "kept_for_weight_bytes": 0.0}
+    sizes = {"held_bytes": 1.0, "gradient_bytes": 0.0, "kept_for_weight_bytes": 0.0, "near_bytes": 0.0}
     chunks = {name: np.full(plan.mesh.num_chunks, fields.get(name, size)) for name, size in sizes.items()}
+    held, gradient, apart, _ = chunks.values()
+    passing, splits = fields.get("passing_bytes", 0.0), plan.splits_backward
+    left, back = np.zeros((len(held), FORWARD_COUNTS)), np.zeros((len(held), BACKWARD_COUNTS))
+    left[:, OWN], back[:, OWN] = held, apart * splits - held
+    back[:, OPENED], back[:, CLOSED] = gradient, -gradient
+    peaks, back_peaks = left[:, None].copy(), np.zeros((len(held), 1, BACKWARD_COUNTS))
+    peaks[:, :, OWN] += passing
+    back_peaks[:, 0, OWN], back_peaks[:, 0, OPENED] = passing, gradient
     return Memory(
-        state_bytes=np.full(plan.mesh.pp, fields.get("state_bytes", 0.0)), limit_bytes=1e9, **chunks
+        state_bytes=np.full(plan.mesh.pp, fields.get("state_bytes", 0.0)),
+        limit_bytes=1e9,
+        forward_peaks=peaks,
+        forward_left=left,
+        backward_peaks=back_peaks,
+        backward_left=back,
+        first_bytes=np.zeros((2, len(held))),
+        **chunks,
     )
 
 

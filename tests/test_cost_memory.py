@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.cost.hardware import Hardware
-from varlen.cost.memory import LOGIT_BYTES, LOGIT_ROWS, activation_bytes, bytes_per_parameter
+from varlen.cost.layer import activation_bytes
+from varlen.cost.memory import bytes_per_parameter
 from varlen.cost.model import CostModel
+from varlen.cost.phases import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import stages_of
 from varlen.errors import SettingError
@@ -43,8 +45,9 @@ def test_full_recomputation_holds_a_layers_input_and_its_keys_and_values() -> No
 
     layers = COST.stages(Mesh(pp=4)).layers
     assert memory.held_bytes[0] == layers[0] * (2 * 4096 + 4 * 8 * 128)
-    # One layer lives whole while it runs, and the gradients of its widest activations.
-    assert memory.passing_bytes[0] == 139_392 + 6 * 14336 + 4 * 4096
+    # One layer lives whole while it runs, and the gradients of its widest activations; no other has begun.
+    begins = memory.backward_peaks[0, :, OWN].max()
+    assert begins == 139_392 + 6 * 14336 + 4 * 4096
 
 
 def test_selective_recomputation_drops_norm_outputs_and_the_product() -> None:
@@ -55,15 +58,17 @@ def test_selective_recomputation_drops_norm_outputs_and_the_product() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_offload_leaves_keys_and_values_of_two_layers(recompute: str) -> None:
+def test_offload_leaves_keys_and_values_of_two_layers_and_of_what_runs(recompute: str) -> None:
     cost = COST.replace(recompute=recompute)
     near, far = cost.memory(Mesh(pp=4)), cost.replace(offload="kv").memory(Mesh(pp=4))
 
     layers = COST.stages(Mesh(pp=4)).layers
     kv = 4 * 8 * 128
-    np.testing.assert_allclose(near.held_bytes - far.held_bytes, kv * (layers - 2))
+    np.testing.assert_allclose(near.held_bytes - far.held_bytes, kv * layers)
     assert near.gradient_bytes.tolist() == (2 * kv * layers).tolist()
-    assert far.gradient_bytes.tolist() == [2 * kv * 2] * 4
+    assert far.gradient_bytes.tolist() == near.near_bytes.tolist() == [0] * 4
+    assert far.near_bytes.tolist() == [2 * kv] * 4
+    assert far.backward_peaks[:, :, NEAR].max(axis=1).tolist() == [2 * kv] * 4
     # A stage of two layers has nothing to offload, and fetches nothing.
     thin, plain = cost.replace(offload="kv"), Mesh(pp=32)
     assert thin.memory(plain).held_bytes.tolist() == cost.memory(plain).held_bytes.tolist()
@@ -249,14 +254,16 @@ def test_eager_layers_leave_their_norms_in_float32_and_the_gate_twice() -> None:
     fused, memory = COST.memory(Mesh()), eager.memory(Mesh())
 
     more = 8 * 4096 + 8 + 2 * 14336
-    assert memory.held_bytes[0] - fused.held_bytes[0] == 32 * more
+    assert memory.held_bytes[0] - fused.held_bytes[0] == 32 * more + 4 * 128
     recomputed = eager.replace(recompute="full").memory(Mesh())
     assert recomputed.held_bytes[0] == 32 * (2 * 4096 + 4 * 8 * 128)
-    # The layer made again without the keys and values in the cache, its ends, and its gradients at their widest.
-    assert recomputed.passing_bytes[0] == 139_392 + more - 4 * 8 * 128 + 4 * 4096 + 4 * 14336
-    assert memory.passing_bytes[0] == 4 * 14336
-    logits = 6 * LLAMA.vocab + 12 * 4096 - 4 * 14336
-    assert memory.state_bytes[0] - fused.state_bytes[0] == 1024 * (logits - 6 * LLAMA.vocab)
+    # The layer made again without the keys and values in the cache, its ends and positions, and its gradients.
+    begins = 139_392 + more - 4 * 8 * 128 + 4 * 4096 + 4 * 128 + 8 + 4 * 14336
+    assert recomputed.backward_peaks[0, :, OWN].max() == begins
+    assert memory.backward_peaks[0, :, OWN].max() == 4 * 14336 + 2 * 4096
+    # Logits, which are there in backward tasks alone, and the norm beside them.
+    assert memory.backward_peaks[0, :, HEAD].max() == 6 * LLAMA.vocab + 10 * 4096
+    assert fused.state_bytes[0] - memory.state_bytes[0] == 1024 * 6 * LLAMA.vocab
     assert eager.fingerprint != COST.fingerprint
 
 

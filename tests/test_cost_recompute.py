@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_cost_price import COST, one
 
+from varlen.cost.phases import OWN
 from varlen.cost.rates import INPUT_LAYER
 from varlen.step_plan import Mesh
 
@@ -42,4 +43,4 @@ def test_a_share_of_a_chunks_layers_rounded_up_recomputes_fully(share: float, la
     expected = none.held_bytes[1] + layers / 9 * (whole.held_bytes[1] - none.held_bytes[1])
     assert COST.stages(Mesh(pp=4)).layers[1] == 9
     assert some.held_bytes[1] == pytest.approx(expected)
-    assert some.passing_bytes[1] == whole.passing_bytes[1]
+    assert some.backward_peaks[1, :, OWN].max() <= whole.backward_peaks[1, :, OWN].max()

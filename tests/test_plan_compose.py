@@ -155,12 +155,22 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
     both = [home.backward_order(back.chains, ahead.chains) for home in (kernels_compose, reference_compose)]
     assert [each.tolist() for each in both[0]] == [each.tolist() for each in both[1]]
     assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
-    starts, stops, num_ranks, _, is_end = back.slices
+    ends = np.array([0, back.num_micropacks], np.int32)
     counted = [
-        home.accumulated(back.slice_offsets, starts, stops, num_ranks, is_end, cp)
+        (
+            home.forward_counts(back.slice_offsets, back.slices, ends, cp),
+            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp),
+        )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
+        assert one.tolist() == other.tolist()
+    memory = COSTS.memory
+    tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
+    tables += (memory.kept_for_weight_bytes, memory.first_bytes)
+    asked = (*(of_pass[None] for of_pass in counted[0]), *(table.copy() for table in tables), COSTS.mesh.pp)
+    taken = [home.task_bytes(*asked) for home in (kernels, reference)]
+    for one, other in zip(*taken):
         assert one.tolist() == other.tolist()
 
 
@@ -336,8 +346,8 @@ def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
         block.send_backward, np.maximum(alone[0].send_backward, alone[1].send_backward)
     )
     for rank, one in enumerate(alone):
-        np.testing.assert_array_equal(block.rows_forward[rank], one.rows_forward[0])
-        np.testing.assert_array_equal(block.rows_backward[rank], one.rows_backward[0])
+        np.testing.assert_array_equal(block.forward_peaks[rank], one.forward_peaks[0])
+        np.testing.assert_array_equal(block.backward_left[rank], one.backward_left[0])
 
 
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))

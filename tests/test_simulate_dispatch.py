@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from varlen.simulate import kernels_dispatch, reference_dispatch
 from varlen.simulate.dispatch import Pipeline, dispatch
 
+BYTES = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")
+
 
 def pipeline(
     stages: int, forward: Any, backward: Any, weight: Any = None, *, chunks: int | None = None, **more: Any
@@ -27,9 +29,12 @@ def pipeline(
         "send_forward": np.zeros(mf),
         "send_backward": np.zeros(mb),
         "after": np.arange(mb, dtype=np.int32),
-        "rows_forward": np.ones((1, mf)),
-        "rows_backward": np.stack([np.ones(mb), np.zeros(mb), np.zeros(mb)])[None],
-        "per_row": np.tile(np.array([[1.0], [0.0], [0.0], [0.0]]), (1, chunks)),
+        "forward_peaks": np.ones((1, chunks, mf)),
+        "forward_left": np.ones((1, chunks, mf)),
+        "backward_peaks": np.zeros((1, chunks, mb)),
+        "backward_left": -np.ones((1, chunks, mb)),
+        "waiting": np.zeros((1, chunks, mb)),
+        "begins": np.zeros((1, stages)),
         "limits": np.full(stages, 1e9),
         "splits": weight is not None,
     }
@@ -55,15 +60,15 @@ def test_kernel_and_reference_choose_the_same_tasks(
         after=np.where(is_empty, -1, np.maximum.accumulate(lasts)).astype(np.int32),
         send_forward=rng.integers(0, 2, count).astype(float),
         send_backward=rng.integers(0, 2, count).astype(float),
-        rows_forward=rng.integers(0, 3, (ranks, count)).astype(float),
-        rows_backward=rng.integers(0, 3, (ranks, 3, count)).astype(float),
-        per_row=rng.integers(0, 4, (4, chunks)).astype(float),
+        begins=rng.integers(0, 2, (ranks, stages)).astype(float),
+        **{name: rng.integers(0, 5, (ranks, chunks, count)).astype(float) for name in BYTES},
         limits=rng.integers(4, 60, stages).astype(float),
     )
     scale = data.draw(st.sampled_from([1.0, 0.1]))  # tenths round as they add up
     for array in (made.forward, made.backward, made.weight):
         array[:] = rng.integers(0, 5, array.shape) * scale
-    for array in (made.rows_forward, made.rows_backward, made.limits):
+    made.backward_left[:] *= -1
+    for array in (*(getattr(made, name) for name in BYTES), made.begins, made.limits):
         array *= scale
     names = [name for name in Pipeline.__dataclass_fields__ if name != "splits"]
     names.insert(names.index("limits"), "limits")

@@ -13,7 +13,7 @@ from step_plans import durations_of, memory_of, random_plan
 from varlen.simulate.api import run_plan
 from varlen.simulate.computes import last_forwards
 from varlen.simulate.dispatch import Pipeline, dispatch
-from varlen.simulate.memory import accumulators
+from varlen.simulate.memory import plan_bytes
 from varlen.step_plan import Mesh
 
 
@@ -31,7 +31,7 @@ def test_a_dispatched_order_is_simulated_as_it_was_made(
     seconds = durations_of(plan, forward, backward, weight, latency_s=1.0, **sends)
     bytes_of = {"held_bytes": 5.0, "gradient_bytes": 2.0, "passing_bytes": 3.0, "kept_for_weight_bytes": 4.0}
     memory = memory_of(plan, **bytes_of)
-    rows = np.stack([seconds.backward_rows, *accumulators(plan)])
+    taken = plan_bytes(plan, memory)
     pipeline = Pipeline(
         forward=seconds.forward,
         backward=seconds.backward,
@@ -39,9 +39,8 @@ def test_a_dispatched_order_is_simulated_as_it_was_made(
         send_forward=seconds.send_forward + seconds.latency_s,
         send_backward=seconds.send_backward + seconds.latency_s,
         after=last_forwards(plan).astype(np.int32),
-        rows_forward=seconds.forward_rows[np.newaxis],
-        rows_backward=rows[np.newaxis],
-        per_row=np.tile(np.array([[bytes_of[name]] for name in bytes_of]), (1, chunks)),
+        **{name: each[np.newaxis] for name, each in taken._asdict().items() if name != "begins"},
+        begins=taken.begins,
         limits=np.full(pp, np.inf),
         splits=splits,
     )

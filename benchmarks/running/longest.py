@@ -8,18 +8,22 @@ from its input; both compute the loss in chunks.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 from unittest import mock
 
+import numpy as np
 import torch
 
 import varlen as vl
 from benchmarks.gpu.models import llama, one_document
 from benchmarks.gpu.slices import checkpointed, chunked_loss
-from varlen.cost.memory import Kernels, Memory, Saved, memory_of
-from varlen.cost.stages import stages_of
+from varlen.cost.layer import Kernels
+from varlen.cost.memory import Saved
+from varlen.cost.phases import HEAD, LOGIT_ROWS, OWN
+from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime import flash
 from varlen.runtime.clock import bytes_meter
 from varlen.step_plan import Mesh, Offload, Recompute
@@ -28,6 +32,8 @@ CARD_BYTES: Final = 0.92 * 80e9
 MESH: Final = Mesh(dp=64, sharding="parameters")
 """So that states of 64 GPUs are divided: what is left of a card is for one GPU's document."""
 SLICE_TOKENS: Final = 4096
+MOST_TOKENS: Final = 2**24
+"""No card holds a document of as many."""
 SHAPES: Final = {
     "GQA": vl.ModelShape.named("llama-3-8b"),
     "MHA": vl.ModelShape(
@@ -130,26 +136,35 @@ def host_bytes_of(shape: vl.ModelShape, way: Way, tokens: int) -> int:
 
 
 def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int:
-    """The longest document of a shape on the card, by the cost model.
+    """The longest document of a shape on the card, by the cost model; slices are simulated.
 
     The unsliced model holds no gradients of keys and values between tasks; and where each layer is computed again,
     it holds their inputs, and keys and values of the layer that runs.
     """
+    cost = vl.CostModel(
+        model=shape,
+        hardware=vl.Hardware.named("h100"),
+        kernels=kernels,
+        recompute=way.recompute,
+        saved=way.saved,
+        offload=way.offload,
+    )
+    found = cost.memory(MESH)
+    left, elsewhere = CARD_BYTES - float(found.state_bytes[0]), float(cost.memory(vl.Mesh()).state_bytes[0])
+    held, keys = float(found.held_bytes[0]), shape.kv_bytes_per_token_layer
+    if way.kind == "whole" and way.recompute == "full":
+        held += keys * ((kernels == "eager") - shape.layers)
+    peaks = found.backward_peaks[0]
 
-    def memory(saved: Saved = way.saved) -> Memory:
-        kept: Any = (way.recompute, way.offload, CARD_BYTES, kernels)
-        return memory_of(shape, MESH, stages_of(shape, MESH), *kept, saved=saved)
+    def peak(tokens: int) -> float:
+        if way.kind == "whole":
+            passing = peaks[:, OWN] * tokens + peaks[:, HEAD] * min(tokens, LOGIT_ROWS)
+            return held * tokens + float(passing.max())
+        lengths = np.array([tokens], np.int32)
+        plan = one_gpu_plan(lengths, SLICE_TOKENS, recompute=way.recompute, offload=way.offload)
+        return vl.simulate(plan, cost).peak_bytes - elsewhere
 
-    found = memory()
-    left = float(found.limit_bytes - found.state_bytes[0])
-    held, passing = float(found.held_bytes[0]), float(found.passing_bytes[0])
-    if way.kind == "sliced":
-        return int((left - passing * SLICE_TOKENS) / (held + float(found.gradient_bytes[0])))
-    if way.recompute == "full":
-        keys = shape.kv_bytes_per_token_layer
-        held -= keys * shape.layers
-        passing += keys * (kernels == "eager")
-    return int(left / (held + passing))
+    return bisect_right(range(1, MOST_TOKENS), left, key=peak)
 
 
 def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, Any]]:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
+from varlen.cost.layer import Kernels, layer_bytes
+from varlen.cost.phases import (
+    AHEAD,
+    BACKWARD_COUNTS,
+    CLOSED,
+    FORWARD_COUNTS,
+    LAYERS_ON_DEVICE,
+    LOGIT_ROWS,
+    OPENED,
+    OWN,
+    Chunks,
+    backward_peaks,
+    forward_peaks,
+    logit_bytes,
+    messages,
+)
 from varlen.cost.shape import ModelShape
-from varlen.cost.stages import Stages
+from varlen.cost.stages import KEPT, Stages
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
 
-Kernels = Literal["fused", "eager"]
-"""Whether norms and gates are kernels of their own, as in Megatron, or run operation by operation, as in
-transformers, which leaves more behind."""
 Saved = Literal["layers", "stage"]
 """What layers are computed again from: what went into each of them, or what went into the first of a chunk."""
-LOGIT_ROWS: Final = 1024
-"""Rows whose logits are there at once: the loss is computed chunk by chunk."""
-LOGIT_BYTES: Final = 6
-"""bf16 logits, and their softmax in float32."""
-LAYERS_ON_DEVICE: Final = 2
-"""With keys and values in host memory: the layer that runs, and the one that is being fetched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,15 +38,27 @@ class Memory:
     """Bytes of one GPU of each stage or chunk; "row" is a token that this GPU computes; read-only."""
 
     state_bytes: FloatArray
-    """float64 `[pp]`: parameters, gradients, optimizer states, and the head's chunk of logits."""
+    """float64 `[pp]`: parameters, gradients, optimizer states; of fused kernels, the head's chunk of logits."""
     held_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from its forward to the end of its backward pass."""
     gradient_bytes: FloatArray
     """float64 `[num_chunks]`: per row, dK and dV in float32, while its document is in backward."""
-    passing_bytes: FloatArray
-    """float64 `[num_chunks]`: per row, while its MicroPack runs."""
+    near_bytes: FloatArray
+    """float64 `[num_chunks]`: with keys and values in host memory, of each token of a running MicroPack's documents
+    up to its end; three times as many where it runs backward."""
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients where they are apart."""
+    forward_peaks: FloatArray
+    """float64 `[num_chunks, peaks, 7]`: what a forward task takes at its peaks, of each thing that
+    `varlen.cost.phases` says a MicroPack counts; the largest is what it takes."""
+    forward_left: FloatArray
+    """float64 `[num_chunks, 7]`: what it leaves."""
+    backward_peaks: FloatArray
+    """float64 `[num_chunks, peaks, 12]`: as `forward_peaks`."""
+    backward_left: FloatArray
+    """float64 `[num_chunks, 12]`: what it leaves, less what it gives back."""
+    first_bytes: FloatArray
+    """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
     limit_bytes: float
     """What a plan may use of the card."""
 
@@ -60,46 +80,6 @@ def bytes_per_parameter(mesh: Mesh) -> float:
     return {"none": 18.0, "optimizer": 6.0 + 12.0 / shards, "parameters": 18.0 / shards}[mesh.sharding]
 
 
-def kv_shards(model: ModelShape, mesh: Mesh) -> int:
-    """Return among how many GPUs keys and values are divided: fewer key heads than GPUs are copied."""
-    return mesh.tp if model.latent_rank else min(mesh.tp, model.kv_heads)
-
-
-def activation_bytes(model: ModelShape) -> float:
-    """Return bytes that a token leaves behind in one layer when everything is kept, not divided by tp.
-
-    In bf16: both norms' inputs and outputs (8h), queries and attention's output, keys and values, the gate, the
-    other branch and their product (6f), and attention's log-sum in float32. For grouped heads of h in all this is
-    12h + 4·kv_heads·d + 6f + 4·heads; compare Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    Transformer Models", arXiv 2205.05198, §4. Latent attention keeps its latents and what it expands them to;
-    experts keep the rows sent to them and those that come back.
-    """
-    heads = 2 * model.heads * (model.head_dim + model.value_head_dim) + 4 * model.heads
-    expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim)
-    latents = (model.kv_bytes_per_token_layer + 2 * model.query_rank) if model.latent_rank else 0
-    routed = 4 * model.hidden * model.experts_per_token * (1 - model.num_dense_layers / model.layers)
-    return 8 * model.hidden + heads + expanded + latents + ffn_bytes(model) + routed
-
-
-def ffn_bytes(model: ModelShape) -> float:
-    """Return bytes of one layer's inner activations of a token: three of width f with a gate, two without."""
-    return (6 if model.gated else 4) * model.active_ffn
-
-
-def eager_bytes(model: ModelShape) -> float:
-    """Return bytes that a token leaves behind in one layer of transformers beside `activation_bytes`.
-
-    Each norm keeps its input in float32, the normed and the scaled row (8h instead of 4h), and a root of its own; the
-    gate's SiLU stands beside what it was made of.
-    """
-    return 8 * model.hidden + 8 + 2 * model.active_ffn * model.gated
-
-
-def reused_bytes(model: ModelShape) -> float:
-    """Return bytes of a token and layer that selective recomputation doesn't keep: norm outputs, the product."""
-    return 4 * model.hidden + 2 * model.active_ffn
-
-
 def layers_again(layers: FloatArray, share: float) -> FloatArray:
     """Return how many layers of each chunk a share of them is: whole ones, rounded up.
 
@@ -111,6 +91,7 @@ def layers_again(layers: FloatArray, share: float) -> FloatArray:
     return again
 
 
+@functools.lru_cache(maxsize=KEPT)
 def memory_of(
     model: ModelShape,
     mesh: Mesh,
@@ -122,6 +103,7 @@ def memory_of(
     *,
     recompute_share: float = 1.0,
     saved: Saved = "layers",
+    splits_backward: bool = False,
 ) -> Memory:
     """Count the bytes of one GPU of each stage; see `Memory`.
 
@@ -129,42 +111,52 @@ def memory_of(
       input, and keys and values for later slices; one layer's activations then live while it runs. With a
       `recompute_share` below 1 so many layers of a chunk, rounded up, do, and the others as under "selective".
     - While a layer's backward pass runs, gradients of its widest activations live beside it.
-    - With kernels="eager" layers leave `eager_bytes` more, and what passes is transformers' own.
-    - With offload="kv" keys, values and their gradients of `LAYERS_ON_DEVICE` layers are on the GPU, of the others
-      in host memory.
+    - With kernels="eager" layers leave more, and what passes is transformers' own; logits are there in backward tasks
+      alone, and gone before the first layer's backward pass.
+    - Keys and values of a whole document are there from its first slice on.
+    - With offload="kv" keys, values and their gradients of `LAYERS_ON_DEVICE` layers are on the GPU, of the documents
+      that run, and all others in host memory.
     - With saved="stage" rows hold what goes into the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, what goes into each layer that is computed again is there for its rows.
+    - Where ranks share a document, eager layers have its keys and values gathered, of one layer at a time; fused ones
+      pass them on in a ring.
     """
-    layers, tp = stages.layers, mesh.tp
-    kv = model.kv_bytes_per_token_layer / kv_shards(model, mesh)
-    expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
-    whole = (activation_bytes(model) - expanded * kv_shards(model, mesh)) / tp + expanded
-    gradients = (ffn_bytes(model) + 4 * model.hidden) / tp
-    if kernels == "eager":
-        whole += eager_bytes(model) / tp
-        gradients = 4 * model.active_ffn / tp
-    kept = whole - (reused_bytes(model) / tp if recompute != "none" else 0.0)
+    layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
-    held = 2 * model.hidden / tp * held_inputs + kv * num_again + kept * (layers - num_again)
-    again, ends = whole, 4 * model.hidden / tp * stages.has_head
-    if kernels == "eager":
-        # Keys and values stand in the cache already, and a layer's input and output beside what they leave; what
-        # the final norm takes is made again.
-        again += 4 * model.hidden / tp - expanded
-        ends = ends * (num_again < layers)
-    passing = gradients + {"none": 0.0, "selective": reused_bytes(model) / tp, "full": again}[recompute]
-    passing_bytes: FloatArray = passing + 2 * model.hidden / tp * made_inputs
-    near = np.minimum(layers, LAYERS_ON_DEVICE) if offload == "kv" else layers
-    linear_inputs: float = 4 * model.hidden + 2 * model.heads * model.value_head_dim + 2 * model.active_ffn
-    linear_gradients: float = 4 * model.hidden + 2 * model.heads * model.head_dim
-    linear_gradients += (4 if model.gated else 2) * model.active_ffn
+    is_far, is_eager = (offload == "kv") & (layers > LAYERS_ON_DEVICE), kernels == "eager"
+    logits = logit_bytes(model, kernels) / mesh.tp
+    chunks = Chunks(
+        layers=layers,
+        num_again=num_again,
+        made_inputs=made_inputs,
+        near=np.where(is_far, 0.0, layer.kv),
+        far=np.where(is_far, layer.kv, 0.0),
+        head=np.where(stages.has_head & is_eager, logits, 0.0),
+        splits=splits_backward,
+    )
+    held: FloatArray = layer.hidden * held_inputs + layer.kv * num_again + layer.kept * (layers - num_again)
+    held += layer.shared * (num_again < layers) - chunks.far * layers
+    held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
+    apart = layer.waiting_again * num_again + layer.waiting_kept * (layers - num_again)
+    gradient: FloatArray = 2 * chunks.near * layers
+    sent = messages(layer, num_again == layers, stages)
+    taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
+    left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
+    left[:, OWN], left[:, AHEAD] = held, chunks.near * layers
+    back_left[:, OWN] = apart * splits_backward - held
+    back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),
-        held_bytes=held - kv * (layers - near) + ends,
-        gradient_bytes=2 * kv * near,
-        passing_bytes=passing_bytes,
-        kept_for_weight_bytes=layers * ((linear_inputs + linear_gradients) / tp + expanded),
+        held_bytes=held,
+        gradient_bytes=gradient,
+        near_bytes=LAYERS_ON_DEVICE * chunks.far,
+        kept_for_weight_bytes=apart,
+        forward_peaks=forward_peaks(layer, chunks, left, taken),
+        forward_left=left + taken + sent.given(FORWARD_COUNTS)[0],
+        backward_peaks=backward_peaks(layer, chunks, back_taken),
+        backward_left=back_left + back_taken + sent.given(BACKWARD_COUNTS)[1],
+        first_bytes=np.stack([sent.received_forward, sent.received_backward]),
         limit_bytes=limit_bytes,
     )
 
@@ -187,21 +179,10 @@ def _state_bytes(model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels
     if mesh.sharding == "parameters":
         # What is gathered is one layer at a time: its bf16 parameters, and its gradients on their way out.
         chunks += 4 * model.parameters_per_layer / mesh.tp * (np.arange(mesh.num_chunks) < mesh.pp)
-    chunks += LOGIT_ROWS * logit_bytes(model, kernels) / mesh.tp * stages.has_head
+    if kernels == "fused":
+        chunks += LOGIT_ROWS * logit_bytes(model) / mesh.tp * stages.has_head
     states: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
     return states
-
-
-def logit_bytes(model: ModelShape, kernels: Kernels = "fused") -> float:
-    """Return bytes of a row's logits.
-
-    Of eager layers: what the final norm in float32 (30h at its widest, 12h beside the logits) and the logits take
-    beyond the layers' gradients, which pass at another time.
-    """
-    logits = float(LOGIT_BYTES * model.vocab)
-    if kernels == "fused":
-        return logits
-    return max(12 * model.hidden + logits, 30.0 * model.hidden, 4 * model.active_ffn) - 4 * model.active_ffn
 
 
 def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:

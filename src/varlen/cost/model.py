@@ -15,7 +15,9 @@ from varlen.cost import traffic
 from varlen.cost.check import check_mesh
 from varlen.cost.flops import BACKWARD_RATIO, Flops, step_flops
 from varlen.cost.hardware import Hardware, RateTable
-from varlen.cost.memory import Kernels, Memory, memory_of
+from varlen.cost.layer import Kernels, kv_shards, reused_bytes
+from varlen.cost.memory import Memory, Saved, memory_of
+from varlen.cost.phases import LAYERS_ON_DEVICE
 from varlen.cost.rates import Rates
 from varlen.cost.shape import ModelShape
 from varlen.cost.stages import Stages, stages_of
@@ -46,6 +48,9 @@ class CostModel:
     """What waits in host memory: "kv" leaves keys, values and their gradients of two layers on the GPU. Each slice
     then fetches those of its document's earlier tokens while the layer before computes; only what takes longer than
     that is priced."""
+    saved: Saved = "layers"
+    """What layers are computed again from: what went into each of them, or "stage", what went into the first of a
+    chunk, which takes a forward pass of all but the last of them more."""
     mode: Mode = "calibrated"
     """Whether seconds come from the hardware's tables or from FLOPs alone."""
     kernels: Kernels = "fused"
@@ -69,6 +74,7 @@ class CostModel:
         for name, allowed in (
             ("recompute", Recompute),
             ("offload", Offload),
+            ("saved", Saved),
             ("mode", Mode),
             ("kernels", Kernels),
         ):
@@ -133,23 +139,25 @@ class CostModel:
         check_mesh(self.model, mesh)
         return stages_of(self.model, mesh)
 
-    def memory(self, mesh: Mesh, stages: Stages | None = None) -> Memory:
+    def memory(self, mesh: Mesh, stages: Stages | None = None, *, splits_backward: bool = False) -> Memory:
         """Return the bytes that stay on a GPU, and those that rows add.
 
         Args:
             mesh: what divides them.
             stages: layers of each chunk; without, as `stages` cuts them.
+            splits_backward: whether weight gradients are tasks of their own.
         """
-        cut = self.stages(mesh) if stages is None else stages
         return memory_of(
             self.model,
             mesh,
-            cut,
+            self.stages(mesh) if stages is None else stages,
             self.recompute,
             self.offload,
             self.limit_bytes,
             self.kernels,
             recompute_share=self.recompute_share,
+            saved=self.saved,
+            splits_backward=splits_backward,
         )
 
     def send_s(self, mesh: Mesh) -> tuple[float, float]:
@@ -200,11 +208,11 @@ class CostModel:
         check_mesh(self.model, mesh)
         model, hardware = self.model, self.hardware
         pair_flops = 2.0 * model.heads * (model.head_dim + model.value_head_dim) / mesh.tp
-        kv = model.kv_bytes_per_token_layer / memories.kv_shards(model, mesh)
+        kv = model.kv_bytes_per_token_layer / kv_shards(model, mesh)
         queries = 2.0 * model.heads * model.head_dim / mesh.tp
         outputs = 2.0 * model.heads * model.value_head_dim / mesh.tp
         is_quick = best or self.mode == "flops"
-        is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > memories.LAYERS_ON_DEVICE
+        is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > LAYERS_ON_DEVICE
         host_s = 1.0 / hardware.host.bytes_per_s if is_far else 0.0
         grids = self._flop_rates() if self.mode == "flops" else self._table_rates(best)
         return Rates(
@@ -220,7 +228,7 @@ class CostModel:
             head_flops=2.0 * model.head_parameters / mesh.tp,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
-            recompute=self._share_again(mesh) if self.recompute == "full" else 0.0,
+            recompute=self._forwards_again(mesh) if self.recompute == "full" else 0.0,
             reuse_s=self._reuse_s(mesh),
             collective_s=self._collective_s(mesh),
             cp=float(mesh.cp),
@@ -276,12 +284,19 @@ class CostModel:
         again = memories.layers_again(layers, self.recompute_share)
         return float((again.sum(axis=0) / layers.sum(axis=0)).max())
 
+    def _forwards_again(self, mesh: Mesh) -> float:
+        """Forward passes of an average layer in the backward pass, on the stage with the most."""
+        layers = stages_of(self.model, mesh).layers.reshape(-1, mesh.pp)
+        again = memories.layers_again(layers, self.recompute_share)
+        runs = again + (self.saved == "stage") * np.maximum(again - 1, 0)
+        return float((runs.sum(axis=0) / layers.sum(axis=0)).max())
+
     def _reuse_s(self, mesh: Mesh) -> float:
         """Seconds per row and layer to compute norms and the product again: three reads and writes of each."""
         if self.mode == "flops" or self.recompute == "none":
             return 0.0
         share = 1.0 if self.recompute == "selective" else 1.0 - self._share_again(mesh)
-        return share * 3.0 * memories.reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
+        return share * 3.0 * reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
 
     def _collective_s(self, mesh: Mesh) -> float:
         """Seconds per row, layer and pass: two all-gathers and two reduce-scatters of a row among tp GPUs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ import numpy.typing as npt
 from varlen.cost.shape import ModelShape
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray
+
+KEPT = 256
+"""Cuts and bytes that are kept, of the last asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,6 +34,7 @@ class Stages:
             array.flags.writeable = False
 
 
+@functools.lru_cache(maxsize=KEPT)
 def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
     """Cut a model into chunks so that the heaviest stage, the vocabulary head included, is as light as can be.
 

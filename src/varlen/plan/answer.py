@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from varlen.cost.phases import AHEAD, OWN
 from varlen.plan.block import BlockWork, blocks_of, padded, pipeline_of_block, work_of_block
 from varlen.plan.compose import Composition, Grading, RankDocuments, compose
 from varlen.plan.groups import Groups
@@ -173,9 +174,11 @@ def _places(documents: list[RankDocuments], costs: StageCosts, search: Search) -
     """The sizes that a search may go between: one MicroPack alone fits, and none holds too few rows."""
     stages = costs.limits.size
     rows = min(each.num_rows for each in documents)
-    held, _, passing, _ = costs.per_row.reshape(4, -1, stages)
+    # Of a row at least: its document may be there already, or end later.
+    least_bytes = costs.memory.forward_peaks[:, :, OWN].max(axis=1) - costs.memory.forward_left[:, AHEAD]
+    least_bytes = least_bytes.reshape(-1, stages).min(axis=0)
     # While the last rank's largest MicroPack runs forward through the first of a stage's chunks.
-    most_rows = (costs.limits / np.maximum((held + passing).min(axis=0), 1e-9)).min()
+    most_rows = (costs.limits / np.maximum(least_bytes, 1e-9)).min()
     least = max(each.num_rows for each in documents) / costs.mesh.cp / max(float(most_rows), 1e-9)
     wanted = np.round(np.array(search.sizes) * stages)
     finest = min(int(np.searchsorted(wanted, int(rows // search.least_rows))), wanted.size - 1)
@@ -251,9 +254,8 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
     if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
         block.found, block.forward, block.backward = found, compositions, compositions
         block.setting = setting
-        another = costs.per_row[0].reshape(-1, stages).sum(axis=0) * (
-            pipeline.rows_forward.sum() / max(1, pipeline.rows_forward.size)
-        )
+        count = max(1, pipeline.forward_left.shape[0] * pipeline.forward_left.shape[2])
+        another = pipeline.forward_left.sum(axis=(0, 2)).reshape(-1, stages).sum(axis=0) / count
         most = np.minimum(_NEARLY_FULL * costs.limits, costs.limits - another)
         block.is_full = bool((found.peaks_bytes > most).any())
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen import jit
+from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
 from varlen.cost.rates import NUM_COLUMNS, ROWS
 from varlen.plan.compose import Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
-from varlen.simulate.memory import accumulated
+from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -62,9 +63,11 @@ class BlockWork:
     send_forward: FloatArray
     send_backward: FloatArray
     after: Int32Array
-    rows_forward: FloatArray
-    rows_backward: FloatArray
-    """These five as `Pipeline` has them."""
+    """These three as `Pipeline` has them."""
+    counts_forward: FloatArray
+    """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
+    counts_backward: FloatArray
+    """float64 `[ranks, 12, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(
@@ -82,30 +85,30 @@ def work_of_block(
     count, back_count = forward[0].num_micropacks, backward[0].num_micropacks
     ahead = np.empty((len(forward), count, NUM_COLUMNS))
     back = np.empty((len(forward), back_count, NUM_COLUMNS))
-    rows_backward = np.empty((len(forward), 3, back_count))
+    counts = np.empty((len(forward), FORWARD_COUNTS, count))
+    back_counts = np.empty((len(forward), BACKWARD_COUNTS, back_count))
     after = np.zeros(back_count, np.int32)
+    ends, back_ends = np.array([[0, count], [0, back_count]], np.int32)
     for rank, (one, other) in enumerate(zip(forward, backward)):
         order, waits = _kernel("backward_order")(other.chains, one.chains)
         priced_ahead = priced(costs, one.slice_offsets, one.slices)
         same = other is one
         priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
         ahead[rank], back[rank] = priced_ahead, priced_back[order]
-        starts, stops, num_ranks, _, is_end = other.slices
-        gradients = accumulated(other.slice_offsets, starts, stops, num_ranks, is_end, costs.mesh.cp)
-        for place, rows in enumerate(gradients, 1):
-            rows_backward[rank, place] = rows[order]
+        counts[rank] = forward_counts(one.slice_offsets, one.slices, ends, costs.mesh.cp)
+        back_counts[rank] = backward_counts(
+            other.slice_offsets, other.slices, order, back_ends, costs.mesh.cp
+        )
         np.maximum(after, waits, out=after)
-    rows_backward[:, 0] = back[:, :, ROWS]
-    rows_forward = ahead[:, :, ROWS].copy()
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead,
         back=back,
-        send_forward=rows_forward.max(axis=0) * per_row + latency,
-        send_backward=rows_backward[:, 0].max(axis=0) * per_row + latency,
+        send_forward=ahead[:, :, ROWS].max(axis=0) * per_row + latency,
+        send_backward=back[:, :, ROWS].max(axis=0) * per_row + latency,
         after=after,
-        rows_forward=rows_forward,
-        rows_backward=rows_backward,
+        counts_forward=counts,
+        counts_backward=back_counts,
     )
 
 
@@ -120,6 +123,9 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
 
     Cost: O(ranks * MicroPacks * chunks).
     """
+    taken = bytes_of(
+        costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
+    )
     forward, backward, weight = _kernel("task_seconds")(
         work.ahead,
         work.back,
@@ -136,9 +142,7 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
         send_forward=work.send_forward,
         send_backward=work.send_backward,
         after=work.after,
-        rows_forward=work.rows_forward,
-        rows_backward=work.rows_backward,
-        per_row=costs.per_row,
+        **taken._asdict(),
         limits=costs.limits,
         splits=costs.splits,
     )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.cost.model import CostModel
+from varlen.cost.phases import NEAR, OPENED, OWN
 from varlen.plan.answer import Answer, Composed, Look, blocks, improve
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import padded, pipeline_of_block, work_of_block
@@ -217,10 +218,12 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
     """Yield the ways to share documents that differ, save those of which memory can't hold a document alone."""
     seen = set()
     alone = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
-    held, gradient, passing, _ = costs.per_row.reshape(4, -1, costs.mesh.pp)
-    room = float((costs.limits / np.maximum(held.sum(axis=0), 1e-9)).min())
+    held = costs.memory.held_bytes.reshape(-1, costs.mesh.pp).sum(axis=0)
+    room = float((costs.limits / np.maximum(held, 1e-9)).min())
     # All rows of a document lie there when the last of them goes backward, which opens gradients of those before it.
-    least = held.sum(axis=0) + np.minimum(gradient, passing).min(axis=0)
+    last = costs.memory.backward_peaks
+    more = (np.minimum(last[:, :, OWN], last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
+    least = held + more.reshape(-1, costs.mesh.pp).min(axis=0)
     most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]
     for threshold, most_rows in tries if search.merges else [(math.inf, math.inf)]:

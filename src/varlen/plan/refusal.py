@@ -64,7 +64,9 @@ def refusal(
             f"no plan of this method fits into the {limit} that a GPU may use ({tried}), though each document would "
             "alone; use another method, more pp or tp, or fewer documents a step"
         )
-    per_row = (memory.held_bytes + memory.gradient_bytes).reshape(-1, mesh.pp).sum(axis=0)
+    per_row = (
+        (memory.held_bytes + memory.gradient_bytes + 3 * memory.near_bytes).reshape(-1, mesh.pp).sum(axis=0)
+    )
     tight, ranks = int((room / per_row).argmin()), most_ranks * mesh.cp
     wider = _wider(longest, mesh, holds)
     too_long = many(int((lengths > fits).sum()), "document is too long", "documents are too long")

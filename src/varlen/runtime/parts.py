@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from varlen.cost.phases import LOGIT_ROWS
 from varlen.errors import ModelError
 from varlen.runtime.attention import CachedSlice, register
 from varlen.runtime.casting import add_product, uncast, ungraphed
 from varlen.runtime.choice import Kernels, check_kernels
 from varlen.runtime.families import check_settings, family_of, rope_by_length
 
-HEAD_ROWS = 1024
+HEAD_ROWS = LOGIT_ROWS
 """Rows whose logits are there at once."""
 IGNORED = -100
 """The label of a token with nothing to learn."""

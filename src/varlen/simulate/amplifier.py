@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.memory import Memory
+from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
 from varlen.errors import SettingError
 from varlen.simulate.api import run_plan
 from varlen.simulate.durations import Durations
@@ -127,8 +128,13 @@ def _run(ahead: FloatArray, back: FloatArray, pp: int) -> Timeline:
         state_bytes=none,
         held_bytes=none,
         gradient_bytes=none,
-        passing_bytes=none,
+        near_bytes=none,
         kept_for_weight_bytes=none,
+        forward_peaks=np.zeros((pp, 1, FORWARD_COUNTS)),
+        forward_left=np.zeros((pp, FORWARD_COUNTS)),
+        backward_peaks=np.zeros((pp, 1, BACKWARD_COUNTS)),
+        backward_left=np.zeros((pp, BACKWARD_COUNTS)),
+        first_bytes=np.zeros((2, pp)),
         limit_bytes=float("inf"),
     )
     return run_plan(plan, seconds, memory)

@@ -70,7 +70,7 @@ def simulate(
     return run_plan(
         plan,
         durations(plan, priced),
-        priced.memory(plan.mesh),
+        priced.memory(plan.mesh, splits_backward=plan.splits_backward),
         slowdown=slowdown,
         overlap=overlap,
         contention=contention,
@@ -120,7 +120,7 @@ def run_plan(
         )
         if ran < count:
             raise DeadlockError(explain(plan, graph, stops))
-        curves = memory_of(plan, memory, seconds, graph, starts, stops)
+        curves = memory_of(plan, memory, graph, starts, stops)
     return Timeline(
         plan=plan,
         kinds=graph.kinds,

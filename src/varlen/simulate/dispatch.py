@@ -13,18 +13,14 @@ from varlen.types import FloatArray, Int32Array
 
 _kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels_dispatch")
 
-HELD, GRADIENT, PASSING, KEPT = range(4)
-"""Rows of `Pipeline.per_row`."""
 _TRIES = 4
-OWN, OPENED, CLOSED = range(3)
-"""Rows of `Pipeline.rows_backward`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pipeline:
     """What the pipeline of a rank has to do, MicroPack after MicroPack; chunk q runs on stage q % stages.
 
-    Or of several ranks that run one order of tasks: seconds are those of the slowest, rows those of each.
+    Or of several ranks that run one order of tasks: seconds are those of the slowest, bytes those of each.
     """
 
     forward: FloatArray
@@ -40,14 +36,16 @@ class Pipeline:
     after: Int32Array
     """int32 `[backward MicroPacks]`: the last forward MicroPack that holds a slice of its documents; -1 for one
     that holds none and waits for nothing."""
-    rows_forward: FloatArray
-    """float64 `[ranks, forward MicroPacks]`: rows of one GPU."""
-    rows_backward: FloatArray
-    """float64 `[ranks, 3, backward MicroPacks]`: its rows; earlier rows of documents that end
-    in it (dK/dV is opened for them); its rows that aren't at an end (dK/dV is closed for them)."""
-    per_row: FloatArray
-    """float64 `[4, chunks]`: bytes of a row that are held from forward to backward, of its dK/dV, of what passes
-    while it runs, and of what is kept for its weight gradients."""
+    forward_peaks: FloatArray
+    """float64 `[ranks, chunks, forward MicroPacks]`: as `TaskBytes`, and the following too."""
+    forward_left: FloatArray
+    backward_peaks: FloatArray
+    """float64 `[ranks, chunks, backward MicroPacks]`."""
+    backward_left: FloatArray
+    waiting: FloatArray
+    """float64 `[ranks, chunks, backward MicroPacks]`; 0 unless split."""
+    begins: FloatArray
+    """float64 `[ranks, stages]`: in use before the first task."""
     limits: FloatArray
     """float64 `[stages]`: bytes that may be in use besides states."""
     splits: bool = False
@@ -96,7 +94,8 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     peaks = np.zeros(pipeline.limits.size)
     allowed = pipeline.limits.copy()
     names = (
-        "forward backward weight send_forward send_backward after rows_forward rows_backward per_row limits"
+        "forward backward weight send_forward send_backward after forward_peaks forward_left backward_peaks "
+        "backward_left waiting begins limits"
     )
     arguments = [getattr(pipeline, name) for name in names.split()]
     for _ in range(_TRIES):

@@ -15,9 +15,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.cost.phases import (
+    AHEAD,
+    ANY,
+    BACKWARD_COUNTS,
+    BACKWARD_KEYS,
+    BEFORE,
+    CLOSED,
+    FORWARD_COUNTS,
+    GATHERED,
+    HEAD,
+    KEYS,
+    LOGIT_ROWS,
+    MOVED,
+    NEAR,
+    NEXT,
+    OPENED,
+    OWN,
+    SHARED,
+)
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 
@@ -186,17 +206,142 @@ def memory_curves(
 
 
 @compiled
-def accumulated(
-    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
-) -> Any:
-    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack."""
-    size = len(slice_offsets) - 1
-    begun, ended = np.zeros(size), np.zeros(size)
-    for pack in range(size):
+def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
+    """Count rows of the MicroPacks next to each on its rank that hold some."""
+    for rank in range(len(rank_offsets) - 1):
+        before = -1
+        for pack in range(rank_offsets[rank], rank_offsets[rank + 1]):
+            if counts[OWN, pack] > 0:
+                if before >= 0:
+                    counts[NEXT, before], counts[BEFORE, pack] = counts[OWN, pack], counts[OWN, before]
+                before = pack
+
+
+@compiled
+def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
+    """Count what memory asks of each forward MicroPack, float64 `[7, MicroPacks]`; see `varlen.cost.phases`.
+
+    Args:
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        slices: int32 `[5, slices]`: starts, stops, ranks that share it, document ids, whether its document ends here.
+        rank_offsets: int32 `[ranks + 1]`.
+        cp: GPUs of a rank that share a slice.
+    """
+    starts, stops, num_ranks, document_ids = slices[0], slices[1], slices[2], slices[3]
+    counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
+    lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
+    for one in range(len(stops)):
+        lengths[document_ids[one]] = max(lengths[document_ids[one]], stops[one])
+    for pack in range(len(slice_offsets) - 1):
         for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            share = float(num_ranks[one] * cp)
+            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            counts[OWN, pack] += (stop - start) / share
+            counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
+            counts[NEAR, pack] += stop / share
+            if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
+                counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
+    _in_turn(counts, rank_offsets)
+    return counts
+
+
+@compiled
+def backward_counts(
+    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int
+) -> Float64:
+    """Count what memory asks of each backward MicroPack, float64 `[12, MicroPacks]`, as they run.
+
+    Args:
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        slices: int32 `[5, slices]`: as for `forward_counts`.
+        order: int64 `[MicroPacks]`: in which they run.
+        rank_offsets: int32 `[ranks + 1]`: in that order.
+        cp: GPUs of a rank that share a slice.
+    """
+    starts, stops, num_ranks, is_end = slices[0], slices[1], slices[2], slices[4]
+    counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
+    for pack in range(len(order)):
+        for one in range(slice_offsets[order[pack]], slice_offsets[order[pack] + 1]):
+            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            counts[OWN, pack] += (stop - start) / share
             if is_end[one]:
-                begun[pack] += starts[one] / share
+                counts[OPENED, pack] += start / share
+                counts[NEAR, pack] += stop / share
             else:
-                ended[pack] += (stops[one] - starts[one]) / share
-    return begun, ended
+                counts[CLOSED, pack] += (stop - start) / share
+                counts[NEAR, pack] += 3.0 * stop / share
+            moved = start / share / (2.0 if is_end[one] else 1.0)
+            if num_ranks[one] > 1:
+                if stop > counts[GATHERED, pack]:
+                    counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
+            else:
+                keys = min(start, BACKWARD_KEYS) / share
+                counts[KEYS, pack] = max(counts[KEYS, pack], keys)
+                moved = max(moved, keys)
+            counts[MOVED, pack] = max(counts[MOVED, pack], moved)
+        counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
+    _in_turn(counts, rank_offsets)
+    return counts
+
+
+@compiled
+def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, kept: Float64) -> None:
+    """Add up what tasks of one pass take at most and what they leave, each `[ranks, chunks, MicroPacks]` and 0."""
+    chunks, many, things = peaks.shape
+    ranks, count = counts.shape[0], counts.shape[2]
+    size = np.empty(count)
+    for rank in range(ranks):
+        for chunk in range(chunks):
+            for peak in range(many):
+                size[:] = 0.0
+                for thing in range(things):
+                    if peaks[chunk, peak, thing] != 0:
+                        for pack in range(count):
+                            size[pack] += peaks[chunk, peak, thing] * counts[rank, thing, pack]
+                for pack in range(count):
+                    most[rank, chunk, pack] = max(most[rank, chunk, pack], size[pack])
+            for thing in range(things):
+                if left[chunk, thing] != 0:
+                    for pack in range(count):
+                        kept[rank, chunk, pack] += left[chunk, thing] * counts[rank, thing, pack]
+
+
+@compiled
+def task_bytes(
+    forward: Float64, backward: Float64, forward_peaks: Float64, forward_left: Float64, backward_peaks: Float64,
+    backward_left: Float64, apart: Float64, first: Float64, stages: int,
+) -> Any:  # fmt: skip
+    """Return what tasks take at most and what they leave in each pass, and what weight gradients wait with.
+
+    Args:
+        forward: float64 `[ranks, 7, MicroPacks]`: what they count.
+        backward: float64 `[ranks, 12, MicroPacks]`: what they count, in the order in which they run.
+        forward_peaks: float64 `[chunks, peaks, 7]`: bytes of each thing counted.
+        forward_left: float64 `[chunks, 7]`.
+        backward_peaks: float64 `[chunks, peaks, 12]`.
+        backward_left: float64 `[chunks, 12]`.
+        apart: float64 `[chunks]`: bytes of a row.
+        first: float64 `[2, chunks]`: bytes of a row of the first MicroPack of each pass, before any task.
+        stages: of the pipeline.
+
+    Returns:
+        Five arrays float64 `[ranks, chunks, MicroPacks]`, and what is there before any task, `[ranks, stages]`.
+    """
+    ranks, chunks = forward.shape[0], len(apart)
+    most, kept = np.zeros((ranks, chunks, forward.shape[2])), np.zeros((ranks, chunks, forward.shape[2]))
+    back, left = np.zeros((ranks, chunks, backward.shape[2])), np.zeros((ranks, chunks, backward.shape[2]))
+    waiting, begins = np.zeros((ranks, chunks, backward.shape[2])), np.zeros((ranks, stages))
+    _add_up(forward, forward_peaks, forward_left, most, kept)
+    _add_up(backward, backward_peaks, backward_left, back, left)
+    for rank in range(ranks):
+        for chunk in range(chunks):
+            if apart[chunk] != 0:
+                for pack in range(backward.shape[2]):
+                    waiting[rank, chunk, pack] = apart[chunk] * backward[rank, OWN, pack]
+            for number in range(2):
+                if first[number, chunk] != 0:
+                    counts = backward if number else forward
+                    for pack in range(counts.shape[2]):
+                        if counts[rank, OWN, pack] > 0:
+                            begins[rank, chunk % stages] += first[number, chunk] * counts[rank, OWN, pack]
+                            break
+    return most, kept, back, left, waiting, begins

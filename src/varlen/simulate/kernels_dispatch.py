@@ -13,8 +13,6 @@ Float = NDArray[np.float64]
 Int32 = NDArray[np.int32]
 
 _F, _B, _W = 0, 1, 2
-_HELD, _GRADIENT, _PASSING, _KEPT = 0, 1, 2, 3
-_OWN, _OPENED, _CLOSED = 0, 1, 2
 _NEVER = np.inf
 _ROUNDING = 1 + 1e-9
 
@@ -47,8 +45,8 @@ def _backward_at(
 
 @inlined
 def _forward_at(
-    stage: int, stages: int, done: Int32, ends_f: Float, clock: Float, send: Float, rows_f: Float,
-    per_row: Float, used: Float, allowed: Float,
+    stage: int, stages: int, done: Int32, ends_f: Float, clock: Float, send: Float, peaks_f: Float,
+    used: Float, allowed: Float,
 ) -> Any:  # fmt: skip
     """The chunk whose next forward can start first on a stage, and when; the last chunk first among equals."""
     chunks, count = ends_f.shape
@@ -58,9 +56,8 @@ def _forward_at(
         if task >= count:
             continue
         is_full = False
-        for rank in range(rows_f.shape[0]):
-            need = (per_row[_HELD, chunk] + per_row[_PASSING, chunk]) * rows_f[rank, task]
-            is_full |= used[rank, stage] + need > allowed[stage]
+        for rank in range(peaks_f.shape[0]):
+            is_full |= used[rank, stage] + peaks_f[rank, chunk, task] > allowed[stage]
         if is_full:
             continue
         start = clock[stage]
@@ -86,7 +83,7 @@ def _weight_at(stage: int, stages: int, done: Int32) -> int:
 @inlined
 def _chosen(
     stage: int, stages: int, at_b: float, on_b: int, at_f: float, on_f: int, splits: bool, forward_first: bool,
-    weight: Float, clock: Float, done: Int32, rows_b: Float, per_row: Float, used: Float, limits: Float,
+    weight: Float, clock: Float, done: Int32, peaks_b: Float, left_b: Float, used: Float, limits: Float,
 ) -> Any:  # fmt: skip
     """What a stage runs next: (start, kind, chunk)."""
     is_backward = at_b < at_f if forward_first else at_b <= at_f
@@ -97,9 +94,8 @@ def _chosen(
     is_full = False
     if kind == _B and start < _NEVER:
         task = done[_B, chunk]
-        more = max(per_row[_PASSING, chunk], per_row[_KEPT, chunk] - per_row[_HELD, chunk])
-        for rank in range(rows_b.shape[0]):
-            need = per_row[_GRADIENT, chunk] * rows_b[rank, _OPENED, task] + more * rows_b[rank, _OWN, task]
+        for rank in range(peaks_b.shape[0]):
+            need = max(peaks_b[rank, chunk, task], left_b[rank, chunk, task])
             is_full |= used[rank, stage] + need > limits[stage]
     if is_full or clock[stage] + weight[waiting, done[_W, waiting]] / 4 < start:
         return clock[stage], _W, waiting
@@ -108,24 +104,20 @@ def _chosen(
 
 @inlined
 def _account(
-    kind: int, stage: int, chunk: int, task: int, splits: bool, rows_f: Float, rows_b: Float, per_row: Float,
-    used: Float, peaks: Float,
+    kind: int, stage: int, chunk: int, task: int, peaks_f: Float, left_f: Float, peaks_b: Float, left_b: Float,
+    waiting: Float, used: Float, peaks: Float,
 ) -> None:  # fmt: skip
     """Book the memory of one task on its stage: what each rank holds while it runs, and what it leaves behind."""
-    passing, kept = per_row[_PASSING, chunk], per_row[_KEPT, chunk] if splits else 0.0
-    for rank in range(rows_f.shape[0]):
+    for rank in range(peaks_f.shape[0]):
         if kind == _F:
-            used[rank, stage] += per_row[_HELD, chunk] * rows_f[rank, task]
-            peaks[stage] = max(peaks[stage], used[rank, stage] + passing * rows_f[rank, task])
+            peaks[stage] = max(peaks[stage], used[rank, stage] + peaks_f[rank, chunk, task])
+            used[rank, stage] += left_f[rank, chunk, task]
         elif kind == _B:
-            own = rows_b[rank, _OWN, task]
-            used[rank, stage] += per_row[_GRADIENT, chunk] * rows_b[rank, _OPENED, task]
-            peaks[stage] = max(peaks[stage], used[rank, stage] + passing * own)
-            used[rank, stage] -= per_row[_GRADIENT, chunk] * rows_b[rank, _CLOSED, task]
-            used[rank, stage] -= (per_row[_HELD, chunk] - kept) * own
+            peaks[stage] = max(peaks[stage], used[rank, stage] + peaks_b[rank, chunk, task])
+            used[rank, stage] += left_b[rank, chunk, task]
             peaks[stage] = max(peaks[stage], used[rank, stage])
         else:
-            used[rank, stage] -= kept * rows_b[rank, _OWN, task]
+            used[rank, stage] -= waiting[rank, chunk, task]
 
 
 @compiled
@@ -136,9 +128,12 @@ def dispatch(
     send_forward: Float,
     send_backward: Float,
     after: Int32,
-    rows_forward: Float,
-    rows_backward: Float,
-    per_row: Float,
+    forward_peaks: Float,
+    forward_left: Float,
+    backward_peaks: Float,
+    backward_left: Float,
+    waiting: Float,
+    begins: Float,
     limits: Float,
     allowed: Float,
     splits: bool,
@@ -151,7 +146,7 @@ def dispatch(
     chunks, stages = forward.shape[0], limits.size
     done = np.zeros((3, chunks), np.int32)
     ends_f, ends_b = np.zeros(forward.shape), np.zeros(backward.shape)
-    clock, used = np.zeros(stages), np.zeros((rows_forward.shape[0], stages))
+    clock, used = np.zeros(stages), begins.copy()
     counts = np.zeros(stages, np.int32)
     starts, kinds, on = np.zeros(stages), np.zeros(stages, np.int32), np.zeros(stages, np.int32)
     is_stale = np.ones(stages, np.bool_)
@@ -169,11 +164,11 @@ def dispatch(
             if is_stale[s]:
                 is_stale[s] = False
                 at_b, on_b = _backward_at(s, stages, done, ends_f, ends_b, clock, send_backward, after)
-                at_f, on_f = _forward_at(s, stages, done, ends_f, clock, send_forward, rows_forward,
-                                         per_row, used, allowed)  # fmt: skip
+                at_f, on_f = _forward_at(s, stages, done, ends_f, clock, send_forward, forward_peaks,
+                                         used, allowed)  # fmt: skip
                 starts[s], kinds[s], on[s] = _chosen(
                     s, stages, at_b, on_b, at_f, on_f, splits, forward_first, weight, clock, done,
-                    rows_backward, per_row, used, limits,
+                    backward_peaks, backward_left, used, limits,
                 )  # fmt: skip
             if stage < 0 or starts[s] < starts[stage]:
                 stage = s
@@ -192,7 +187,8 @@ def dispatch(
         waiting_s[stage] -= took
         if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
             return float(clock[stage] + waiting_s[stage])
-        _account(kind, stage, chunk, task, splits, rows_forward, rows_backward, per_row, used, peaks)
+        _account(kind, stage, chunk, task, forward_peaks, forward_left, backward_peaks, backward_left, waiting,
+                 used, peaks)  # fmt: skip
         if kind == _F:
             ends_f[chunk, task] = clock[stage]
         elif kind == _B:

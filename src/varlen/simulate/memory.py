@@ -9,9 +9,8 @@ import numpy as np
 
 from varlen import jit
 from varlen.cost.memory import Memory
-from varlen.simulate.durations import Durations
 from varlen.simulate.graph import Graph
-from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, MicroPacks, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
 
 _kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels")
@@ -25,68 +24,123 @@ class Curves(NamedTuple):
     sizes_bytes: FloatArray
 
 
-def accumulators(plan: StepPlan) -> tuple[FloatArray, FloatArray]:
-    """Return rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack.
+class TaskBytes(NamedTuple):
+    """What tasks take and leave, of one GPU; chunk by chunk and MicroPack by MicroPack."""
 
-    The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
-    takes the sums of its own rows and is done with them.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        Two arrays float64 `[num_backward_micropacks]`, rows of one GPU.
-    """
-    packs = plan.backward
-    begun, ended = accumulated(
-        packs.slice_offsets.copy(),
-        packs.starts.copy(),
-        packs.stops.copy(),
-        plan.num_ranks[packs.document_ids],
-        (packs.stops == plan.lengths[packs.document_ids]).astype(np.int32),
-        plan.mesh.cp,
-    )
-    return begun, ended
+    forward_peaks: FloatArray
+    """float64 `[chunks, forward MicroPacks]`: the most beyond what was there before."""
+    forward_left: FloatArray
+    """float64 of the same shape: what is there more when the task ends."""
+    backward_peaks: FloatArray
+    """float64 `[chunks, backward MicroPacks]`."""
+    backward_left: FloatArray
+    """float64 of the same shape; below 0 where it gives back."""
+    waiting: FloatArray
+    """float64 of the same shape: what weight gradients wait with, where they are tasks of their own; else 0."""
+    begins: FloatArray
+    """float64 `[ranks, stages]`: what is received before the first task."""
 
 
-def accumulated(
-    slice_offsets: Int32Array,
-    starts: Int32Array,
-    stops: Int32Array,
-    num_ranks: Int32Array,
-    is_end: Int32Array,
-    cp: int,
-) -> tuple[FloatArray, FloatArray]:
-    """Return what `accumulators` does, of slices as arrays.
+def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
+    """Return what each MicroPack of a plan takes in each chunk of layers.
 
     Args:
-        slice_offsets: int32 `[num_micropacks + 1]`.
-        starts: int32 `[num_slices]`.
-        stops: int32 `[num_slices]`.
-        num_ranks: int32 `[num_slices]`: data-parallel ranks that share the slice.
-        is_end: int32 `[num_slices]`: 1 for the last slice of its document, else 0.
-        cp: GPUs of a rank that share it.
+        plan: its tasks aren't read.
+        memory: bytes of rows.
+
+    Cost: O(slices + chunks * MicroPacks).
     """
-    found: tuple[FloatArray, FloatArray] = _kernel("accumulated")(
-        slice_offsets, starts, stops, num_ranks, is_end, cp
+    mesh = plan.mesh
+    ahead = forward_counts(*_slices(plan, plan.forward), mesh.cp)[np.newaxis]
+    offsets, slices, ranks = _slices(plan, plan.backward)
+    order = np.arange(plan.backward.num_micropacks)
+    back = backward_counts(offsets, slices, order, ranks, mesh.cp)[np.newaxis]
+    found = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
+    begins = np.zeros((mesh.dp, mesh.pp))
+    for rank in range(mesh.dp) if memory.first_bytes.any() else ():
+        of_ranks = (packs.rank_offsets[rank : rank + 2].tolist() for packs in (plan.forward, plan.backward))
+        first, second = (counts[:, :, slice(*ends)].copy() for counts, ends in zip((ahead, back), of_ranks))
+        begins[rank] = bytes_of(memory, first, second, mesh.pp, splits=False).begins[0]
+    return TaskBytes._make([*(of_rank[0] for of_rank in found[:-1]), begins])
+
+
+def _slices(plan: StepPlan, packs: MicroPacks) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """What counting takes; of arrays that can't be written kernels would be compiled once more."""
+    ids = packs.document_ids
+    is_end = (packs.stops == plan.lengths[ids]).astype(np.int32)
+    table = np.stack([packs.starts, packs.stops, plan.num_ranks[ids], ids, is_end])
+    return packs.slice_offsets.copy(), table, packs.rank_offsets.copy()
+
+
+@functools.lru_cache(maxsize=64)
+def _coefficients(memory: Memory, splits: bool) -> tuple[FloatArray, ...]:
+    """Bytes as arrays that can be written, so that kernels are compiled once; none of them is."""
+    tables = memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left
+    return (
+        *(table.copy() for table in tables),
+        memory.kept_for_weight_bytes * splits,
+        memory.first_bytes.copy(),
     )
+
+
+def bytes_of(
+    memory: Memory, forward: FloatArray, backward: FloatArray, stages: int, *, splits: bool
+) -> TaskBytes:
+    """Return what MicroPacks of ranks take, given what they count; with ranks as a first dimension.
+
+    Args:
+        memory: bytes of rows.
+        forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
+        backward: float64 `[ranks, 12, MicroPacks]`, by `backward_counts`.
+        stages: of the pipeline.
+        splits: whether weight gradients are tasks of their own.
+    """
+    found = _kernel("task_bytes")(forward, backward, *_coefficients(memory, splits), stages)
+    return TaskBytes._make(found)
+
+
+def forward_counts(
+    slice_offsets: Int32Array, slices: Int32Array, rank_offsets: Int32Array, cp: int
+) -> FloatArray:
+    """Return what forward MicroPacks count of what takes memory; float64 `[7, MicroPacks]`.
+
+    Args:
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        slices: int32 `[5, slices]`: starts, stops, data-parallel ranks that share it, document ids, whether its
+            document ends here.
+        rank_offsets: int32 `[ranks + 1]`.
+        cp: GPUs of a rank that share a slice.
+    """
+    found: FloatArray = _kernel("forward_counts")(slice_offsets, slices, rank_offsets, cp)
     return found
 
 
-def memory_of(
-    plan: StepPlan, memory: Memory, durations: Durations, graph: Graph, starts: FloatArray, stops: FloatArray
-) -> Curves:
+def backward_counts(
+    slice_offsets: Int32Array, slices: Int32Array, order: IntArray, rank_offsets: Int32Array, cp: int
+) -> FloatArray:
+    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[12, MicroPacks]`.
+
+    Args:
+        slice_offsets: int32 `[MicroPacks + 1]`.
+        slices: int32 `[5, slices]`: as for `forward_counts`.
+        order: int64 `[MicroPacks]`: in which they run.
+        rank_offsets: int32 `[ranks + 1]`: in that order.
+        cp: GPUs of a rank that share a slice.
+    """
+    found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp)
+    return found
+
+
+def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, stops: FloatArray) -> Curves:
     """Return what each stage holds over time.
 
-    A forward MicroPack takes its rows' activations and keys and values as it starts. The backward gives them back
-    as it stops, but for what a separate weight-gradient task needs, which goes with that. While a MicroPack runs
-    forward or backward, it holds what the layer at work does; weight gradients are added to those that the states
-    count.
+    A task takes as it starts what it holds at its peak, and gives back as it stops all but what it leaves: a forward
+    MicroPack its rows' activations and keys and values, the backward what a separate weight-gradient task needs,
+    which goes with that. Weight gradients are added to those that the states count.
 
     Args:
         plan: the plan.
         memory: bytes of states, and of rows in each chunk.
-        durations: rows of each MicroPack.
         graph: tasks; those of the first `dp * pp` streams compute.
         starts: float64 `[num_tasks]`.
         stops: float64 `[num_tasks]`.
@@ -98,31 +152,19 @@ def memory_of(
     offsets = graph.stream_offsets[: num_places + 1]
     count = int(offsets[-1])
     kinds, chunks, micropacks = graph.kinds[:count], graph.chunks[:count], graph.micropacks[:count]
-    begun, ended = accumulators(plan)
+    taken = plan_bytes(plan, memory)
     at_start, at_stop = np.zeros(count), np.zeros(count)
-    for kind, rows in (
-        (FORWARD, durations.forward_rows),
-        (BACKWARD, durations.backward_rows),
-        (WEIGHT, durations.backward_rows),
+    for kind, peaks, left in (
+        (FORWARD, taken.forward_peaks, taken.forward_left),
+        (BACKWARD, taken.backward_peaks, taken.backward_left),
+        (WEIGHT, 0 * taken.waiting, -taken.waiting),
     ):
         some = np.flatnonzero(kinds == kind)
-        chunk, micropack = chunks[some], micropacks[some]
-        row = rows[micropack]
-        passing = memory.passing_bytes[chunk] * row * (kind != WEIGHT)
-        kept = memory.kept_for_weight_bytes[chunk] * row if plan.splits_backward else np.zeros(len(some))
-        at_start[some] += passing
-        at_stop[some] -= passing
-        if kind == FORWARD:
-            at_start[some] += memory.held_bytes[chunk] * row
-        elif kind == BACKWARD:
-            at_start[some] += memory.gradient_bytes[chunk] * begun[micropack]
-            at_stop[some] -= (
-                memory.gradient_bytes[chunk] * ended[micropack] + memory.held_bytes[chunk] * row - kept
-            )
-        else:
-            at_stop[some] -= kept
+        where = chunks[some], micropacks[some]
+        at_start[some] = peaks[where]
+        at_stop[some] = left[where] - peaks[where]
     points = 2 * count + num_places
     times, sizes = np.empty(points), np.empty(points)
-    begins = np.tile(memory.state_bytes, mesh.dp)
+    begins = np.tile(memory.state_bytes, mesh.dp) + taken.begins.ravel()
     _kernel("memory_curves")(offsets, at_start, at_stop, starts[:count], stops[:count], begins, times, sizes)
     return Curves(2 * offsets.astype(np.int64) + np.arange(num_places + 1), times, sizes)

@@ -9,7 +9,7 @@ import numpy as np
 from varlen.simulate.computes import last_forwards
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import Durations, gathers_s
-from varlen.simulate.memory import accumulators
+from varlen.simulate.memory import TaskBytes, plan_bytes
 from varlen.simulate.stage_costs import StageCosts
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array
@@ -21,8 +21,8 @@ def pipeline_of(
     costs: StageCosts,
     seconds: Durations,
     after: Int32Array,
-    opened: FloatArray,
-    closed: FloatArray,
+    taken: TaskBytes,
+    begins: FloatArray,
     ahead: slice = ALL,
     back: slice = ALL,
 ) -> Pipeline:
@@ -32,8 +32,8 @@ def pipeline_of(
         costs: of the mesh.
         seconds: of tasks, those of other ranks perhaps among them.
         after: int32 `[backward MicroPacks]`, as `Pipeline.after`.
-        opened: float64 `[backward MicroPacks]`: rows whose dK/dV is opened.
-        closed: float64 `[backward MicroPacks]`: rows whose dK/dV is closed.
+        taken: bytes of the same tasks as `seconds`.
+        begins: float64 `[stages]`: bytes before the first task.
         ahead: the rank's among the forward MicroPacks of `seconds`.
         back: the rank's among the backward ones.
     """
@@ -47,9 +47,12 @@ def pipeline_of(
         send_forward=seconds.send_forward[ahead] + seconds.latency_s,
         send_backward=seconds.send_backward[back] + seconds.latency_s,
         after=after,
-        rows_forward=seconds.forward_rows[ahead].copy()[np.newaxis],
-        rows_backward=np.stack([seconds.backward_rows[back], opened, closed])[np.newaxis],
-        per_row=costs.per_row,
+        forward_peaks=taken.forward_peaks[np.newaxis, :, ahead].copy(),
+        forward_left=taken.forward_left[np.newaxis, :, ahead].copy(),
+        backward_peaks=taken.backward_peaks[np.newaxis, :, back].copy(),
+        backward_left=taken.backward_left[np.newaxis, :, back].copy(),
+        waiting=taken.waiting[np.newaxis, :, back].copy(),
+        begins=begins[np.newaxis],
         limits=costs.limits,
         splits=costs.splits,
     )
@@ -88,12 +91,12 @@ def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Calla
         PlanError: a rank runs the backward of a document and not its forward.
     """
     after = last_forwards(plan)
-    opened, closed = accumulators(plan)
+    taken = plan_bytes(plan, costs.memory)
 
     def of(rank: int) -> Pipeline:
         ahead = slice(*plan.forward.rank_offsets[rank : rank + 2].tolist())
         back = slice(*plan.backward.rank_offsets[rank : rank + 2].tolist())
         own = np.maximum(after[back] - ahead.start, -1).astype(np.int32)
-        return pipeline_of(costs, seconds, own, opened[back], closed[back], ahead, back)
+        return pipeline_of(costs, seconds, own, taken, taken.begins[rank], ahead, back)
 
     return of

@@ -5,11 +5,31 @@ Written to be read. Arguments, results and every tie are those of the kernels.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf, nan
 
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.cost.phases import (
+    AHEAD,
+    ANY,
+    BACKWARD_COUNTS,
+    BACKWARD_KEYS,
+    BEFORE,
+    CLOSED,
+    FORWARD_COUNTS,
+    GATHERED,
+    HEAD,
+    KEYS,
+    LOGIT_ROWS,
+    MOVED,
+    NEAR,
+    NEXT,
+    OPENED,
+    OWN,
+    SHARED,
+)
 from varlen.simulate.reference_dispatch import dispatch as dispatch
 
 Int32 = NDArray[np.int32]
@@ -94,18 +114,104 @@ def memory_curves(
     sizes[:] = [size for _, size in points]
 
 
-def accumulated(
-    slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, is_end: Int32, cp: int
-) -> tuple[Float64, Float64]:
-    """Count the rows whose key-value gradients begin, and those that stop, to be held in each backward MicroPack.
+def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
+    """Count what memory asks of each forward MicroPack: `varlen.cost.phases` says what."""
+    table = [tuple(one) for one in slices[:4].T.tolist()]
+    lengths: dict[int, int] = {}
+    for _, stop, _, document in table:
+        lengths[document] = max(lengths.get(document, 0), stop)
+    counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
+    for pack, (first, last) in enumerate(pairwise(slice_offsets.tolist())):
+        for start, stop, ranks, document in table[first:last]:
+            share = float(ranks * cp)
+            # All of a document's keys and values are there from its first slice on.
+            ahead = (0 if start else lengths[document]) - (stop - start)
+            counts[[OWN, AHEAD, NEAR], pack] += np.array([stop - start, ahead, stop]) / share
+        _gathered(counts, pack, [one[1:3] for one in table[first:last]], cp)
+    _in_turn(counts, rank_offsets)
+    return counts
+
+
+def backward_counts(
+    slice_offsets: Int32, slices: Int32, order: NDArray[np.int64], rank_offsets: Int32, cp: int
+) -> Float64:
+    """Count what memory asks of each backward MicroPack, as they run: `varlen.cost.phases` says what.
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
     takes the sums of its own rows and is done with them.
     """
-    size = len(slice_offsets) - 1
-    begun, ended = np.zeros(size), np.zeros(size)
-    pack_of = np.repeat(np.arange(size), np.diff(slice_offsets))
-    is_last = is_end.astype(bool)
-    np.add.at(begun, pack_of, np.where(is_last, starts / (cp * num_ranks), 0.0))
-    np.add.at(ended, pack_of, np.where(is_last, 0.0, (stops - starts) / (cp * num_ranks)))
-    return begun, ended
+    table = [tuple(one) for one in slices[[0, 1, 2, 4]].T.tolist()]
+    counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
+    for pack, of_all in enumerate(order.tolist()):
+        mine = table[slice_offsets[of_all] : slice_offsets[of_all + 1]]
+        for start, stop, ranks, ends in mine:
+            rows, share = stop - start, float(ranks * cp)
+            found = [rows, start, stop, 0] if ends else [rows, 0, 3.0 * stop, rows]
+            counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
+            keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
+            # Keys and values are copied before gradients of twice their width, where there are some to copy.
+            moved = start / share / (2.0 if ends else 1.0)
+            counts[KEYS, pack] = max(counts[KEYS, pack], keys)
+            counts[MOVED, pack] = max(counts[MOVED, pack], keys, moved)
+        _gathered(counts, pack, [one[1:3] for one in mine], cp)
+        counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
+    _in_turn(counts, rank_offsets)
+    return counts
+
+
+def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
+    """Count rows of the MicroPacks next to each on its rank that hold some."""
+    for first, last in pairwise(rank_offsets.tolist()):
+        some = first + np.flatnonzero(counts[OWN, first:last])
+        counts[NEXT, some[:-1]], counts[BEFORE, some[1:]] = counts[OWN, some[1:]], counts[OWN, some[:-1]]
+
+
+def _gathered(counts: Float64, pack: int, ends: list[tuple[int, ...]], cp: int) -> None:
+    """Count the longest document that ranks share, given where slices stop and who shares them."""
+    shared = [(stop, ranks) for stop, ranks in ends if ranks > 1]
+    if shared:
+        stop, ranks = max(shared, key=lambda one: one[0])
+        counts[[GATHERED, SHARED], pack] = stop, stop / float(ranks * cp)
+
+
+def task_bytes(
+    forward: Float64,
+    backward: Float64,
+    forward_peaks: Float64,
+    forward_left: Float64,
+    backward_peaks: Float64,
+    backward_left: Float64,
+    apart: Float64,
+    first: Float64,
+    stages: int,
+) -> tuple[Float64, ...]:
+    """Return what tasks take at most and what they leave in each pass, and what weight gradients wait with."""
+    begins = np.zeros((len(forward), stages))
+    for number, counts in enumerate((forward, backward)):
+        for rank, rows in enumerate(counts[:, OWN]):
+            for chunk in range(len(apart)) if rows.any() else ():
+                begins[rank, chunk % stages] += first[number, chunk] * rows[np.flatnonzero(rows)[0]]
+    return (
+        *_added_up(forward, forward_peaks, forward_left),
+        *_added_up(backward, backward_peaks, backward_left),
+        apart[:, np.newaxis] * backward[:, np.newaxis, OWN],
+        begins,
+    )
+
+
+def _added_up(counts: Float64, peaks: Float64, left: Float64) -> tuple[Float64, Float64]:
+    """Add up what tasks of one pass take at most and what they leave, each `[ranks, chunks, MicroPacks]`.
+
+    A task has the highest of its peaks; each is a sum over the things that its MicroPack counts.
+    """
+    most, kept = np.zeros((2, len(counts), len(peaks), counts.shape[2]))
+    for rank, chunk, pack in np.ndindex(most.shape):
+        counted = counts[rank, :, pack]
+        most[rank, chunk, pack] = max(0.0, *(_sum(peak * counted) for peak in peaks[chunk]))
+        kept[rank, chunk, pack] = _sum(left[chunk] * counted)
+    return most, kept
+
+
+def _sum(values: Float64) -> float:
+    """Add up one by one, as kernels do."""
+    return float(np.cumsum(values)[-1])

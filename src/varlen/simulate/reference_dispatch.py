@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 Float = NDArray[np.float64]
 Int32 = NDArray[np.int32]
 
-_HELD, _PASSING = 0, 2
-_OWN, _OPENED, _CLOSED = 0, 1, 2
 _ROUNDING = 1 + 1e-9
 
 
@@ -23,9 +21,12 @@ def dispatch(
     send_forward: Float,
     send_backward: Float,
     after: Int32,
-    rows_forward: Float,
-    rows_backward: Float,
-    per_row: Float,
+    forward_peaks: Float,
+    forward_left: Float,
+    backward_peaks: Float,
+    backward_left: Float,
+    waiting: Float,
+    begins: Float,
     limits: Float,
     allowed: Float,
     splits: bool,
@@ -43,9 +44,10 @@ def dispatch(
     ends: dict[tuple[str, int, int], float] = {}
     done = {kind: [0] * chunks for kind in "FBW"}
     before_backward = chunks if forward_first else -chunks
-    clock, used, run = [0.0] * stages, np.zeros((len(rows_forward), stages)), [0] * stages
+    clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
     waiting_s = _work_of_stages(forward, backward + weight, stages)
+    taken = (forward_peaks, forward_left, backward_peaks, backward_left, waiting)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
         """Yield what a stage could run: (start, rank among equals, kind, chunk)."""
@@ -61,7 +63,7 @@ def dispatch(
         for place, chunk in enumerate(mine):
             task = done["F"][chunk]
             if task < forward.shape[1]:
-                need = (per_row[_HELD, chunk] + per_row[_PASSING, chunk]) * rows_forward[:, task]
+                need = forward_peaks[:, chunk, task]
                 waits = [clock[stage]]
                 if chunk > 0:
                     waits.append(ends.get(("F", chunk - 1, task), math.inf) + float(send_forward[task]))
@@ -71,13 +73,11 @@ def dispatch(
     def first(stage: int) -> tuple[float, int, str, int]:
         """Return what a stage runs next; weight gradients where there is time for them."""
         found = min(candidates(stage), default=(math.inf, 0, "", 0))
-        waiting = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
-        if splits and waiting:
-            chunk = min(waiting, key=lambda chunk: done["W"][chunk])
-            is_full = found[2] == "B" and _is_over(
-                rows_backward[:, :, done["B"][found[3]]], per_row[:, found[3]], used[:, stage], limits[stage]
-            )
-            if is_full or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
+        behind = [chunk for chunk in range(stage, chunks, stages) if done["W"][chunk] < done["B"][chunk]]
+        if splits and behind:
+            chunk = min(behind, key=lambda chunk: done["W"][chunk])
+            is_over = _is_over((found[3], done["B"][found[3]]), taken, used[:, stage], limits[stage])
+            if (found[2] == "B" and is_over) or clock[stage] + weight[chunk, done["W"][chunk]] / 4 < found[0]:
                 return clock[stage], 0, "W", chunk
         return found
 
@@ -96,8 +96,7 @@ def dispatch(
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
         run[stage] += 1
-        rows = rows_forward[:, None, task] if kind == "F" else rows_backward[:, :, task]
-        peaks[stage] = max(peaks[stage], _account(kind, rows, per_row[:, chunk], splits, used[:, stage]))
+        peaks[stage] = max(peaks[stage], _account(kind, (chunk, task), taken, used[:, stage]))
     return max(clock)
 
 
@@ -110,26 +109,22 @@ def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]
     return seconds
 
 
-def _is_over(rows: Float, per_row: Float, used: Float, limit: float) -> bool:
-    """Return whether some rank holds too much in a backward with split weights, then or afterwards."""
-    held, gradient, passing, kept = per_row.tolist()
-    return bool(
-        (used + (gradient * rows[:, _OPENED] + max(passing, kept - held) * rows[:, _OWN]) > limit).any()
-    )
-
-
-def _account(kind: str, rows: Float, per_row: Float, splits: bool, used: Float) -> float:
+def _account(kind: str, place: tuple[int, int], taken: tuple[Float, ...], used: Float) -> float:
     """Book the memory of a task on its stage, on all ranks at once; return the most that one of them held."""
-    held, gradient, passing, kept = per_row.tolist()
-    own, kept = rows[:, _OWN], kept if splits else 0.0
-    if kind == "F":
-        used += held * own
-        return float((used + passing * own).max())
+    forward_peaks, forward_left, backward_peaks, backward_left, waiting = taken
+    where = (slice(None), *place)
     if kind == "W":
-        used -= kept * own
+        used -= waiting[where]
         return 0.0
-    used += gradient * rows[:, _OPENED]
-    most = float((used + passing * own).max())
-    used -= gradient * rows[:, _CLOSED]
-    used -= (held - kept) * own
-    return max(most, float(used.max()))
+    peaks, left = (forward_peaks, forward_left) if kind == "F" else (backward_peaks, backward_left)
+    most = used + peaks[where]
+    used += left[where]
+    return float(max(most.max(), used.max() if kind == "B" else 0.0))
+
+
+def _is_over(place: tuple[int, int], taken: tuple[Float, ...], used: Float, limit: float) -> bool:
+    """Return whether some rank holds too much in a backward with split weights, then or afterwards."""
+    if place[1] == taken[2].shape[2]:
+        return False  # none is left
+    need = np.maximum(*(x[:, *place] for x in taken[2:4]))
+    return bool((used + need > limit).any())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen import jit
+from varlen.cost.memory import Memory
 from varlen.cost.model import CostModel
 from varlen.cost.rates import Rates
 from varlen.step_plan import Mesh
@@ -34,8 +35,8 @@ class StageCosts:
     send_s_per_row: float
     sync_s: FloatArray
     """float64 `[stages]`: seconds that data-parallel ranks add up gradients."""
-    per_row: FloatArray
-    """float64 `[4, chunks]`: as `Pipeline.per_row`."""
+    memory: Memory
+    """Bytes of rows."""
     limits: FloatArray
     """float64 `[stages]`: bytes that are left beside states."""
     splits: bool = False
@@ -59,7 +60,7 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
 
     Cost: a millisecond at first; the last ones asked for are kept.
     """
-    stages, memory = cost.stages(mesh), cost.memory(mesh)
+    stages, memory = cost.stages(mesh), cost.memory(mesh, splits_backward=splits)
     latency, per_row = cost.send_s(mesh)
     return StageCosts(
         mesh=mesh,
@@ -70,9 +71,7 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
         send_latency_s=latency,
         send_s_per_row=per_row,
         sync_s=cost.gradient_sync_s(mesh),
-        per_row=np.stack(
-            [memory.held_bytes, memory.gradient_bytes, memory.passing_bytes, memory.kept_for_weight_bytes]
-        ),
+        memory=memory,
         limits=memory.limit_bytes - memory.state_bytes,
         splits=splits,
         head_at_once=cost.kernels == "eager",

@@ -1,0 +1,143 @@
+"""Peak memory of steps as the engine runs them, every tensor counted, beside the simulator's word on their plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from metered import measured, predicted
+from sliced import Slice, tiny
+from step_plans import equal_plan
+from test_runtime_merged import plan_of
+
+from varlen.plan.one_gpu import one_gpu_plan
+from varlen.simulate.schedules import interleaved, sliced, zero_bubble
+from varlen.step_plan import Mesh, StepPlan
+
+NARROW = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+MODELS: dict[str, dict[str, int]] = {
+    "GQA": {**NARROW, "num_key_value_heads": 2, "intermediate_size": 224, "num_hidden_layers": 5},
+    "MHA": {**NARROW, "num_key_value_heads": 4, "intermediate_size": 172, "num_hidden_layers": 6},
+    "wide": {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 896,
+        "num_hidden_layers": 6,
+        "vocab_size": 512,
+    },
+}
+WAYS = [
+    (recompute, saved, offload)
+    for recompute, saved in (
+        ("none", "layers"),
+        ("selective", "layers"),
+        ("full", "layers"),
+        ("full", "stage"),
+    )
+    for offload in ("none", "kv")
+]
+NAMES = pytest.mark.parametrize("name", MODELS)
+HEADS = pytest.mark.parametrize("name", ["GQA", "MHA"])
+EACH_WAY = pytest.mark.parametrize(("recompute", "saved", "offload"), WAYS)
+
+
+def check(name: str, plan: StepPlan, saved: Any, rel: float = 0.02) -> None:
+    model = tiny("llama", torch.bfloat16, **MODELS[name])
+
+    found, said = measured(model, plan, saved), predicted(model, plan, saved)
+
+    for place, (one, other) in enumerate(zip(found.ravel().tolist(), said.ravel().tolist())):
+        print(f"place {place}: measured {one:,.0f}, predicted {other:,.0f}, {other / one - 1:+.2%}")
+    np.testing.assert_allclose(said, found, rtol=rel)
+
+
+def pipelined(schedule: Any, count: int, slices: int, rows: int, mesh: Mesh, **settings: Any) -> StepPlan:
+    """Documents of `slices` slices of `rows` each, in a closed-form order."""
+    plan = equal_plan(schedule, count, mesh, slices=slices)
+    passes = {
+        each: replace(packs, starts=rows * packs.starts, stops=rows * packs.stops)
+        for each, packs in (("forward", plan.forward), ("backward", plan.backward))
+    }
+    return replace(plan, lengths=rows * plan.lengths, **passes, **settings)
+
+
+@NAMES
+@EACH_WAY
+@pytest.mark.parametrize(("lengths", "slice_tokens"), [((600,), 100), ((500, 40, 160, 90, 60), 250)])
+def test_a_stage_holds_what_is_predicted(
+    name: str, recompute: Any, saved: Any, offload: Any, lengths: tuple[int, ...], slice_tokens: int
+) -> None:
+    held = np.array(lengths, np.int32)
+    check(name, one_gpu_plan(held, slice_tokens, recompute=recompute, offload=offload), saved)
+
+
+@NAMES
+@EACH_WAY
+@pytest.mark.parametrize(("count", "slices", "rows"), [(5, 5, 100), (3, 1, 250)])
+def test_two_stages_hold_what_is_predicted(
+    name: str, recompute: Any, saved: Any, offload: Any, count: int, slices: int, rows: int
+) -> None:
+    schedule = sliced(2, count, slices)
+    plan = pipelined(schedule, count, slices, rows, Mesh(pp=2), recompute=recompute, offload=offload)
+    check(name, plan, saved)
+
+
+@HEADS
+@EACH_WAY
+def test_documents_that_begin_while_others_end_hold_what_is_predicted(
+    name: str, recompute: Any, saved: Any, offload: Any
+) -> None:
+    plan = pipelined(sliced(2, 9, 3), 9, 3, 120, Mesh(pp=2), recompute=recompute, offload=offload)
+    check(name, plan, saved)
+
+
+@EACH_WAY
+def test_chunks_in_turn_hold_what_is_predicted(recompute: Any, saved: Any, offload: Any) -> None:
+    mesh = Mesh(pp=2, virtual_stages=2)
+    plan = pipelined(interleaved(2, 2, 4), 4, 1, 200, mesh, recompute=recompute, offload=offload)
+    check("GQA", plan, saved)
+
+
+@HEADS
+@EACH_WAY
+def test_weight_gradients_apart_hold_what_is_predicted(
+    name: str, recompute: Any, saved: Any, offload: Any
+) -> None:
+    settings = {"recompute": recompute, "offload": offload, "splits_backward": True}
+    check(name, pipelined(zero_bubble(2, 3), 3, 1, 300, Mesh(pp=2), **settings), saved, 0.025)
+
+
+@HEADS
+@EACH_WAY
+@pytest.mark.parametrize(("ranks", "count"), [(2, 5), (4, 2)])
+def test_ranks_that_share_a_document_hold_what_is_predicted(
+    name: str, recompute: Any, saved: Any, offload: Any, ranks: int, count: int
+) -> None:
+    cuts: list[list[Slice]] = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))]
+    plan = plan_of([1600], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
+    check(name, replace(plan, offload=offload), saved)
+
+
+@HEADS
+@pytest.mark.parametrize("offload", ["none", "kv"])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_layers_some_of_which_are_computed_again_hold_what_is_predicted(
+    name: str, offload: Any, share: float
+) -> None:
+    plan = one_gpu_plan(np.array([1000], np.int32), 125, recompute="full", offload=offload)
+    check(name, replace(plan, recompute_share=share), "layers", 0.005)
+
+
+def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted() -> None:
+    forward: list[list[Slice]] = [[(0, 0, 500)], [(0, 500, 700), (1, 0, 300)], [(0, 700, 1000)]]
+    backward: list[list[Slice]] = [[(0, 850, 1000)], [(0, 300, 850)], [(0, 0, 300), (1, 0, 300)]]
+    plan = plan_of([1000, 300], [(0, 1), (0, 1)], [forward], [backward], recompute="full")
+    for name in MODELS:
+        # What went into layers is given back in the pieces that it came in, later than is counted.
+        check(name, plan, "layers", 0.03)
