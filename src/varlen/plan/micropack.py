@@ -36,8 +36,6 @@ _SLOW = 1.06
 """Times its work alone that a step may take before it is called slow, where memory is full."""
 FAR_OVER = 1.12
 """Times its lower bound that a step may take before it is looked at thoroughly."""
-_HELD_BACK = 1.25
-"""Times its work alone from which a way to share documents may be slow for want of memory alone."""
 _KEPT = 4
 """Ways to share documents that are looked at closely, of those that a quick look finds best."""
 _CLOSER = 1.06
@@ -122,8 +120,6 @@ def micropack(
     if best and _may_compose_apart(cost, search):
         best = _composed_apart(best, search)
     plain = stage_costs(cost, mesh)
-    if best is None and any(way.slowness < _HELD_BACK for way in ways):
-        return None  # slower than the incumbent, and not for want of memory
     if splits and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Weight gradients apart hold memory for longer: with little of it, another way to share may be better.
         best = _best_of(_seen(shared, plain, search, best), search, kept, incumbent_s, best)
