@@ -182,3 +182,27 @@ def test_a_damaged_store_is_an_error_that_names_its_folder(tmp_path, name, conte
     with pytest.raises(SourceError) as caught:
         open_store(tmp_path).gather(np.zeros(2, np.int64), np.arange(2), [0, 0], np.array([2, 1]))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("failures", [1, 3, 1000])
+def test_a_header_that_python_fails_to_parse_beside_another_thread_is_parsed_again(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path, [[[([1, 2], None), ([3], None)]]])
+    load, left = np.load, [failures]
+
+    def failing(*arguments: Any, **settings: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise SystemError("AST constructor recursion depth mismatch (before=60, after=57)")
+        return load(*arguments, **settings)
+
+    monkeypatch.setattr(np, "load", failing)
+    if failures == 1000:
+        with pytest.raises(SystemError, match="depth mismatch"):
+            Shard(tmp_path / "0")
+        return
+    with Shard(tmp_path / "0") as shard:
+        assert shard.offsets.tolist() == [0, 2, 3]
+    left[0] = failures
+    assert shard.targets().tolist() == [1, 0]

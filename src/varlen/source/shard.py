@@ -10,7 +10,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from varlen.source.documents import Documents, Mask, targets_of
 from varlen.source.writing import sync
 from varlen.types import IntArray
 
+_PARSES = 10
+"""Of a header, before its failure is believed."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
@@ -174,7 +176,7 @@ class Shard:
         self._path = folder
         try:
             self._dtype = _DTYPES[counts.dtype]
-            self.offsets: IntArray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
+            self.offsets: IntArray = _array(folder / "offsets.npy", "r")
             _check_offsets(self.offsets, counts)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
@@ -255,7 +257,7 @@ class Shard:
         """
         path, count = self._path / "targets.npy", self.counts.num_documents
         try:
-            targets: IntArray = np.load(path, allow_pickle=False).astype(np.int64)
+            targets: IntArray = _array(path).astype(np.int64)
         except (OSError, ValueError, EOFError, TypeError) as error:
             raise SourceError(f"{path} can't be read: {error}; index the data again") from error
         if targets.shape != (count,):
@@ -307,3 +309,17 @@ class Shard:
                 "again"
             )
         return content
+
+
+def _array(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
+    """Read or map an array that numpy wrote.
+
+    numpy parses its header as Python, and CPython before 3.11.8 fails at that now and then where another thread
+    parses something at the same time (github.com/python/cpython/issues/106905): it is asked again.
+    """
+    for _ in range(_PARSES):
+        try:
+            return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        except SystemError:
+            continue
+    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
