@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
-from svg import DOCUMENTS, INK, PADDING, SOFT, Drawing
+from svg import DOCUMENTS, INK, PADDING, SOFT, WARM, Drawing
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "run"
 
 _FORWARD = (0, 96, 144, 192)
 """Where the forward pass cuts the document that is drawn."""
@@ -88,4 +92,45 @@ def sharing() -> Drawing:
     return d
 
 
-PICTURES = {"running_passes": passes, "running_sharing": sharing}
+def ahead() -> Drawing:
+    """The planner's process beside the steps: what is planned while which step runs, and how long steps waited."""
+    found = max(
+        (json.loads(path.read_text()) for path in RESULTS.glob("*.json")), key=lambda one: one["date"]
+    )["ahead"]
+    step_s, first_s, later_s = (float(found[key]) for key in ("step_s", "first_wait_s", "wait_s"))
+    d = Drawing(
+        860,
+        230,
+        "steps run while another process plans the next ones; only the first step waits for its plan",
+    )
+    left, steps, part = 110, 4, 0.16
+    per_s = 690 / (first_s + steps * step_s)
+    for y, words in ((82, "GPUs"), (152, "planner")):
+        d.text(left - 16, y + 20, words, bold=True, anchor="end")
+        d.box(left, y, 690, 30, PADDING)
+    d.box(left, 82, per_s * first_s, 30, WARM)
+    d.text(left, 66, f"the first plan: {first_s:.2g} s, once", size=12, fill=SOFT)
+    for step in range(steps):
+        x, width = left + per_s * (first_s + step * step_s), per_s * step_s
+        d.box(x, 82, width - 1.5, 30, _HUES[step])
+        d.text(x + width / 2, 102, f"step {step}", anchor="middle", fill="#ffffff", bold=True)
+        if step:
+            d.text(x, 66, f"{1e6 * later_s:.0f} µs", size=12, fill=SOFT, anchor="middle")
+            d.line(x - 0.8, 70, x - 0.8, 82, stroke=SOFT)
+        # The two steps behind the one that is taken are asked for; the second of them is new.
+        planned = range(1, 3) if step == 0 else range(step + 2, step + 3)
+        for place, number in enumerate(planned):
+            begin = x + place * (part * width + 4)
+            d.box(begin, 152, part * width, 30, _HUES[number % len(_HUES)])
+            d.text(begin + part * width / 2, 172, f"{number}", anchor="middle", fill="#ffffff", bold=True)
+    d.box(left, 152, per_s * first_s, 30, _HUES[0])
+    d.text(left + per_s * first_s / 2, 172, "0", anchor="middle", fill="#ffffff", bold=True)
+    d.text(30, 34, "plans are there before the step that takes them", size=15, bold=True)
+    words = (
+        f"waits as measured, {found['steps']} steps of {step_s:.2g} s; how long planning takes isn't to scale"
+    )
+    d.text(30, 214, words, size=12, fill=SOFT)
+    return d
+
+
+PICTURES = {"running_passes": passes, "running_sharing": sharing, "running_ahead": ahead}
