@@ -68,7 +68,7 @@ def test_without_merging_a_document_has_one_rank() -> None:
     said = refused([9_000_000], **asked)
 
     assert "too many for the 1 rank that may share it (1 document is too long)" in said
-    assert "(recompute='full', offload='none', and Search(repairs=False) tries no more)" in said
+    assert "(recompute='full', offload='none', and no more of them may be tried)" in said
     fits = number(r"up to ([\d,]+) tokens", said)
     assert vl.plan_step([fits], **asked).num_merged == 0
     refused([fits + 1], **asked)

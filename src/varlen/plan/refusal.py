@@ -57,7 +57,7 @@ def refusal(
     share = f" of {most.recompute_share:.0%} of layers" if most.recompute_share < 1 else ""
     tried = f"recompute={most.recompute!r}{share}, offload={most.offload!r}"
     tried = f"up to {tried}" if len(repairs) > 1 else tried
-    tried += ", and Search(repairs=False) tries no more" if is_limited else ""
+    tried += ", and no more of them may be tried" if is_limited else ""
     fits = _longest(longest, mesh, holds)
     if fits == longest:
         return (
