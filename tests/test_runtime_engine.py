@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sliced import SIZES, take_gradients, tiny
+from sliced import one_gpu_plan as plan_of_slices
 
 import varlen as vl
 from varlen.errors import DocumentsError, PlanError, SettingError
@@ -146,6 +147,41 @@ def test_a_plan_of_other_documents_is_refused() -> None:
         PlanError, match=r"document 1 has 8 tokens in the plan and 9 in the batch \(1 of 2 differ\)"
     ):
         engine.step(batch, one_gpu_plan(np.array([20, 8], np.int32), 16))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "changes", "words"),
+    [
+        ([[(0, 0, 20)]], None, {}, "document 1 of 9 tokens has no forward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(0, 0, 20)]], {}, "document 1 of 9 tokens has no backward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(1, 0, 9), (0, 8, 20)]], {}, "backward slice 1, .* leaves tokens out"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"tasks": [0, 0, 1]}, "has 1 backward tasks .* 2 MicroPacks"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"splits_backward": True}, "has 0 weight-gradient tasks"),
+        ([[(0, 0, 20)], [(1, 0, 11)]], None, {}, "tokens 0 to 11 of document 1, which has 9"),
+        ([[(0, 0, 20)], [(2, 0, 9)]], None, {}, r"document_ids\[1\] is 2"),
+    ],
+)
+def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(
+    forward: Any, backward: Any, changes: dict[str, Any], words: str
+) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    plan = plan_of_slices([20, 9], forward, backward, recompute="full", **changes)
+
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model).step(batch, plan)
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model, mesh=vl.Mesh(), rank=0).step(batch, plan)
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_of_more_chunks_than_layers_is_refused() -> None:
+    batch, deep = batch_of(documents_of([20, 9])), tiny("llama", num_hidden_layers=4)
+    cost = vl.CostModel(model=vl.ModelShape.from_config(deep.config), hardware=vl.Hardware.named("h100"))
+    plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=4))
+
+    with pytest.raises(PlanError, match=r"2 layers can't be cut into 4 chunks .* pp of at most 2"):
+        vl.SliceEngine(tiny("llama")).step(batch, plan)
 
 
 def test_batches_that_teach_nothing_or_a_first_token_are_refused() -> None:

@@ -15,6 +15,7 @@ from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
 from varlen.cost.memory import Saved
 from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
+from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
@@ -24,6 +25,7 @@ from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import TaskRun
 from varlen.runtime.shards import Gathered
 from varlen.runtime.slices import check_plan, run_places
+from varlen.runtime.stage import check_layers
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -157,7 +159,8 @@ class SliceEngine:
 
         Raises:
             DocumentsError: the batch has no target.
-            PlanError: a plan of other documents, one that can't be run, or other plans or batches on other ranks.
+            PlanError: a plan of other documents, one that leaves some out or can't be run, or other plans or batches
+                on other ranks.
             SettingError: weights that don't add up over batches; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
@@ -167,9 +170,11 @@ class SliceEngine:
         used = self._planned(lengths) if plan is None else plan
         check_plan(used)
         check_lengths(used, lengths)
+        check_contents(used)
         before = _attention(self.model)
         parts = Parts.of(self.model, self.kernels)
         try:
+            check_layers(len(parts.layers), used.mesh)
             data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
             run = run_places(
                 self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
@@ -228,6 +233,7 @@ class SliceEngine:
                 )
             check_plan(used, shares=True)
             check_lengths(used, lengths)
+            check_contents(used)
             data = step_data_of(batch, next(self.model.parameters()).device, self.weighting)
         except VarlenError as error:
             data = error
