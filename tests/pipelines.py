@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
-from varlen.errors import VarlenError
+from varlen.errors import SettingError, VarlenError
 from varlen.runtime.ranks import open_groups, seat_of
 from varlen.runtime.slices import layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
@@ -200,6 +201,10 @@ def run_sharded(
             if not isinstance(part, Elsewhere):
                 fully_shard(part, mesh=devices)
     fully_shard(model, mesh=devices)
+    with pytest.raises(
+        SettingError, match="fully_shard has divided the model among processes, and the engine has no mesh"
+    ):
+        vl.SliceEngine(model)
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
         counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
         found = {"shared": plan.num_merged, "splits": plan.splits_backward}
@@ -211,6 +216,10 @@ def run_replicas(rank: int, world: int) -> dict[str, Any]:
     mesh = vl.Mesh(dp=world)
     plan = runnable(plan_of(5, mesh))
     held = DistributedDataParallel(small(1))
+    with pytest.raises(
+        SettingError, match=f"holds the model in {world} processes, and the engine has no mesh"
+    ):
+        vl.SliceEngine(held)
     with closing(vl.SliceEngine(held, mesh=mesh, rank=rank, deadline_s=60)) as engine:
         return compare(engine, small(1), plan, 5)
 
@@ -293,8 +302,12 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
     tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
     tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
-    swapped = replace(plan, tasks=plan.tasks[::-1].copy())
-    tried("order", lambda engine: engine.step(batch, swapped))
+    tasks = plan.tasks.copy()
+    for place in range(0, mesh.num_gpus, mesh.pp):  # the first stages, which then take before they give
+        own = slice(*plan.task_offsets[place : place + 2].tolist())
+        tasks[own] = plan.tasks[own][::-1]
+    tried("order", lambda engine: engine.step(batch, replace(plan, tasks=tasks)))
+    tried("counts", lambda engine: engine.step(batch, replace(plan, tasks=plan.tasks[::-1].copy())))
     layers = 6 if is_odd else LAYERS
     try:
         vl.SliceEngine(tiny("llama", num_hidden_layers=layers), mesh=mesh, rank=rank)

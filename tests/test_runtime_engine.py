@@ -206,3 +206,12 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     part = replace(batch_of(documents_of([20, 9])), step_num_targets=999)
     with pytest.raises(SettingError, match="give the whole step as one batch"):
         vl.SliceEngine(model, weighting="document").step(part)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any]) -> None:
+    engine, batch = vl.SliceEngine(tiny("llama"), 16, **seat), batch_of(documents_of([20, 9]))
+
+    with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
+        engine.step(batch)

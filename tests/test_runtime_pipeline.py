@@ -149,6 +149,7 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
         assert "the engine is closed" in one["closed"]
         assert one["order"].startswith("DeadlockError: ")
+        assert one["counts"].startswith("PlanError: stage 0 of rank 0 has 1 forward tasks")
 
 
 @pytest.mark.parametrize(

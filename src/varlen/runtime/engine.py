@@ -17,6 +17,7 @@ from varlen.cost.memory import Saved
 from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.alone import check_alone, check_grad
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
@@ -115,8 +116,8 @@ class SliceEngine:
 
         Raises:
             ModelError: a family that isn't run in slices, a model without a head, or one that can't be cut.
-            SettingError: a number of tokens below 1, a setting that there isn't, or processes that don't fit the
-                mesh.
+            SettingError: a number of tokens below 1, a setting that there isn't, processes that don't fit the mesh,
+                or a model that several processes hold, and no mesh.
             PlanError: fewer layers than chunks, or other models on other ranks.
             WorkerDiedError: another process is gone.
         """
@@ -127,6 +128,8 @@ class SliceEngine:
         ):
             if value not in get_args(known):
                 raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
+        if mesh is None:
+            check_alone(model)
         model = model.module if isinstance(model, DistributedDataParallel) else model
         self.model, self.weighting = model, weighting
         self.recompute, self.saved, self.offload = recompute, saved, offload
@@ -161,11 +164,12 @@ class SliceEngine:
             DocumentsError: the batch has no target.
             PlanError: a plan of other documents, one that leaves some out or can't be run, or other plans or batches
                 on other ranks.
-            SettingError: weights that don't add up over batches; or several GPUs, and no plan.
+            SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
         if self._member is not None:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
+        check_grad()
         lengths = _lengths(batch)
         used = self._planned(lengths) if plan is None else plan
         check_plan(used)
@@ -226,6 +230,7 @@ class SliceEngine:
         used = plan or self._planned(lengths)
         data: StepData | VarlenError
         try:
+            check_grad()
             if plan is None and member.seat.mesh.num_gpus > 1:
                 raise SettingError(
                     f"a step of {member.seat.mesh.num_gpus:,} GPUs without a plan; give engine.step the plan of "
