@@ -152,7 +152,8 @@ class SliceEngine:
         """Run a batch forward and backward, and add to every parameter's gradient what the unsliced model would.
 
         That is the gradient of the sum of target losses over the targets of the whole step,
-        `batch.step_num_targets`, so that several batches add up to a step.
+        `batch.step_num_targets`, so that several batches add up to a step. A step that fails in one process leaves no
+        gradient where there was none before, so another one may be tried.
 
         Args:
             batch: on any device; its segments are the documents, in order.
