@@ -308,6 +308,14 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         tasks[own] = plan.tasks[own][::-1]
     tried("order", lambda engine: engine.step(batch, replace(plan, tasks=tasks)))
     tried("counts", lambda engine: engine.step(batch, replace(plan, tasks=plan.tasks[::-1].copy())))
+    tried("no batch", lambda engine: engine.step({} if is_odd else batch, plan))  # type: ignore[arg-type]
+    hooked = small(0)
+    if is_odd:
+        hooked.lm_head.register_forward_hook(lambda *_: None)
+    try:
+        vl.SliceEngine(hooked, mesh=mesh, rank=rank)
+    except VarlenError as error:
+        said["hook"] = f"{type(error).__name__}: {error}"
     layers = 6 if is_odd else LAYERS
     try:
         vl.SliceEngine(tiny("llama", num_hidden_layers=layers), mesh=mesh, rank=rank)

@@ -14,7 +14,7 @@ from sliced import SIZES, take_gradients, tiny
 from sliced import one_gpu_plan as plan_of_slices
 
 import varlen as vl
-from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.errors import DocumentsError, ModelError, PlanError, SettingError, VarlenError
 from varlen.plan.check import check_plan
 from varlen.plan.one_gpu import one_gpu_plan
 
@@ -215,3 +215,22 @@ def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any
 
     with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
         engine.step(batch)
+
+
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_what_is_no_packed_batch_and_no_plan_is_refused(seat: dict[str, Any]) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    calls: list[tuple[Any, Any, str]] = [
+        ({"input_ids": torch.zeros(1, 4)}, None, "a batch of type dict; engine.step takes a PackedBatch"),
+        (batch, "plan.npz", "plan=str; engine.step takes a StepPlan"),
+    ]
+
+    for no_batch, plan, words in calls:
+        with pytest.raises(VarlenError, match=words):
+            vl.SliceEngine(model, 16, **seat).step(no_batch, plan)
+
+
+def test_what_has_no_config_is_no_model() -> None:
+    for model in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(ModelError, match=f"slices don't run {type(model).__name__} models"):
+            vl.SliceEngine(model)

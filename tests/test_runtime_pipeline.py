@@ -142,8 +142,11 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
     for rank, one in enumerate(said):
         if rank == 2:
             assert "the plan is of" in one["one rank"] or "in the plan and" in one["one rank"]
+            assert "a batch of type dict" in one["no batch"]
+            assert "the head of this llama model has 1 hook" in one["hook"]
         else:
-            assert one["one rank"].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
+            for name in ("one rank", "no batch", "hook"):
+                assert one[name].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
         assert "4 GPUs without a plan" in one["no plan"]
         assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]

@@ -262,6 +262,22 @@ class Parts:
         return losses, by_logits @ weight
 
 
+def check_model(model: Any, kernels: Kernels) -> None:
+    """Refuse a model that isn't run in slices, and leave it as it is.
+
+    Args:
+        model: a transformers model.
+        kernels: what computes attention.
+
+    Raises:
+        ModelError: as for `Parts.of`.
+        SettingError: as for `Parts.of`.
+    """
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    Parts.of(model, kernels)
+    model.set_attn_implementation(before)
+
+
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's gradient, zeros at first."""
     if parameter.grad is None:
