@@ -19,11 +19,14 @@ from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
+from varlen.runtime.parts import Parts
 from varlen.runtime.ranks import open_groups, seat_of
+from varlen.runtime.shards import Shards
 from varlen.runtime.slices import layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import StepPlan
@@ -183,6 +186,28 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
 
 
+def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
+    """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
+    seat = seat_of(mesh, stage * mesh.dp)
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
+    first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
+    replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
+    before = model.config._attn_implementation
+    shards = Shards(model, Parts.of(model), replicas, gathered)
+    model.set_attn_implementation(before)
+
+    def whole() -> int:
+        return sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers)
+
+    counts = []
+    with shards.step():
+        counts.append(whole())
+        with shards.unit(range(first, first + 1)):
+            counts.append(whole())
+        counts.append(whole())
+    return counts
+
+
 def run_sharded(
     seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
 ) -> dict[str, Any]:
@@ -207,7 +232,8 @@ def run_sharded(
         vl.SliceEngine(model)
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
         counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
-        found = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        found["whole"] = layers_whole_at_once(model, mesh, rank // 2, gathered) if wraps != "root" else None
         return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
 
 

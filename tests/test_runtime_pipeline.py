@@ -100,6 +100,8 @@ def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
     assert_exact(found)
     unequal = [counts for one in found for counts in one["counts"] if len(set(counts)) > 1]
     assert unequal  # where parameters are gathered once a step
+    whole = {tuple(one["whole"]) for one in found if one["whole"] is not None}
+    assert whole == {(0, 1, 0), (4, 4, 4), (8, 8, 8)}  # a unit's alone, or a stage's all through the step
 
 
 def test_shards_that_share_documents_train_what_one_process_trains(two: Found, four: Found) -> None:
