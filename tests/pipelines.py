@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
@@ -18,11 +19,14 @@ from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
-from varlen.errors import VarlenError
+from varlen.errors import SettingError, VarlenError
+from varlen.runtime.parts import Parts
 from varlen.runtime.ranks import open_groups, seat_of
+from varlen.runtime.shards import Shards
 from varlen.runtime.slices import layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import StepPlan
@@ -183,6 +187,28 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
 
 
+def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
+    """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
+    seat = seat_of(mesh, stage * mesh.dp)
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
+    first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
+    replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
+    before = model.config._attn_implementation
+    shards = Shards(model, Parts.of(model), replicas, gathered)
+    model.set_attn_implementation(before)
+
+    def whole() -> int:
+        return sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers)
+
+    counts = []
+    with shards.step():
+        counts.append(whole())
+        with shards.unit(range(first, first + 1)):
+            counts.append(whole())
+        counts.append(whole())
+    return counts
+
+
 def run_sharded(
     seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
 ) -> dict[str, Any]:
@@ -201,9 +227,14 @@ def run_sharded(
             if not isinstance(part, Elsewhere):
                 fully_shard(part, mesh=devices)
     fully_shard(model, mesh=devices)
+    with pytest.raises(
+        SettingError, match="fully_shard has divided the model among processes, and the engine has no mesh"
+    ):
+        vl.SliceEngine(model)
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
         counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
-        found = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward}
+        found["whole"] = layers_whole_at_once(model, mesh, rank // 2, gathered) if wraps != "root" else None
         return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
 
 
@@ -212,6 +243,10 @@ def run_replicas(rank: int, world: int) -> dict[str, Any]:
     mesh = vl.Mesh(dp=world)
     plan = runnable(plan_of(5, mesh))
     held = DistributedDataParallel(small(1))
+    with pytest.raises(
+        SettingError, match=f"holds the model in {world} processes, and the engine has no mesh"
+    ):
+        vl.SliceEngine(held)
     with closing(vl.SliceEngine(held, mesh=mesh, rank=rank, deadline_s=60)) as engine:
         return compare(engine, small(1), plan, 5)
 
@@ -294,8 +329,20 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
     tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
     tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
-    swapped = replace(plan, tasks=plan.tasks[::-1].copy())
-    tried("order", lambda engine: engine.step(batch, swapped))
+    tasks = plan.tasks.copy()
+    for place in range(0, mesh.num_gpus, mesh.pp):  # the first stages, which then take before they give
+        own = slice(*plan.task_offsets[place : place + 2].tolist())
+        tasks[own] = plan.tasks[own][::-1]
+    tried("order", lambda engine: engine.step(batch, replace(plan, tasks=tasks)))
+    tried("counts", lambda engine: engine.step(batch, replace(plan, tasks=plan.tasks[::-1].copy())))
+    tried("no batch", lambda engine: engine.step({} if is_odd else batch, plan))  # type: ignore[arg-type]
+    hooked = small(0)
+    if is_odd:
+        hooked.lm_head.register_forward_hook(lambda *_: None)
+    try:
+        vl.SliceEngine(hooked, mesh=mesh, rank=rank)
+    except VarlenError as error:
+        said["hook"] = f"{type(error).__name__}: {error}"
     layers = 6 if is_odd else LAYERS
     try:
         vl.SliceEngine(tiny("llama", num_hidden_layers=layers), mesh=mesh, rank=rank)

@@ -122,7 +122,10 @@ def test_what_is_cast_without_a_graph_is_kept_where_it_does_no_harm(
 def test_backward_passes_run_without_it() -> None:
     model, seen = tiny("llama", torch.float32), {}
     for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda _, name=name: seen.update({name: torch.is_autocast_enabled("cpu")}))
+        if ".layers." in name or ".norm." in name:  # the ends' gradients come without hooks
+            parameter.register_hook(
+                lambda _, name=name: seen.update({name: torch.is_autocast_enabled("cpu")})
+            )
 
     sliced(model, plans_of("full")[0])
 

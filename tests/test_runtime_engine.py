@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sliced import SIZES, take_gradients, tiny
+from sliced import one_gpu_plan as plan_of_slices
 
 import varlen as vl
-from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.errors import DocumentsError, ModelError, PlanError, SettingError, VarlenError
 from varlen.plan.check import check_plan
 from varlen.plan.one_gpu import one_gpu_plan
 
@@ -148,6 +149,41 @@ def test_a_plan_of_other_documents_is_refused() -> None:
         engine.step(batch, one_gpu_plan(np.array([20, 8], np.int32), 16))
 
 
+@pytest.mark.parametrize(
+    ("forward", "backward", "changes", "words"),
+    [
+        ([[(0, 0, 20)]], None, {}, "document 1 of 9 tokens has no forward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(0, 0, 20)]], {}, "document 1 of 9 tokens has no backward slice"),
+        ([[(0, 0, 20), (1, 0, 9)]], [[(1, 0, 9), (0, 8, 20)]], {}, "backward slice 1, .* leaves tokens out"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"tasks": [0, 0, 1]}, "has 1 backward tasks .* 2 MicroPacks"),
+        ([[(0, 0, 20)], [(1, 0, 9)]], None, {"splits_backward": True}, "has 0 weight-gradient tasks"),
+        ([[(0, 0, 20)], [(1, 0, 11)]], None, {}, "tokens 0 to 11 of document 1, which has 9"),
+        ([[(0, 0, 20)], [(2, 0, 9)]], None, {}, r"document_ids\[1\] is 2"),
+    ],
+)
+def test_a_plan_that_leaves_something_out_is_refused_before_anything_runs(
+    forward: Any, backward: Any, changes: dict[str, Any], words: str
+) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    plan = plan_of_slices([20, 9], forward, backward, recompute="full", **changes)
+
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model).step(batch, plan)
+    with pytest.raises(PlanError, match=words):
+        vl.SliceEngine(model, mesh=vl.Mesh(), rank=0).step(batch, plan)
+
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_plan_of_more_chunks_than_layers_is_refused() -> None:
+    batch, deep = batch_of(documents_of([20, 9])), tiny("llama", num_hidden_layers=4)
+    cost = vl.CostModel(model=vl.ModelShape.from_config(deep.config), hardware=vl.Hardware.named("h100"))
+    plan = vl.plan_step(batch.document_lengths, cost=cost, mesh=vl.Mesh(pp=4))
+
+    with pytest.raises(PlanError, match=r"2 layers can't be cut into 4 chunks .* pp of at most 2"):
+        vl.SliceEngine(tiny("llama")).step(batch, plan)
+
+
 def test_batches_that_teach_nothing_or_a_first_token_are_refused() -> None:
     engine, documents = vl.SliceEngine(tiny("llama"), 16), documents_of([20, 9])
 
@@ -170,3 +206,31 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     part = replace(batch_of(documents_of([20, 9])), step_num_targets=999)
     with pytest.raises(SettingError, match="give the whole step as one batch"):
         vl.SliceEngine(model, weighting="document").step(part)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_a_step_where_gradients_are_off_is_refused(off: Any, seat: dict[str, Any]) -> None:
+    engine, batch = vl.SliceEngine(tiny("llama"), 16, **seat), batch_of(documents_of([20, 9]))
+
+    with off(), pytest.raises(SettingError, match=r"gradients, and they are off \(torch\.no_grad"):
+        engine.step(batch)
+
+
+@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+def test_what_is_no_packed_batch_and_no_plan_is_refused(seat: dict[str, Any]) -> None:
+    model, batch = tiny("llama"), batch_of(documents_of([20, 9]))
+    calls: list[tuple[Any, Any, str]] = [
+        ({"input_ids": torch.zeros(1, 4)}, None, "a batch of type dict; engine.step takes a PackedBatch"),
+        (batch, "plan.npz", "plan=str; engine.step takes a StepPlan"),
+    ]
+
+    for no_batch, plan, words in calls:
+        with pytest.raises(VarlenError, match=words):
+            vl.SliceEngine(model, 16, **seat).step(no_batch, plan)
+
+
+def test_what_has_no_config_is_no_model() -> None:
+    for model in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(ModelError, match=f"slices don't run {type(model).__name__} models"):
+            vl.SliceEngine(model)

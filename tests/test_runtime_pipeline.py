@@ -100,6 +100,8 @@ def test_shards_train_what_one_process_trains(two: Found, four: Found) -> None:
     assert_exact(found)
     unequal = [counts for one in found for counts in one["counts"] if len(set(counts)) > 1]
     assert unequal  # where parameters are gathered once a step
+    whole = {tuple(one["whole"]) for one in found if one["whole"] is not None}
+    assert whole == {(0, 1, 0), (4, 4, 4), (8, 8, 8)}  # a unit's alone, or a stage's all through the step
 
 
 def test_shards_that_share_documents_train_what_one_process_trains(two: Found, four: Found) -> None:
@@ -142,13 +144,17 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
     for rank, one in enumerate(said):
         if rank == 2:
             assert "the plan is of" in one["one rank"] or "in the plan and" in one["one rank"]
+            assert "a batch of type dict" in one["no batch"]
+            assert "the head of this llama model has 1 hook" in one["hook"]
         else:
-            assert one["one rank"].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
+            for name in ("one rank", "no batch", "hook"):
+                assert one[name].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
         assert "4 GPUs without a plan" in one["no plan"]
         assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
         assert "the engine is closed" in one["closed"]
         assert one["order"].startswith("DeadlockError: ")
+        assert one["counts"].startswith("PlanError: stage 0 of rank 0 has 1 forward tasks")
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,33 @@ def test_slices_as_short_as_is_said_come_to_a_step_that_runs(share: float) -> No
     assert rows[-1] >= 32
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_that_is_tried_again_has_the_gradients_of_one_step(recompute: Any) -> None:
+    model = tiny("llama", torch.float32)
+    limit = int(0.9 * peak_of(model, recompute))
+    take_gradients(model)
+    run_step(model, tokens_of([LENGTH]), one_slice(32, recompute))
+    wanted = take_gradients(model)
+
+    with FullCard(limit) as card, pytest.raises(DeviceMemoryError):
+        run_step(model, tokens_of([LENGTH]), one_slice(LENGTH, recompute), meter=card)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    run_step(model, tokens_of([LENGTH]), one_slice(32, recompute))
+
+    for name, gradient in take_gradients(model).items():
+        assert torch.equal(gradient, wanted[name]), name
+
+
+def test_where_gradients_were_there_before_the_error_says_that_they_have_a_part_now() -> None:
+    model = tiny("llama", torch.float32)
+    run_step(model, tokens_of([LENGTH]), one_slice(32, "full"))
+
+    with FullCard(int(0.9 * peak_of(model, "full"))) as card, pytest.raises(DeviceMemoryError) as found:
+        run_step(model, tokens_of([LENGTH]), one_slice(LENGTH, "full"), meter=card)
+
+    assert any("call optimizer.zero_grad" in note for note in found.value.__notes__)
+
+
 def test_where_held_rows_alone_are_too_many_no_slice_is_said_to_fit() -> None:
     model = tiny("llama", torch.float32)
 

@@ -19,6 +19,8 @@ from torch.distributed import HashStore
 
 import varlen as vl
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
+from varlen.runtime.agree import batch_fingerprint
+from varlen.runtime.chunk import StepData
 from varlen.runtime.gradients import buckets
 from varlen.runtime.missing import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
 from varlen.runtime.ranks import seat_of
@@ -27,6 +29,22 @@ from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import BACKWARD, FORWARD
 
 ANSWER_S = 0.2
+
+
+@pytest.mark.parametrize("what", ["input_ids", "labels", "weights"])
+def test_batches_that_differ_in_anything_have_other_fingerprints(what: str) -> None:
+    data = StepData(
+        input_ids=torch.arange(6),
+        labels=torch.arange(6) + 1,
+        weights=torch.full((6,), 1 / 6, dtype=torch.float64),
+        offsets=np.array([0, 2, 6]),
+    )
+    other = getattr(data, what).clone()
+    other[3] = 9
+
+    assert batch_fingerprint(data) == batch_fingerprint(replace(data))
+    assert batch_fingerprint(data) != batch_fingerprint(replace(data, **{what: other}))
+    assert batch_fingerprint(data) != batch_fingerprint(replace(data, offsets=np.array([0, 3, 6])))
 
 
 @given(st.integers(1, 5), st.integers(1, 5))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError
-from varlen.plan.check_tasks import check_kept, check_tasks
+from varlen.plan.check_tasks import check_counts, check_kept, check_tasks
 from varlen.simulate.api import simulate
 from varlen.simulate.form import AGAIN, check_form, check_shares, first_of
 from varlen.step_plan import MicroPacks, StepPlan
@@ -49,6 +49,29 @@ def check_plan(
 
     Cost: O(slices · log slices), and about 0.1 ms for each task of the stage that has most.
     """
+    check_contents(plan)
+    if capacity is not None:
+        for name in _PASSES:
+            _check_capacity(plan, name, capacity)
+    check_tasks(plan)
+    if cost is not None:
+        peaks = (
+            simulate(plan, cost).peaks_bytes if peaks_bytes is None else np.asarray(peaks_bytes, np.float64)
+        )
+        _check_memory(plan, peaks, cost.memory(plan.mesh).limit_bytes)
+
+
+def check_contents(plan: StepPlan) -> None:
+    """Require all of `check_plan` but that tasks wait in no circle: that no token is left out, run twice or half run.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: the first rule that is broken, the first place where, and how many there are.
+
+    Cost: O(slices · log slices).
+    """
     check_form(plan)
     check_shares(plan)
     for name in _PASSES:
@@ -56,16 +79,9 @@ def check_plan(
         _check_merged(plan, name)
         if plan.mesh.sharding == "parameters":
             _check_sharded(plan, name)
-        if capacity is not None:
-            _check_capacity(plan, name, capacity)
         _check_targets(plan, name)
     check_kept(plan)
-    check_tasks(plan)
-    if cost is not None:
-        peaks = (
-            simulate(plan, cost).peaks_bytes if peaks_bytes is None else np.asarray(peaks_bytes, np.float64)
-        )
-        _check_memory(plan, peaks, cost.memory(plan.mesh).limit_bytes)
+    check_counts(plan)
 
 
 def targets_per_document(plan: StepPlan, of: Pass = "forward") -> IntArray:

@@ -77,7 +77,7 @@ def check_tasks(plan: StepPlan) -> None:
 
     Cost: about 0.1 ms for each task of the stage that has most.
     """
-    _check_counts(plan)
+    check_counts(plan)
     mesh = plan.mesh
     waits = _waits(plan)
     num_places, stages = mesh.dp * mesh.pp, mesh.pp
@@ -105,8 +105,11 @@ def check_tasks(plan: StepPlan) -> None:
         turn[active[gone]] += 1
 
 
-def _check_counts(plan: StepPlan) -> None:
+def check_counts(plan: StepPlan) -> None:
     """Require that each stage runs each MicroPack of its rank once in each of its chunks.
+
+    Args:
+        plan: the plan; all else about it is right, but for the order of tasks.
 
     Raises:
         PlanError: one runs more or fewer.

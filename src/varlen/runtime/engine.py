@@ -15,15 +15,18 @@ from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
 from varlen.cost.memory import Saved
 from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
+from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.alone import check_alone, check_grad
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
 from varlen.runtime.member import Member
-from varlen.runtime.parts import IGNORED, Parts
+from varlen.runtime.parts import IGNORED, Parts, check_model
 from varlen.runtime.place import TaskRun
 from varlen.runtime.shards import Gathered
 from varlen.runtime.slices import check_plan, run_places
+from varlen.runtime.stage import check_layers
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -113,8 +116,8 @@ class SliceEngine:
 
         Raises:
             ModelError: a family that isn't run in slices, a model without a head, or one that can't be cut.
-            SettingError: a number of tokens below 1, a setting that there isn't, or processes that don't fit the
-                mesh.
+            SettingError: a number of tokens below 1, a setting that there isn't, processes that don't fit the mesh,
+                or a model that several processes hold, and no mesh.
             PlanError: fewer layers than chunks, or other models on other ranks.
             WorkerDiedError: another process is gone.
         """
@@ -125,15 +128,16 @@ class SliceEngine:
         ):
             if value not in get_args(known):
                 raise SettingError(f"{name}={value!r}; there are {', '.join(get_args(known))}")
+        if mesh is None:
+            check_alone(model)
         model = model.module if isinstance(model, DistributedDataParallel) else model
         self.model, self.weighting = model, weighting
         self.recompute, self.saved, self.offload = recompute, saved, offload
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else slice_tokens
         one_gpu_plan(np.ones(1, np.int32), self.slice_tokens)
-        before = _attention(model)
-        Parts.of(model, kernels)
-        model.set_attn_implementation(before)
+        if mesh is None:
+            check_model(model, kernels)  # else all ranks are told what is wrong on one
         self._member = _member(model, mesh, rank, deadline_s, gathered, kernels)
 
     def step(
@@ -147,7 +151,8 @@ class SliceEngine:
         """Run a batch forward and backward, and add to every parameter's gradient what the unsliced model would.
 
         That is the gradient of the sum of target losses over the targets of the whole step,
-        `batch.step_num_targets`, so that several batches add up to a step.
+        `batch.step_num_targets`, so that several batches add up to a step. A step that fails in one process leaves no
+        gradient where there was none before, so another one may be tried.
 
         Args:
             batch: on any device; its segments are the documents, in order.
@@ -156,21 +161,19 @@ class SliceEngine:
             meter: counts bytes task by task, by `varlen.runtime.clock.bytes_meter`; already entered.
 
         Raises:
-            DocumentsError: the batch has no target.
-            PlanError: a plan of other documents, one that can't be run, or other plans or batches on other ranks.
-            SettingError: weights that don't add up over batches; or several GPUs, and no plan.
+            DocumentsError: the batch has no target, or isn't packed.
+            PlanError: a plan of other documents, one that leaves some out or can't be run, or other plans or batches
+                on other ranks.
+            SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
         if self._member is not None:
             return self._step_of_many(self._member, batch, plan, meter, document_losses)
-        lengths = _lengths(batch)
-        used = self._planned(lengths) if plan is None else plan
-        check_plan(used)
-        check_lengths(used, lengths)
+        used, data = self._prepared(batch, plan, 1)
         before = _attention(self.model)
         parts = Parts.of(self.model, self.kernels)
         try:
-            data = step_data_of(batch, parts.embedding.weight.device, self.weighting)
+            check_layers(len(parts.layers), used.mesh)
             run = run_places(
                 self.model, parts, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
             )
@@ -217,43 +220,56 @@ class SliceEngine:
         document_losses: bool,
     ) -> StepStats:
         """Run this process's part of a step; what is wrong with it here ends it on all ranks."""
-        lengths = _lengths(batch)
-        used = plan or self._planned(lengths)
-        data: StepData | VarlenError
+        prepared: tuple[StepPlan, StepData] | VarlenError
         try:
-            if plan is None and member.seat.mesh.num_gpus > 1:
-                raise SettingError(
-                    f"a step of {member.seat.mesh.num_gpus:,} GPUs without a plan; give engine.step the plan of "
-                    "vl.plan_step(batch.document_lengths, cost=..., mesh=...)"
-                )
-            check_plan(used, shares=True)
-            check_lengths(used, lengths)
-            data = step_data_of(batch, next(self.model.parameters()).device, self.weighting)
+            prepared = self._prepared(batch, plan, member.seat.mesh.num_gpus, shares=True)
         except VarlenError as error:
-            data = error
+            prepared = error
         before = _attention(self.model)
         try:
             run, totals = member.run(
-                self.model, data, used, meter=meter, keeps_losses=document_losses, saved=self.saved
+                self.model, prepared, meter=meter, keeps_losses=document_losses, saved=self.saved
             )
         finally:
             self.model.set_attn_implementation(before)
+        assert isinstance(prepared, tuple)
+        used, data = prepared
         losses = totals.token_losses
         return StepStats(
             loss=totals.loss,
             num_targets=run.num_targets,
             plan=used,
             places=run.places,
-            document_losses=_means(losses, data)
-            if losses is not None and isinstance(data, StepData)
-            else None,
+            document_losses=_means(losses, data) if losses is not None else None,
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
         )
 
-    def _planned(self, lengths: Int32Array) -> StepPlan:
-        """Slices of `slice_tokens`."""
-        return one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute, offload=self.offload)
+    def _prepared(
+        self, batch: PackedBatch, plan: StepPlan | None, num_gpus: int, *, shares: bool = False
+    ) -> tuple[StepPlan, StepData]:
+        """Return the plan that is run, slices of `slice_tokens` where none is given, and a batch's tokens.
+
+        Raises:
+            VarlenError: what `step` says, apart from what only a mesh knows.
+        """
+        check_grad()
+        lengths = _lengths(batch)
+        if plan is None and num_gpus > 1:
+            raise SettingError(
+                f"a step of {num_gpus:,} GPUs without a plan; give engine.step the plan of "
+                "vl.plan_step(batch.document_lengths, cost=..., mesh=...)"
+            )
+        if plan is None:
+            plan = one_gpu_plan(lengths, self.slice_tokens, recompute=self.recompute, offload=self.offload)
+        if not isinstance(plan, StepPlan):
+            raise PlanError(
+                f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
+            )
+        check_plan(plan, shares=shares)
+        check_lengths(plan, lengths)
+        check_contents(plan)
+        return plan, step_data_of(batch, next(self.model.parameters()).device, self.weighting)
 
 
 def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
@@ -322,7 +338,16 @@ def step_data_of(batch: PackedBatch, device: torch.device, weighting: LossWeight
 
 
 def _lengths(batch: PackedBatch) -> Int32Array:
-    """int32 `[num_segments]`, in host memory."""
+    """int32 `[num_segments]`, in host memory.
+
+    Raises:
+        DocumentsError: no packed batch.
+    """
+    if not isinstance(batch, PackedBatch):
+        raise DocumentsError(
+            f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
+            "vl.PackedLoader make it"
+        )
     lengths = batch.document_lengths
     return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
 

@@ -26,7 +26,7 @@ from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Clock, Meter
 from varlen.runtime.missing import ANSWER_S, Lookout, Notes, naming_the_missing, wait_until
-from varlen.runtime.parts import IGNORED, Parts
+from varlen.runtime.parts import IGNORED, Parts, check_model
 from varlen.runtime.peers import peers_of
 from varlen.runtime.place import Place
 from varlen.runtime.ranks import Groups, Seat, open_groups, seat_of
@@ -99,6 +99,7 @@ class Member:
         self._groups: Groups | None = None
         fault, fingerprint = None, "0" * 64
         try:
+            check_model(model, kernels)
             cut = cut_to_stage(model, mesh, self.seat.stage)
             fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
         except VarlenError as error:
@@ -111,8 +112,7 @@ class Member:
     def run(
         self,
         model: Any,
-        data: StepData | VarlenError,
-        plan: StepPlan,
+        prepared: tuple[StepPlan, StepData] | VarlenError,
         *,
         meter: Meter | None = None,
         keeps_losses: bool = False,
@@ -122,8 +122,7 @@ class Member:
 
         Args:
             model: that of this member.
-            data: the tokens of the whole step; or why there are none, so that all ranks end.
-            plan: of the step.
+            prepared: plan and tokens of the whole step; or why there are none, so that all ranks end.
             meter: counts bytes task by task; already entered.
             keeps_losses: whether the loss of every token is wanted.
             saved: what layers are computed again from, as for `ChunkStep`.
@@ -135,13 +134,14 @@ class Member:
         """
         with self._ending():
             groups = self._open()
-            fault = data if isinstance(data, VarlenError) else self._fault_of(model, plan)
+            fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
             facts = {"plan": "0" * 64, "batch": "0" * 64}
-            if fault is None and isinstance(data, StepData):
-                facts = {"plan": plan_fingerprint(plan), "batch": batch_fingerprint(data)}
+            if fault is None and isinstance(prepared, tuple):
+                facts = {"plan": plan_fingerprint(prepared[0]), "batch": batch_fingerprint(prepared[1])}
             with self._lookout.waiting():
                 agree(groups.world, facts, fault, name_of=self.seat.name_of)
-            assert isinstance(data, StepData)
+            assert isinstance(prepared, tuple)
+            plan, data = prepared
             run = self._run(model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved})
             with self._lookout.waiting():
                 return run, self._total(groups, run)

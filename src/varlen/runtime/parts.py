@@ -17,6 +17,7 @@ from varlen.errors import ModelError
 from varlen.runtime.attention import CachedSlice, register
 from varlen.runtime.casting import add_product, uncast, ungraphed
 from varlen.runtime.choice import Kernels, check_kernels
+from varlen.runtime.ends import check_ends
 from varlen.runtime.families import check_settings, family_of, rope_by_length
 
 HEAD_ROWS = LOGIT_ROWS
@@ -74,7 +75,7 @@ class Parts:
 
         Raises:
             ModelError: a family that isn't known to run layer by layer, one in which slices would learn something
-                else, or a model without a head.
+                else, a model without a head, or adapters and hooks that slices would pass by.
             SettingError: kernels of another name.
         """
         check_kernels(kernels)
@@ -86,13 +87,15 @@ class Parts:
                 f"{type(model).__name__} has no language-model head; give a model for causal language"
             )
         decoder, config = model.get_decoder(), model.config
+        embedding = getattr(decoder, family.embedding)
+        check_ends(name, model, embedding, head)
         model.set_attn_implementation(register())
         layers = tuple(decoder.layers)[: config.num_hidden_layers]
         factor = float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0
         if family.logit_divisor:
             factor /= float(getattr(config, family.logit_divisor))
         return cls(
-            embedding=getattr(decoder, family.embedding),
+            embedding=embedding,
             layers=layers,
             rotary=decoder.rotary_emb,
             norm=getattr(decoder, family.norm),
@@ -257,6 +260,22 @@ class Parts:
         if bias is not None and bias.requires_grad:
             _gradient(bias).add_(by_logits.sum(0))
         return losses, by_logits @ weight
+
+
+def check_model(model: Any, kernels: Kernels) -> None:
+    """Refuse a model that isn't run in slices, and leave it as it is.
+
+    Args:
+        model: a transformers model.
+        kernels: what computes attention.
+
+    Raises:
+        ModelError: as for `Parts.of`.
+        SettingError: as for `Parts.of`.
+    """
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    Parts.of(model, kernels)
+    model.set_attn_implementation(before)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.runtime.chunk import ChunkStep, StepData
 from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.gradients import whole_or_none
 from varlen.runtime.parts import IGNORED, Parts
 from varlen.runtime.place import Place, TaskRun, keys_of
 from varlen.runtime.shared import SharedDocument
@@ -130,7 +131,8 @@ def run_places(
         for rank in range(mesh.dp)
         for stage in range(mesh.pp)
     ]
-    take_turns(places, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+    with whole_or_none(model.parameters()):
+        take_turns(places, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
     losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
     return StepRun(
         loss=float(torch.stack(losses).sum()),

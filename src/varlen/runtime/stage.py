@@ -137,13 +137,7 @@ def check_cut(model: Any, parts: Parts, mesh: Mesh) -> None:
         PlanError: fewer layers than chunks.
     """
     layers = len(parts.layers)
-    if layers < mesh.num_chunks:
-        fits = f"pp of at most {layers}" if layers > 1 else "pp=1"
-        raise PlanError(
-            f"{layers} layers can't be cut into {mesh.num_chunks} chunks (pp={mesh.pp}, "
-            f"virtual_stages={mesh.virtual_stages}); each holds at least one layer: choose {fits} without virtual "
-            "stages"
-        )
+    check_layers(layers, mesh)
     known = {id(p) for part in _pieces(parts) for p in part.parameters()}
     unknown = [name for name, p in model.named_parameters() if id(p) not in known]
     if unknown and mesh.pp > 1:
@@ -160,6 +154,25 @@ def check_cut(model: Any, parts: Parts, mesh: Mesh) -> None:
         raise ModelError(
             f"the model's own pipeline plan has the layers {', '.join(lists) or 'nowhere'}, and slices run "
             f"{layers} other ones; run the model with pp=1"
+        )
+
+
+def check_layers(layers: int, mesh: Mesh) -> None:
+    """Require a layer for each chunk; chunks needn't have equally many.
+
+    Args:
+        layers: of the model.
+        mesh: how it is to be cut.
+
+    Raises:
+        PlanError: fewer layers than chunks.
+    """
+    if layers < mesh.num_chunks:
+        fits = f"pp of at most {layers}" if layers > 1 else "pp=1"
+        raise PlanError(
+            f"{layers} layers can't be cut into {mesh.num_chunks} chunks (pp={mesh.pp}, "
+            f"virtual_stages={mesh.virtual_stages}); each holds at least one layer: choose {fits} without virtual "
+            "stages"
         )
 
 
