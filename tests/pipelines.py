@@ -6,13 +6,15 @@ import itertools
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from copy import deepcopy
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from distances import EXACT, Distances, furthest, whole_of
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
 from torch.distributed import PrefixStore
@@ -86,12 +88,16 @@ def tokens_of(batch: vl.PackedBatch) -> torch.Tensor:
     return torch.as_tensor(batch.input_ids.ravel()[batch.segment_ids.ravel() >= 0]).long()
 
 
-def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The largest difference of any tensor, relative to that tensor."""
-    return max(
-        (float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found),
-        default=0.0,
-    )
+def rounding_of(whole: Any, batch: vl.PackedBatch, wanted: dict[str, torch.Tensor], tries: int = 8) -> float:
+    """The largest difference of the uncut model's gradients from those with weights that are off by a rounding."""
+    distances = []
+    for seed in range(tries):
+        random, other = torch.Generator().manual_seed(seed), deepcopy(whole)
+        with torch.no_grad():
+            for weight in other.parameters():
+                weight.mul_(1 + 2e-16 * torch.randn(weight.shape, generator=random, dtype=weight.dtype))
+        distances.append(furthest({n: g for n, g in alone(other, batch)[1].items() if n in wanted}, wanted))
+    return max(distances)
 
 
 def small(seed: int) -> Any:
@@ -105,29 +111,13 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
-@dataclass
-class Distances:
-    """How far several processes are from one, as the largest relative difference of each kind."""
+def compare(
+    engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps: int = 2, *, evened: bool = False
+) -> dict[str, Any]:
+    """Train as one of several processes, and the uncut model beside it, and say how far they are apart.
 
-    loss: float = 0.0
-    documents: float = 0.0
-    gradients: float = 0.0
-    """Of the first step, from equal weights."""
-    later_gradients: float = 0.0
-    """From weights that an optimizer has moved."""
-    norm: float = 0.0
-    weights: float = 0.0
-
-    def saw(self, name: str, distance: float) -> None:
-        setattr(self, name, max(getattr(self, name), distance))
-
-
-def whole_of(gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
-
-
-def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps: int = 2) -> dict[str, Any]:
-    """Train as one of several processes, and the uncut model beside it, and say how far they are apart."""
+    Evened, each step begins from equal weights: those of some plans make gradients of roundings.
+    """
     model, seen = engine.model, Distances()
     mine, its = optimizer_of(model), optimizer_of(whole)
     for step in range(steps):
@@ -142,7 +132,10 @@ def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps
         seen.saw("loss", abs(stats.loss - loss) / loss)
         known = np.maximum(plan.lengths - 1, 0)
         seen.saw("documents", abs(np.nansum(stats.document_losses * known) / known.sum() - loss) / loss)
-        seen.saw("gradients" if step == 0 else "later_gradients", furthest(found, wanted))
+        distance = furthest(found, wanted)
+        seen.saw("gradients" if step == 0 else "later_gradients", distance)
+        if distance > EXACT:
+            seen.saw("rounding", rounding_of(whole, batch, wanted))
         norm = float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
         # A document of the padding token and one more learns nothing: then there is no gradient in either.
         seen.saw("norm", abs(engine.clip_grad_norm_(0.1) - norm) / max(norm, 1e-300))
@@ -151,6 +144,8 @@ def compare(engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps
             optimizer.zero_grad()
         known_weights = whole.state_dict()
         seen.saw("weights", furthest(whole_of(model.state_dict()), known_weights))
+        if evened:
+            model.load_state_dict({name: known_weights[name] for name in model.state_dict()})
     return {
         **asdict(seen),
         "names": sorted(model.state_dict()),
@@ -165,7 +160,10 @@ def run_random_plan(seed: int, rank: int, world: int) -> dict[str, Any]:
     plan = runnable(plan_of(seed, mesh))
     engine = vl.SliceEngine(small(seed), mesh=mesh, rank=rank, deadline_s=60)
     with closing(engine):
-        return {"mesh": [mesh.dp, mesh.pp, mesh.virtual_stages], **compare(engine, small(seed), plan, seed)}
+        return {
+            "mesh": [mesh.dp, mesh.pp, mesh.virtual_stages],
+            **compare(engine, small(seed), plan, seed, evened=True),
+        }
 
 
 def planned(settings: dict[str, Any], lengths: list[int], mesh: vl.Mesh) -> StepPlan:

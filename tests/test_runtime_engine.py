@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -234,3 +235,24 @@ def test_what_has_no_config_is_no_model() -> None:
     for model in (None, torch.nn.Linear(2, 2)):
         with pytest.raises(ModelError, match=f"slices don't run {type(model).__name__} models"):
             vl.SliceEngine(model)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "said"),
+    [
+        (
+            [3, 61, 70_000],
+            None,
+            "token 1 of document 1 is id 61, and the model knows 0 to 60 (2 tokens are so)",
+        ),
+        ([3, -1, 4], None, "token 1 of document 1 is id -1, and the model knows 0 to 60 (1 token is so)"),
+        ([3, 5, 4], [-100, 5, 61], "has label 61, and the model knows 0 to 60 (1 token is so)"),
+    ],
+)
+def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any, said: str) -> None:
+    documents = [np.array([1, 2], np.int32), np.array(ids, np.int32)]
+    given = {} if labels is None else {"labels": [np.array([-100, 2]), np.array(labels)]}
+    batch = vl.collate(documents, vl.pack([2, 3], capacity=8), **given)
+
+    with pytest.raises(DocumentsError, match=re.escape(said)):
+        vl.SliceEngine(tiny("llama")).step(batch)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distances import EXACT
 from pipelines import planned, small
 from ranks import ROOT, as_ranks
 
@@ -17,7 +18,6 @@ LIBRARIES = (
     "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api"
 )
 JOB = ROOT / "tests" / "pipeline_job.py"
-EXACT = 1e-12
 LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
 WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
     ({"recompute": "none"}, LENGTHS),

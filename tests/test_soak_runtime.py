@@ -22,7 +22,13 @@ def test_random_plans_come_to_an_end_with_exact_gradients(tmp_path: Path, ranks:
         as_ranks(JOB, "random", tmp_path, first, first + AT_ONCE, ranks=ranks, libraries=LIBRARIES)
         for rank in range(ranks):
             found = json.loads((tmp_path / f"{rank}.json").read_text())["random"]
-            assert all(one[name] <= EXACT for one in found for name in DISTANCES)
+            far = [
+                (first + at, {n: one[n] for n in DISTANCES if not one[n] <= max(EXACT, 2 * one["rounding"])})
+                for at, one in enumerate(found)
+            ]
+            assert [(seed, names) for seed, names in far if names] == []
+            # Roundings to float32 that fall otherwise are as rare as they should be.
+            assert sum(one["rounding"] > 0 for one in found) <= 2
             seen += len(found)
 
     assert seen == PLANS // 2 * ranks

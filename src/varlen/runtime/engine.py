@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from varlen.batch.packed import PackedBatch
 from varlen.batch.weights import LossWeighting
 from varlen.cost.memory import Saved
-from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
+from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.alone import check_alone, check_grad
@@ -27,6 +27,7 @@ from varlen.runtime.place import TaskRun
 from varlen.runtime.shards import Gathered
 from varlen.runtime.slices import check_plan, run_places
 from varlen.runtime.stage import check_layers
+from varlen.runtime.step_data import lengths_of, step_data_of
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -254,7 +255,7 @@ class SliceEngine:
             VarlenError: what `step` says, apart from what only a mesh knows.
         """
         check_grad()
-        lengths = _lengths(batch)
+        lengths = lengths_of(batch)
         if plan is None and num_gpus > 1:
             raise SettingError(
                 f"a step of {num_gpus:,} GPUs without a plan; give engine.step the plan of "
@@ -269,7 +270,12 @@ class SliceEngine:
         check_plan(plan, shares=shares)
         check_lengths(plan, lengths)
         check_contents(plan)
-        return plan, step_data_of(batch, next(self.model.parameters()).device, self.weighting)
+        return plan, step_data_of(
+            batch,
+            next(self.model.parameters()).device,
+            self.weighting,
+            vocabulary=self.model.config.get_text_config().vocab_size,
+        )
 
 
 def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
@@ -294,62 +300,6 @@ def check_lengths(plan: StepPlan, lengths: Int32Array) -> None:
             f"document {first} has {plan.lengths[first]:,} tokens in the plan and {lengths[first]:,} in the batch "
             f"({wrong.size:,} of {len(lengths):,} differ); plan the step from batch.document_lengths"
         )
-
-
-def step_data_of(batch: PackedBatch, device: torch.device, weighting: LossWeighting) -> StepData:
-    """Return a batch's documents one behind the other, with each token's target and its weight.
-
-    Args:
-        batch: on any device.
-        device: of the model.
-        weighting: as `PackedBatch.loss_weights` says.
-
-    Raises:
-        DocumentsError: it has no target.
-        SettingError: weights that don't add up over batches.
-    """
-    if weighting != "token" and batch.num_targets != batch.step_num_targets:
-        raise SettingError(
-            f"weighting={weighting!r} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
-            "targets; give the whole step as one batch, or weigh tokens alike"
-        )
-    held = batch.to_torch(device)
-    inside = held.segment_ids.ravel() >= 0
-    ids = held.input_ids.ravel()[inside]
-    labels = held.labels.ravel()[inside]
-    offsets = np.concatenate([[0], np.cumsum(_lengths(batch), dtype=np.int64)])
-    filled = np.flatnonzero(np.diff(offsets))
-    taught = filled[(labels.cpu().numpy()[offsets[filled]] != IGNORED)]
-    if taught.size:
-        raise DocumentsError(
-            f"the first token of document {taught[0]} has a label ({taught.size:,} of {len(filled):,} documents are "
-            "so), and nothing stands before it to learn it from; a first token's label must be -100"
-        )
-    labels = labels.roll(-1)
-    known = labels != IGNORED
-    if not known.any():
-        raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
-    if weighting == "token":
-        weights = known.double() / batch.step_num_targets
-    else:
-        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
-        weights = weights * known / (weights * known).sum()
-    return StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets)
-
-
-def _lengths(batch: PackedBatch) -> Int32Array:
-    """int32 `[num_segments]`, in host memory.
-
-    Raises:
-        DocumentsError: no packed batch.
-    """
-    if not isinstance(batch, PackedBatch):
-        raise DocumentsError(
-            f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
-            "vl.PackedLoader make it"
-        )
-    lengths = batch.document_lengths
-    return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
 
 
 def _means(losses: torch.Tensor, data: StepData) -> FloatArray:

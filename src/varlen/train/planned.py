@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from varlen.cost.check import check_mesh
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
+from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 from varlen.runtime.engine import SliceEngine
@@ -41,7 +42,8 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
         below, above = world_size - world_size % plan.pp, world_size + plan.pp - world_size % plan.pp
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
         raise SettingError(
-            f"plan.pp = {plan.pp} stages, and there are {world_size:,} processes; start {near}, or set a plan.pp "
+            f"plan.pp = {plan.pp} stages, and there {'is' if world_size == 1 else 'are'} "
+            f"{many(world_size, 'process', 'processes')}; start {near}, or set a plan.pp "
             f"that divides {world_size:,}"
         )
     if plan.slice_tokens is not None and world_size > 1:

@@ -1,0 +1,44 @@
+"""How far several processes are from one, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+EXACT = 1e-12
+"""Relative, of float64: what several processes and one may differ by."""
+
+
+def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor, relative to that tensor."""
+    return max(
+        (float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found),
+        default=0.0,
+    )
+
+
+@dataclass
+class Distances:
+    """How far several processes are from one, as the largest relative difference of each kind."""
+
+    loss: float = 0.0
+    documents: float = 0.0
+    gradients: float = 0.0
+    """Of the first step, from equal weights."""
+    later_gradients: float = 0.0
+    """From weights that an optimizer has moved."""
+    norm: float = 0.0
+    weights: float = 0.0
+    rounding: float = 0.0
+    """How far the uncut model is from itself with weights that differ by a rounding, where a step is further off than
+    rounding explains: norms and rotations compute in float32, and what lies between two of its numbers may go to
+    either."""
+
+    def saw(self, name: str, distance: float) -> None:
+        setattr(self, name, max(getattr(self, name), distance))
+
+
+def whole_of(gradients: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in gradients.items()}
