@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.cost.kernels import cut_evenly
-from varlen.plan import kernels_compose, reference_compose
-from varlen.plan.block import blocks_of, padded, pipeline_of_block, work_of_block
-from varlen.plan.compose import Composition, Grading, RankDocuments, compose, seconds_of
-from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
+from varlen.plan import kernels_block, kernels_compose, reference_compose
+from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
 from varlen.plan.recut import recut
 from varlen.simulate import kernels, reference
 from varlen.simulate.stage_costs import priced, stage_costs
+from varlen.types import IntArray
 
 MESH = vl.Mesh(dp=4, pp=4, tp=4)
 COSTS = stage_costs(
@@ -28,19 +28,39 @@ EVEN = Grading()
 lengths_of_a_rank = st.lists(st.integers(1, 100_000), min_size=1, max_size=30)
 
 
-def rank_of(lengths: list[int], num_ranks: list[int] | None = None) -> RankDocuments:
+def rank_of(lengths: list[int], num_ranks: list[int] | None = None, first_id: int = 0) -> RankDocuments:
     held = np.array(lengths, np.int32)
     ranks = np.array(num_ranks or [1] * len(lengths), np.int32)
     work = seconds_of(held, ranks, 8192.0, COSTS.rates)
     order = np.lexsort((-work, -ranks))
     return RankDocuments(
-        document_ids=order.astype(np.int32), lengths=held[order], num_ranks=ranks[order], work=work[order]
+        document_ids=(first_id + order).astype(np.int32),
+        lengths=held[order],
+        num_ranks=ranks[order],
+        work=work[order],
     )
 
 
 def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **more: object) -> Composition:
     given = {"least_rows": 2048, "budget": float(documents.work.sum()) / count, "rates": COSTS.rates}
-    return compose(documents, count, grading, **(given | more))  # type: ignore[arg-type]
+    (made,) = compose(BlockDocuments([documents]), count, grading, **(given | more)).apart()  # type: ignore[arg-type]
+    return made
+
+
+BOTH = (kernels_compose, reference_compose)
+
+
+def _block_of(
+    home: ModuleType, documents: BlockDocuments, count: int, part: float, ends: IntArray, *switches: bool
+) -> list[np.ndarray]:
+    """What is cut of the documents of several ranks, and their MicroPacks."""
+    own = documents.seconds / count
+    given = (documents.table, documents.work, documents.bounds, documents.shared)
+    chained, *rest = home.to_cut(*given, own, part * own[0], 2048)
+    cuts = np.array(cut_evenly(*rest, 2048, 128, 1.0, COSTS.rates))
+    least = np.full(own.size, 0.05)
+    made = home.composed_ranks(cuts, chained, *given, count, own, part * own[0], ends, 0.2, least, *switches)
+    return [chained, *rest, *made]
 
 
 @given(
@@ -93,13 +113,15 @@ def test_composing_and_its_seconds_agree_with_their_references(
         home.composed(np.array(cuts), chained, given, documents.work, *rest)
         for home in (kernels_compose, reference_compose)
     ]
+    others = BlockDocuments([documents, rank_of([90_000, 3000, 500]), documents])
+    blocks = [_block_of(home, others, count, part, ends, in_step, by_work, mixes) for home in BOTH]
     prices = priced(COSTS, made[0][0], made[0][1])
     ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])
     gathers = np.full((3, COSTS.layers.size), 1e-3)
     asked = (ahead, back, COSTS.layers, COSTS.heads, gathers, graded, in_step)
-    seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
+    seconds = [home.task_seconds(*asked) for home in (kernels_block, reference_compose)]
 
-    for pair in (made, seconds):
+    for pair in (made, blocks, seconds):
         assert all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))
 
 
@@ -302,95 +324,3 @@ def test_a_backward_runs_chains_in_order_and_each_from_its_end() -> None:
     )
 
     assert composition.backward_order.tolist() == [0, 3, 2, 1, 4]
-
-
-def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place() -> None:
-    lengths = np.array([90_000, 70_000, 3000, 2000, 1500, 9000, 800, 100], np.int32)
-    groups = grouped(lengths, np.array([4, 2, 1, 1, 1, 1, 1, 1], np.int32), 4, COSTS.rates)
-    made = padded(
-        [
-            composed(
-                documents,
-                12,
-                Grading(heads=2, smallest=0.3),
-                in_step=True,
-                budget=0.002,
-            )
-            for documents in documents_of_ranks(groups, lengths, 4)
-        ]
-    )
-
-    assert len({composition.num_micropacks for composition in made}) == 1
-    for document, ranks in ((0, range(4)), (1, range(groups.first_ranks[1], groups.first_ranks[1] + 2))):
-        places = []
-        for rank in ranks:
-            table, packs = (
-                made[rank].slices,
-                np.repeat(np.arange(made[rank].num_micropacks), np.diff(made[rank].slice_offsets)),
-            )
-            mine = table[3] == document
-            places.append((packs[mine].tolist(), table[:2, mine].tolist()))
-        assert len(places[0][0]) > 1
-        assert all(place == places[0] for place in places)
-
-
-def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:
-    ranks = padded([composed(rank_of([50_000, 800, 900]), 8), composed(rank_of([20_000, 9000, 4000]), 8)])
-    alone = [pipeline_of_block(work_of_block([rank], [rank], COSTS), COSTS) for rank in ranks]
-    block = pipeline_of_block(work_of_block(ranks, ranks, COSTS), COSTS)
-
-    np.testing.assert_array_equal(block.forward, np.maximum(alone[0].forward, alone[1].forward))
-    np.testing.assert_array_equal(block.after, np.maximum(alone[0].after, alone[1].after))
-    np.testing.assert_array_equal(block.backward, np.maximum(alone[0].backward, alone[1].backward))
-    np.testing.assert_array_equal(
-        block.send_backward, np.maximum(alone[0].send_backward, alone[1].send_backward)
-    )
-    for rank, one in enumerate(alone):
-        np.testing.assert_array_equal(block.forward_peaks[rank], one.forward_peaks[0])
-        np.testing.assert_array_equal(block.backward_left[rank], one.backward_left[0])
-
-
-@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=30), st.integers(0, 4), st.floats(0.1, 1.5))
-@settings(deadline=None, max_examples=60)
-def test_groups_are_aligned_powers_of_two_and_blocks_hold_them_whole(
-    lengths: list[int], levels: int, threshold: float
-) -> None:
-    held, dp = np.array(lengths, np.int32), 2**levels
-    sizes = merged_sizes(held, dp, COSTS.rates, threshold=threshold, most_ranks=8, most_rows=30_000)
-    groups = grouped(held, sizes, dp, COSTS.rates)
-    bounds = blocks_of(groups, dp, in_step=False)
-
-    assert ((groups.first_ranks >= 0) == (held > 0)).all()
-    assert set(sizes.tolist()) <= {1, 2, 4, 8, 16}
-    used = groups.first_ranks >= 0
-    assert (groups.first_ranks[used] % sizes[used] == 0).all()
-    assert (groups.first_ranks[used] + sizes[used] <= dp).all()
-    assert bounds[0] == 0
-    assert bounds[-1] == dp
-    first = np.searchsorted(bounds, groups.first_ranks[used], side="right")
-    last = np.searchsorted(bounds, groups.first_ranks[used] + sizes[used] - 1, side="right")
-    assert (first == last).all()
-    assert groups.loads(dp).sum() == pytest.approx((groups.work * sizes)[used].sum())
-
-
-def test_a_document_that_costs_more_than_a_rank_is_shared_by_as_few_ranks_as_are_enough() -> None:
-    lengths = np.append(np.full(60, 2000), [120_000]).astype(np.int32)
-    alone = seconds_of(lengths, np.ones(61, np.int32), 8192.0, COSTS.rates)
-
-    sizes = merged_sizes(lengths, 8, COSTS.rates, threshold=0.9, most_ranks=8, most_rows=1e9)
-
-    share = alone.sum() / 8
-    assert sizes[:60].tolist() == [1] * 60
-    work = seconds_of(lengths, sizes, 8192.0, COSTS.rates)
-    assert work[60] <= 0.9 * share or sizes[60] == 8
-    assert seconds_of(lengths, sizes // 2 + (sizes == 1), 8192.0, COSTS.rates)[60] > 0.9 * share
-
-
-def test_loads_count_every_rank_that_shares_a_document() -> None:
-    groups = Groups(
-        first_ranks=np.array([0, 2, -1, 3], np.int32),
-        num_ranks=np.array([2, 2, 1, 1], np.int32),
-        work=np.array([5.0, 1.0, 9.0, 0.5]),
-    )
-
-    assert groups.loads(4).tolist() == [5.0, 5.0, 1.0, 1.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,13 +15,13 @@ from varlen.cost import memory as memories
 from varlen.cost import traffic
 from varlen.cost.check import check_mesh
 from varlen.cost.flops import BACKWARD_RATIO, Flops, step_flops
-from varlen.cost.hardware import Hardware, RateTable
+from varlen.cost.hardware import Hardware, RateCurve, RateTable
 from varlen.cost.layer import Kernels, kv_shards, reused_bytes
 from varlen.cost.memory import Memory, Saved, memory_of
 from varlen.cost.phases import LAYERS_ON_DEVICE
 from varlen.cost.rates import Rates
 from varlen.cost.shape import ModelShape
-from varlen.cost.stages import Stages, stages_of
+from varlen.cost.stages import KEPT, Stages, stages_of
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
@@ -214,7 +215,13 @@ class CostModel:
         is_quick = best or self.mode == "flops"
         is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > LAYERS_ON_DEVICE
         host_s = 1.0 / hardware.host.bytes_per_s if is_far else 0.0
-        grids = self._flop_rates() if self.mode == "flops" else self._table_rates(best)
+        grids = (
+            self._flop_rates()
+            if self.mode == "flops"
+            else _table_rates(
+                hardware.attention, hardware.gemm, hardware.gemm_backward or hardware.gemm, best=best
+            )
+        )
         return Rates(
             **grids,
             link_latency_s=np.array([hardware.intra.latency_s, hardware.inter.latency_s]) * (not best),
@@ -241,27 +248,6 @@ class CostModel:
             # Keys and values in, and their float32 gradients in and out on the other direction of the link.
             host_back_s_per_token=3.0 * kv * host_s,
         )
-
-    def _table_rates(self, best: bool) -> dict[str, Any]:
-        """The grids of the hardware's tables."""
-        forward, backward = self.hardware.attention
-        gemm = self.hardware.gemm
-        back = self.hardware.gemm_backward or gemm
-        rows = np.union1d(gemm.rows, back.rows)
-        grids = {
-            "query_rows": np.union1d(forward.query_rows, backward.query_rows),
-            "key_lengths": np.union1d(forward.key_lengths, backward.key_lengths),
-            "gemm_rows": rows,
-            "gemm_s": _on_rows(rows, gemm.rows, 1e-12 / gemm.tflops),
-            "gemm_backward_s": _on_rows(rows, back.rows, 1e-12 / back.tflops),
-        }
-        for name, table in (("forward_s", forward), ("backward_s", backward)):
-            grids[name] = _on_grid(grids["query_rows"], grids["key_lengths"], table)
-        if best:
-            grids["query_rows"], grids["gemm_rows"] = np.ones(1), np.ones(1)
-            for name in ("forward_s", "backward_s", "gemm_s", "gemm_backward_s"):
-                grids[name] = grids[name].min(axis=0, keepdims=True)
-        return grids
 
     def _flop_rates(self) -> dict[str, Any]:
         """One rate for all rows and keys: the best of the forward tables."""
@@ -306,6 +292,29 @@ class CostModel:
         link = self.hardware.intra if mesh.tp <= self.hardware.gpus_per_node else self.hardware.inter
         moved = 4.0 * 2.0 * self.model.hidden * (mesh.tp - 1) / mesh.tp
         return (1.0 - self.tp_overlap) * moved / link.bytes_per_s
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _table_rates(
+    attention: tuple[RateTable, RateTable], gemm: RateCurve, back: RateCurve, *, best: bool
+) -> dict[str, Any]:
+    """The grids of a hardware's tables, which every step of recomputation on every mesh asks for again."""
+    forward, backward = attention
+    rows = np.union1d(gemm.rows, back.rows)
+    grids = {
+        "query_rows": np.union1d(forward.query_rows, backward.query_rows),
+        "key_lengths": np.union1d(forward.key_lengths, backward.key_lengths),
+        "gemm_rows": rows,
+        "gemm_s": _on_rows(rows, gemm.rows, 1e-12 / gemm.tflops),
+        "gemm_backward_s": _on_rows(rows, back.rows, 1e-12 / back.tflops),
+    }
+    for name, table in (("forward_s", forward), ("backward_s", backward)):
+        grids[name] = _on_grid(grids["query_rows"], grids["key_lengths"], table)
+    if best:
+        grids["query_rows"], grids["gemm_rows"] = np.ones(1), np.ones(1)
+        for name in ("forward_s", "backward_s", "gemm_s", "gemm_backward_s"):
+            grids[name] = grids[name].min(axis=0, keepdims=True)
+    return grids
 
 
 def _on_rows(rows: FloatArray, grid: FloatArray, seconds: FloatArray) -> FloatArray:

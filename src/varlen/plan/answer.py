@@ -11,8 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.phases import AHEAD, OWN
-from varlen.plan.block import BlockWork, blocks_of, padded, pipeline_of_block, work_of_block
-from varlen.plan.compose import Composition, Grading, RankDocuments, compose
+from varlen.plan.block import BlockWork, blocks_of, pipeline_of_block, work_of
+from varlen.plan.compose import (
+    BlockComposition,
+    BlockDocuments,
+    Composition,
+    Grading,
+    RankDocuments,
+    compose,
+)
 from varlen.plan.groups import Groups
 from varlen.plan.search import Search
 from varlen.plan.settings import (
@@ -39,7 +46,7 @@ _NEARLY_FULL = 0.9
 """Share of a GPU's memory above which it may be what holds a step back."""
 
 
-Composed = tuple[list[Composition], BlockWork]
+Composed = tuple[BlockComposition, BlockWork]
 """What was composed of a block's ranks, and what they have to do."""
 
 
@@ -50,6 +57,8 @@ class BlockSearch:
     first: int
     """Its first rank."""
     documents: list[RankDocuments]
+    tables: BlockDocuments
+    """The same, as kernels take them."""
     estimate_s: float
     """What it takes if nothing waits, as long as nothing has been tried."""
     coarsest: int = 0
@@ -165,8 +174,9 @@ def blocks(
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(first, documents[first:last], estimate, *_places(documents[first:last], costs, search))
+        BlockSearch(first, mine, BlockDocuments(mine), estimate, *_places(mine, costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
+        for mine in [documents[first:last]]
     ]
 
 
@@ -252,7 +262,8 @@ def _try(block: BlockSearch, setting: Setting, answer: Answer, search: Search) -
         block.too_coarse = max(block.too_coarse, setting.size)
     block.known[same] = found.makespan_s
     if found.makespan_s < before_s or (is_fewer and found.makespan_s == before_s < math.inf):
-        block.found, block.forward, block.backward = found, compositions, compositions
+        block.forward = block.backward = compositions.apart()
+        block.found = found
         block.setting = setting
         count = max(1, pipeline.forward_left.shape[0] * pipeline.forward_left.shape[2])
         another = pipeline.forward_left.sum(axis=(0, 2)).reshape(-1, stages).sum(axis=0) / count
@@ -271,23 +282,18 @@ def _composed(
     search: Search,
 ) -> Composed:
     """Make the MicroPacks of a block's ranks, equally many on each."""
-    compositions = padded(
-        [
-            compose(
-                documents,
-                count,
-                grading,
-                least_rows=search.least_rows if search.slices and not whole else 2**31 - 1,
-                budget=budget,
-                rates=costs.rates,
-                in_step=len(block.documents) > 1,
-                by_work=search.orders,
-                mixes=mixes,
-            )
-            for documents in block.documents
-        ]
+    compositions = compose(
+        block.tables,
+        count,
+        grading,
+        least_rows=search.least_rows if search.slices and not whole else 2**31 - 1,
+        budget=budget,
+        rates=costs.rates,
+        in_step=len(block.documents) > 1,
+        by_work=search.orders,
+        mixes=mixes,
     )
-    return compositions, work_of_block(compositions, compositions, costs)
+    return compositions, work_of(compositions, compositions, costs)
 
 
 def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: Look) -> Setting | None:

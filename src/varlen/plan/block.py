@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen import jit
-from varlen.cost.phases import BACKWARD_COUNTS, FORWARD_COUNTS
 from varlen.cost.rates import NUM_COLUMNS, ROWS
-from varlen.plan.compose import Composition
+from varlen.plan.compose import BlockComposition, Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
 from varlen.simulate.durations import gathers_s
@@ -73,7 +72,7 @@ class BlockWork:
 def work_of_block(
     forward: Sequence[Composition], backward: Sequence[Composition], costs: StageCosts
 ) -> BlockWork:
-    """Price the MicroPacks of a block's ranks, and say what each waits for.
+    """Price the MicroPacks of a block's ranks, composed apart for both passes, and say what each waits for.
 
     Args:
         forward: one a rank, all of the same number of MicroPacks.
@@ -82,34 +81,69 @@ def work_of_block(
 
     Cost: O(slices).
     """
-    count, back_count = forward[0].num_micropacks, backward[0].num_micropacks
-    ahead = np.empty((len(forward), count, NUM_COLUMNS))
-    back = np.empty((len(forward), back_count, NUM_COLUMNS))
-    counts = np.empty((len(forward), FORWARD_COUNTS, count))
-    back_counts = np.empty((len(forward), BACKWARD_COUNTS, back_count))
-    after = np.zeros(back_count, np.int32)
-    ends, back_ends = np.array([[0, count], [0, back_count]], np.int32)
-    for rank, (one, other) in enumerate(zip(forward, backward)):
-        order, waits = _kernel("backward_order")(other.chains, one.chains)
-        priced_ahead = priced(costs, one.slice_offsets, one.slices)
-        same = other is one
-        priced_back = priced_ahead if same else priced(costs, other.slice_offsets, other.slices)
-        ahead[rank], back[rank] = priced_ahead, priced_back[order]
-        counts[rank] = forward_counts(one.slice_offsets, one.slices, ends, costs.mesh.cp)
-        back_counts[rank] = backward_counts(
-            other.slice_offsets, other.slices, order, back_ends, costs.mesh.cp
-        )
-        np.maximum(after, waits, out=after)
+    ahead = _joined(forward, forward)
+    return work_of(ahead, ahead if backward is forward else _joined(backward, forward), costs)
+
+
+def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageCosts) -> BlockWork:
+    """Price the MicroPacks of a block's ranks.
+
+    Args:
+        forward: of the forward pass.
+        backward: of the backward pass; may be the same ones.
+        costs: of the mesh; whether weight gradients stand apart makes no difference.
+
+    Cost: O(slices).
+    """
+    (ranks, count), cp = forward.chains.shape, costs.mesh.cp
+    rank_offsets = _rank_offsets(forward)
+    ahead = priced(costs, forward.slice_offsets, forward.slices)
+    counts = forward_counts(forward.slice_offsets, forward.slices, rank_offsets, cp)
+    back, back_offsets = ahead, rank_offsets
+    if backward is not forward:
+        back = priced(costs, backward.slice_offsets, backward.slices)
+        back_offsets = _rank_offsets(backward)
+    back = back[backward.order]
+    order = backward.order.ravel()
+    back_counts = backward_counts(backward.slice_offsets, backward.slices, order, back_offsets, cp)
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
-        ahead=ahead,
+        ahead=ahead.reshape(ranks, count, NUM_COLUMNS),
         back=back,
-        send_forward=ahead[:, :, ROWS].max(axis=0) * per_row + latency,
+        send_forward=ahead[:, ROWS].reshape(ranks, count).max(axis=0) * per_row + latency,
         send_backward=back[:, :, ROWS].max(axis=0) * per_row + latency,
-        after=after,
-        counts_forward=counts,
-        counts_backward=back_counts,
+        after=backward.waits.max(axis=0),
+        counts_forward=_by_rank(counts, ranks),
+        counts_backward=_by_rank(back_counts, ranks),
     )
+
+
+def _joined(compositions: Sequence[Composition], forward: Sequence[Composition]) -> BlockComposition:
+    """Compositions of a block's ranks, of either pass."""
+    ends = np.cumsum([0, *(one.slices.shape[1] for one in compositions)], dtype=np.int32)
+    offsets = [one.slice_offsets[:-1] + end for one, end in zip(compositions, ends)]
+    found = [_kernel("backward_order")(one.chains, ahead.chains) for one, ahead in zip(compositions, forward)]
+    packs = compositions[0].num_micropacks
+    return BlockComposition(
+        slice_offsets=np.concatenate([*offsets, ends[-1:]]),
+        slices=np.concatenate([one.slices for one in compositions], axis=1),
+        chains=np.array([one.chains for one in compositions]),
+        order=np.array([order + rank * packs for rank, (order, _) in enumerate(found)]),
+        waits=np.array([waits for _, waits in found]),
+    )
+
+
+def _rank_offsets(made: BlockComposition) -> Int32Array:
+    """Where the MicroPacks of each rank begin, int32 `[ranks + 1]`."""
+    ranks, packs = made.chains.shape
+    offsets: Int32Array = (packs * np.arange(ranks + 1)).astype(np.int32)
+    return offsets
+
+
+def _by_rank(counts: FloatArray, ranks: int) -> FloatArray:
+    """`[things, ranks * MicroPacks]` as `[ranks, things, MicroPacks]`."""
+    apart = counts.reshape(len(counts), ranks, -1).swapaxes(0, 1)
+    return np.ascontiguousarray(apart)
 
 
 def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
@@ -126,7 +160,7 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
     taken = bytes_of(
         costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
     )
-    forward, backward, weight = _kernel("task_seconds")(
+    forward, backward, weight = jit.kernel("varlen.plan", "kernels_block", "task_seconds")(
         work.ahead,
         work.back,
         costs.layers,

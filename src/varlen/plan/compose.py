@@ -1,8 +1,9 @@
-"""One data-parallel rank's documents become MicroPacks of equal or graded cost, the same in both passes."""
+"""Data-parallel ranks' documents become MicroPacks of equal or graded cost, the same in both passes."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,14 +44,35 @@ class RankDocuments:
     """All of its work."""
     table: Int32Array = field(init=False)
     """int32 `[3, n]`: lengths, ranks that share them, ids."""
-    cuts: dict[tuple[float, ...], Int32Array] = field(init=False, default_factory=dict)
-    """By budgets: as `compose` has cut long and shared documents, int32 `[3, slices]`: documents, starts, stops."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_shared", int(np.count_nonzero(self.num_ranks > 1)))
         object.__setattr__(self, "num_rows", float((self.lengths / self.num_ranks).sum()))
         object.__setattr__(self, "seconds", float(self.work.sum()))
         object.__setattr__(self, "table", np.array([self.lengths, self.num_ranks, self.document_ids]))
+
+
+class BlockDocuments:
+    """The documents of a block of ranks, one rank behind the other, as kernels take them."""
+
+    __slots__ = ("bounds", "cuts", "rows", "seconds", "shared", "table", "work")
+
+    def __init__(self, ranks: Sequence[RankDocuments]) -> None:
+        self.table = np.concatenate([each.table for each in ranks], axis=1)
+        """int32 `[3, n]`: lengths, ranks that share them, ids."""
+        self.work = np.concatenate([each.work for each in ranks])
+        """float64 `[n]`."""
+        self.bounds = np.cumsum([0, *(each.work.size for each in ranks)])
+        """int64 `[ranks + 1]`: where those of each rank begin."""
+        self.shared = np.array([each.num_shared for each in ranks])
+        """int64 `[ranks]`: how many other ranks share."""
+        self.rows = np.array([each.num_rows for each in ranks])
+        """float64 `[ranks]`."""
+        self.seconds = np.array([each.seconds for each in ranks])
+        """float64 `[ranks]`."""
+        self.cuts: dict[tuple[float, ...], tuple[IntArray, Int32Array]] = {}
+        """By count and budget: as `compose` has cut long and shared documents. int64 `[ranks]`, how many are cut,
+        shared, or both; int32 `[3, slices]`: documents, counted over those of all ranks, starts, stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -92,6 +114,32 @@ class Composition:
         return order
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockComposition:
+    """The MicroPacks of a block's ranks, equally many on each, one rank behind the other."""
+
+    slice_offsets: Int32Array
+    """int32 `[ranks * num_micropacks + 1]`."""
+    slices: Int32Array
+    """int32 `[5, num_slices]`: as `Composition` has them."""
+    chains: Int32Array
+    """int32 `[ranks, num_micropacks]`."""
+    order: IntArray
+    """int64 `[ranks, num_micropacks]`: in which the backward pass runs them, counted over all ranks."""
+    waits: Int32Array
+    """int32 `[ranks, num_micropacks]`: the last forward MicroPack of the chain of each, in that order."""
+
+    def apart(self) -> list[Composition]:
+        """Return the MicroPacks of each rank."""
+        packs = self.chains.shape[1]
+        found = []
+        for rank, chains in enumerate(self.chains):
+            offsets = self.slice_offsets[rank * packs : (rank + 1) * packs + 1]
+            slices = np.ascontiguousarray(self.slices[:, offsets[0] : offsets[-1]])
+            found.append(Composition(slice_offsets=offsets - offsets[0], slices=slices, chains=chains))
+        return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:
     """How MicroPacks at the ends of a rank's order are made smaller, so that pipelines fill and drain faster."""
@@ -121,7 +169,7 @@ def seconds_of(
 
 
 def compose(
-    documents: RankDocuments,
+    documents: BlockDocuments,
     num_micropacks: int,
     grading: Grading,
     *,
@@ -131,69 +179,50 @@ def compose(
     in_step: bool = False,
     by_work: bool = True,
     mixes: bool = True,
-) -> Composition:
-    """Make the MicroPacks of one rank (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
+) -> BlockComposition:
+    """Make the MicroPacks of a block's ranks (SlimPack's Slim, Mix and Pack; Liu et al. 2025, arXiv 2509.26246).
 
     A document over 1.15 budgets is cut into slices of equal cost, each the start of a MicroPack of its own (Slim);
     shared ones that aren't cut stand together in as few MicroPacks as budgets hold;
     those that are left go, from much work to little, each to the MicroPack with the least (Graham 1969, "Bounds on
     Multiprocessing Timing Anomalies"): to slices with room (Mix) and to free MicroPacks (Pack). Order: small
-    MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones falling.
+    MicroPacks rising; shared chains; the other chains, long ones first; full MicroPacks; small ones falling. Ranks
+    with fewer MicroPacks than others get empty ones at the end.
 
     Args:
-        documents: of the rank.
+        documents: of the ranks.
         num_micropacks: wanted; long documents and whole ones can make it more or fewer.
         grading: sizes at both ends.
         least_rows: rows that a slice has at least.
-        budget: seconds of a shared MicroPack; equal on all ranks, unlike the rank's own.
+        budget: seconds of a shared MicroPack; equal on all ranks, unlike each rank's own.
         rates: of the mesh, by which documents were weighed.
         in_step: keep empty MicroPacks, so that shared ones stand at the same place on all ranks.
         by_work: the order above; without, chains stand as their documents do, and full MicroPacks as they come.
-        mixes: shared slices with room get documents of this rank alone, too.
+        mixes: shared slices with room get documents of one rank alone, too.
 
     Cost: O(n · log num_micropacks).
     """
-    own, shared = documents.seconds / num_micropacks, documents.num_shared
-    is_long = (documents.work[shared:] > 1.15 * own) & (documents.lengths[shared:] >= 2 * least_rows)
-    chained = shared + int(np.count_nonzero(is_long))
-    asked = (own, budget if shared else own, least_rows)
-    cuts = documents.cuts.get(asked)
-    if cuts is None:
-        cuts = documents.cuts[asked] = _cut(documents, chained, own, budget, least_rows, rates)
-    offsets, slices, chains = _kernel("composed")(
-        cuts,
-        chained,
-        documents.table,
-        documents.work,
-        shared,
+    own = documents.seconds / num_micropacks
+    given = (documents.table, documents.work, documents.bounds, documents.shared)
+    asked = (num_micropacks, budget if documents.shared.any() else 0.0, least_rows)
+    cut = documents.cuts.get(asked)
+    if cut is None:
+        chained, *rest = _kernel("to_cut")(*given, own, budget, least_rows)
+        cuts = _cost_kernel("cut_evenly")(*rest, least_rows, ROW_MULTIPLE, 1.0, rates)
+        cut = documents.cuts[asked] = chained, np.array(cuts)
+    offsets, slices, chains, order, waits = _kernel("composed_ranks")(
+        cut[1],
+        cut[0],
+        *given,
         num_micropacks,
         own,
         budget,
         np.array([grading.heads, grading.tails]),
         grading.smallest,
         # None of the small ones holds too few rows.
-        min(1.0, least_rows / max(1, documents.num_rows / num_micropacks)),
+        np.minimum(1.0, least_rows / np.maximum(1.0, documents.rows / num_micropacks)),
         in_step,
         by_work,
         mixes,
     )
-    return Composition(slice_offsets=offsets, slices=slices, chains=chains)
-
-
-def _cut(
-    documents: RankDocuments, chained: int, own: float, budget: float, least_rows: int, rates: Rates
-) -> Int32Array:
-    """Cut long and shared documents into slices of equal cost: shared ones by `budget`, the others by `own`."""
-    budgets = np.full(chained, own)
-    budgets[: documents.num_shared] = budget
-    cuts = _cost_kernel("cut_evenly")(
-        documents.lengths[:chained],
-        documents.num_ranks[:chained],
-        documents.work[:chained],
-        budgets,
-        least_rows,
-        ROW_MULTIPLE,
-        1.0,
-        rates,
-    )
-    return np.array(cuts)
+    return BlockComposition(slice_offsets=offsets, slices=slices, chains=chains, order=order, waits=waits)

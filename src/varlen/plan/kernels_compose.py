@@ -7,14 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.cost.rates import (
-    FORWARD_HEAD,
-    FORWARD_LAYER,
-    INPUT_HEAD,
-    INPUT_LAYER,
-    WEIGHT_HEAD,
-    WEIGHT_LAYER,
-)
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -258,51 +250,6 @@ def composed(
 
 
 @compiled
-def task_seconds(
-    ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
-) -> Any:
-    """Return what tasks take the slowest rank, float64 `[chunks, MicroPacks]`: forward, backward, weight gradients.
-
-    Args:
-        ahead: float64 `[ranks, forward MicroPacks, 7]`: priced in an average layer.
-        back: float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run.
-        layers: float64 `[chunks]`.
-        heads: float64 `[chunks]`: 1 where the vocabulary head is.
-        gathers: float64 `[3, chunks]`: seconds that a forward, backward and weight-gradient task takes at least.
-        splits: whether weight gradients are tasks of their own; else theirs are 0.
-        head_at_once: whether the head's forward runs in backward tasks.
-    """
-    chunks, ranks = layers.size, ahead.shape[0]
-    forward, backward = np.empty((chunks, ahead.shape[1])), np.empty((chunks, back.shape[1]))
-    weight = np.zeros((chunks, back.shape[1]))
-    for chunk in range(chunks):
-        many, head = layers[chunk], heads[chunk]
-        forward[chunk], backward[chunk] = gathers[0, chunk], gathers[1, chunk]
-        if splits:
-            weight[chunk] = gathers[2, chunk]
-        for rank in range(ranks):
-            for pack in range(ahead.shape[1]):
-                taken = many * ahead[rank, pack, FORWARD_LAYER]
-                if not head_at_once:
-                    taken = taken + head * ahead[rank, pack, FORWARD_HEAD]
-                forward[chunk, pack] = max(taken, forward[chunk, pack])
-            for pack in range(back.shape[1]):
-                one = back[rank, pack]
-                inputs = many * one[INPUT_LAYER] + head * one[INPUT_HEAD]
-                weights = many * one[WEIGHT_LAYER]
-                if head_at_once:
-                    inputs = inputs + head * (one[FORWARD_HEAD] + one[WEIGHT_HEAD])
-                else:
-                    weights = weights + head * one[WEIGHT_HEAD]
-                if splits:
-                    weight[chunk, pack] = max(weights, weight[chunk, pack])
-                else:
-                    inputs = inputs + weights
-                backward[chunk, pack] = max(inputs, backward[chunk, pack])
-    return forward, backward, weight
-
-
-@compiled
 def reversed_chains(chains: Int32) -> Int64:
     """Return the order in which the backward pass runs MicroPacks: chains as they stand, each from its last one."""
     count = chains.size
@@ -339,3 +286,89 @@ def backward_order(chains: Int32, forward_chains: Int32) -> Any:
     """Return what `reversed_chains` and `backward_waits` do."""
     order = reversed_chains(chains)
     return order, backward_waits(chains, forward_chains, order)
+
+
+@compiled
+def to_cut(
+    documents: Int32, work: Float, bounds: Int64, shared: Int64, own: Float, budget: float, least_rows: int
+) -> Any:
+    """Say which documents of each rank are cut, shared, or both, and how much each of their slices may cost.
+
+    Args:
+        documents: int32 `[3, documents]`: lengths, ranks, ids; of one rank behind the other.
+        work: float64 `[documents]`: seconds.
+        bounds: int64 `[ranks + 1]`: where the documents of each rank begin.
+        shared: int64 `[ranks]`: documents that other ranks share: the first ones of each.
+        own: float64 `[ranks]`: seconds of a MicroPack of the rank's own documents.
+        budget: seconds of a shared MicroPack.
+        least_rows: rows that a slice has at least.
+
+    Returns:
+        int64 `[ranks]`, how many; of each its length int32, ranks int32, seconds and budget float64.
+    """
+    chained = shared.copy()
+    for rank in range(shared.size):
+        for one in range(bounds[rank] + shared[rank], bounds[rank + 1]):
+            chained[rank] += work[one] > 1.15 * own[rank] and documents[0, one] >= 2 * least_rows
+    total, at = chained.sum(), 0
+    lengths, num_ranks = np.empty(total, np.int32), np.empty(total, np.int32)
+    seconds, budgets = np.empty(total), np.empty(total)
+    for rank in range(shared.size):
+        for place in range(chained[rank]):
+            one = bounds[rank] + place
+            lengths[at], num_ranks[at], seconds[at] = documents[0, one], documents[1, one], work[one]
+            budgets[at] = budget if place < shared[rank] else own[rank]
+            at += 1
+    return chained, lengths, num_ranks, seconds, budgets
+
+
+@compiled
+def composed_ranks(
+    cuts: Int32, chained: Int64, documents: Int32, work: Float, bounds: Int64, shared: Int64, count: int, own: Float,
+    budget: float, ends: Int64, smallest: float, least: Float, in_step: bool, by_work: bool, mixes: bool,
+) -> Any:  # fmt: skip
+    """Make the MicroPacks of all ranks of a block, equally many: those that have fewer get empty ones at the end.
+
+    Args are those of `composed`, which makes the MicroPacks of one rank, and of `to_cut`, which says what is cut;
+    documents of `cuts` are counted over those that `to_cut` returns.
+
+    Returns:
+        slice_offsets int32 `[ranks * MicroPacks + 1]` and slices int32 `[5, slices]`; int32 `[ranks, MicroPacks]`
+        chains; int64 and int32 of the same shape: what `backward_order` returns, counted over all ranks' MicroPacks.
+    """
+    ranks = shared.size
+    all_offsets, all_slices, all_chains = [], [], []
+    at, first, packs, total = 0, 0, 0, 0
+    for rank in range(ranks):
+        begin = at
+        while at < cuts.shape[1] and cuts[0, at] < first + chained[rank]:
+            at += 1
+        mine = cuts[:, begin:at].copy()
+        mine[0] -= first
+        first += chained[rank]
+        offsets, slices, chains = composed(
+            mine, chained[rank], documents[:, bounds[rank] : bounds[rank + 1]].copy(),
+            work[bounds[rank] : bounds[rank + 1]], shared[rank], count, own[rank], budget, ends, smallest,
+            least[rank], in_step, by_work, mixes,
+        )  # fmt: skip
+        all_offsets.append(offsets)
+        all_slices.append(slices)
+        all_chains.append(chains)
+        packs, total = max(packs, chains.size), total + slices.shape[1]
+    slice_offsets, table = np.zeros(ranks * packs + 1, np.int32), np.empty((5, total), np.int32)
+    made = np.empty((ranks, packs), np.int32)
+    order, waits = np.empty((ranks, packs), np.int64), np.empty((ranks, packs), np.int32)
+    before = 0
+    for rank in range(ranks):
+        offsets, slices, chains = all_offsets[rank], all_slices[rank], all_chains[rank]
+        last = -1
+        for pack in range(packs):
+            is_there = pack < chains.size
+            last = max(last, chains[pack]) if is_there else last + 1
+            made[rank, pack] = chains[pack] if is_there else last
+            slice_offsets[rank * packs + pack + 1] = before + offsets[min(pack + 1, chains.size)]
+        table[:, before : before + slices.shape[1]] = slices
+        before += slices.shape[1]
+        one, other = backward_order(made[rank], made[rank])
+        order[rank], waits[rank] = one + rank * packs, other
+    return slice_offsets, table, made, order, waits

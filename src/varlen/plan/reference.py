@@ -19,9 +19,11 @@ from varlen.plan.reference_compose import arrange as arrange
 from varlen.plan.reference_compose import backward_order as backward_order
 from varlen.plan.reference_compose import backward_waits as backward_waits
 from varlen.plan.reference_compose import composed as composed
+from varlen.plan.reference_compose import composed_ranks as composed_ranks
 from varlen.plan.reference_compose import fill_lightest as fill_lightest
 from varlen.plan.reference_compose import reversed_chains as reversed_chains
 from varlen.plan.reference_compose import task_seconds as task_seconds
+from varlen.plan.reference_compose import to_cut as to_cut
 from varlen.plan.reference_groups import fill as fill
 from varlen.plan.reference_groups import least_work as least_work
 from varlen.plan.reference_groups import share as share

@@ -117,6 +117,55 @@ def composed(
     return arrange(first_slices, np.array(beside, np.int64), filled, heads, tails, in_step, table)
 
 
+def to_cut(
+    documents: Int32, work: Float, bounds: Int64, shared: Int64, own: Float, budget: float, least_rows: int
+) -> Any:
+    """Say which documents of each rank are cut, shared, or both, and how much each of their slices may cost."""
+    chained, rows = [], []
+    for rank, (first, last) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist())):
+        mine, most, held = range(first, last), own[rank], int(shared[rank])
+        long = [d for d in mine[held:] if work[d] > 1.15 * most and documents[0, d] >= 2 * least_rows]
+        chained.append(held + len(long))
+        for place, d in enumerate(mine[: chained[-1]]):
+            rows.append((documents[0, d], documents[1, d], work[d], budget if place < held else most))
+    columns = list(zip(*rows)) or [()] * 4
+    lengths, num_ranks = (np.array(column, np.int32) for column in columns[:2])
+    seconds, budgets = (np.array(column, np.float64) for column in columns[2:])
+    return np.array(chained, np.int64), lengths, num_ranks, seconds, budgets
+
+
+def composed_ranks(
+    cuts: Int32, chained: Int64, documents: Int32, work: Float, bounds: Int64, shared: Int64, count: int, own: Float,
+    budget: float, ends: Int64, smallest: float, least: Float, in_step: bool, by_work: bool, mixes: bool,
+) -> Any:  # fmt: skip
+    """Make the MicroPacks of all ranks of a block, equally many: those that have fewer get empty ones at the end."""
+    made, firsts = [], np.cumsum([0, *chained])
+    for rank, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+        mine = cuts[:, (firsts[rank] <= cuts[0]) & (cuts[0] < firsts[rank + 1])].copy()
+        mine[0] -= firsts[rank]
+        of_rank = int(chained[rank]), documents[:, begin:end], work[begin:end], int(shared[rank])
+        made.append(
+            composed(mine, *of_rank, count, float(own[rank]), budget, ends, smallest, float(least[rank]),
+                     in_step, by_work, mixes)
+        )  # fmt: skip
+    packs = max(chains.size for _, _, chains in made)
+    offsets, chains_of = [np.zeros(1, np.int32)], []
+    for one, slices, chains in made:
+        missing = packs - chains.size
+        offsets.append(offsets[-1][-1:] + np.append(one[1:], np.repeat(slices.shape[1], missing)))
+        more = chains.max(initial=-1) + 1 + np.arange(missing)
+        chains_of.append(np.append(chains, more).astype(np.int32))
+    found = [backward_order(chains, chains) for chains in chains_of]
+    shape = (len(made), packs)
+    return (
+        np.concatenate(offsets).astype(np.int32),
+        np.concatenate([slices for _, slices, _ in made], axis=1),
+        np.array(chains_of, np.int32).reshape(shape),
+        np.array([order + rank * packs for rank, (order, _) in enumerate(found)], np.int64).reshape(shape),
+        np.array([waits for _, waits in found], np.int32).reshape(shape),
+    )
+
+
 def task_seconds(
     ahead: Float, back: Float, layers: Float, heads: Float, gathers: Float, splits: bool, head_at_once: bool
 ) -> Any:
