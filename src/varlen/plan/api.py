@@ -134,10 +134,9 @@ def plan_step(
         return replace(best.plan, method=method)
     bound_s = lower_bound(held, used_cost, mesh, least_rows=used.least_rows).seconds
     if best.found and used.closely and least_s > FAR_OVER * bound_s:
-        longer = thorough(best.found)
-        if longer is not best.found:
-            best = _faster(best, _Planned(longer.plan(), best.is_full), used_cost) or best
-        if method == "micropack" and best.is_full and used.orders and not best.plan.num_merged:
+        longer = _Planned(thorough(best.found).plan(), best.is_full)
+        best = _faster(best, longer, used_cost) or best
+        if method == "micropack" and longer.is_full and used.orders and not best.plan.num_merged:
             best = _faster(best, _as_packs(held, used_cost, mesh, limit), used_cost) or best
     return best.plan
 
