@@ -58,9 +58,8 @@ def overhead(result: dict[str, Any]) -> str:
     )
 
 
-def pipelines(result: dict[str, Any]) -> str:
-    """Two stages beside the simulator."""
-    found = result["pipelines"]
+def _beside(steps: list[dict[str, Any]]) -> str:
+    """Steps as they ran, beside the simulator."""
     rows = [
         [
             f"{each['documents']}, {each['method']}",
@@ -72,10 +71,15 @@ def pipelines(result: dict[str, Any]) -> str:
             f"{each['gain_predicted']:.2f}x",
             f"{each['gain_measured']:.2f}x",
         ]
-        for each in found["steps"]
+        for each in steps
     ]
     head = ["documents, plan", "tokens", "MicroPacks, forward / backward", "simulated", "measured"]
-    head += ["error", "gain, simulated", "gain, measured"]
+    return table([*head, "error", "gain, simulated", "gain, measured"], rows)
+
+
+def pipelines(result: dict[str, Any]) -> str:
+    """Two stages beside the simulator."""
+    found = result["pipelines"]
     return (
         "## Pipelines beside the simulator\n\n"
         "Two stages of one core each, real steps of a small Llama over gloo, each layer computed "
@@ -84,7 +88,19 @@ def pipelines(result: dict[str, Any]) -> str:
         "backward pass is cut into half as many again. Mean absolute error "
         f"{found['mape']:.1%}, repeat to repeat {found['repeat_mape']:.1%}; what must hold: at most "
         f"{found['limit']:.1%} (5 % or 1.5 times the repeats): {verdict(found['met'])}. "
-        f"{_made(result, 'pipelines')}\n\n" + table(head, rows)
+        f"{_made(result, 'pipelines')}\n\n" + _beside(found["steps"])
+    )
+
+
+def merging(result: dict[str, Any]) -> str:
+    """A document on one rank, and shared by two."""
+    found = result["merging"]
+    return (
+        "## A document that two ranks share\n\n"
+        "Two data-parallel ranks of one core each, and a document with more work than either's share of the step: on "
+        "one rank, whatever else is balanced, or shared by both (DP-Merge). Gains are over packs as users run them. "
+        f"Mean absolute error {found['mape']:.1%}, repeat to repeat {found['repeat_mape']:.1%}. "
+        f"{_made(result, 'merging')}\n\n" + _beside(found["steps"])
     )
 
 
@@ -167,6 +183,7 @@ def longest(result: dict[str, Any]) -> str:
 PARTS = {
     "overhead": overhead,
     "pipelines": pipelines,
+    "merging": merging,
     "waits": waits,
     "ahead": ahead,
     "longest": longest,

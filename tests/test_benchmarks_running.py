@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks import running_page
-from benchmarks.running import longest, pipelines, steps, waits
+from benchmarks.running import longest, merging, pipelines, steps, waits
 
 import varlen as vl
 from varlen.plan.check import check_plan
@@ -84,6 +85,25 @@ def test_predictions_are_compared_with_what_the_last_rank_took(planned: list[ste
     )
     assert found["limit"] == max(0.05, 1.5 * found["repeat_mape"])
     assert found["met"] is (found["mape"] <= found["limit"])
+
+
+def test_a_long_document_is_planned_on_one_rank_and_on_both() -> None:
+    known = vl.Hardware.named("h100")
+    slow = replace(  # as a core is: launches and messages take next to nothing beside the work
+        known,
+        attention=tuple(replace(table, tflops=1e-4 * table.tflops) for table in known.attention),
+        gemm=replace(known.gemm, tflops=1e-4 * known.gemm.tflops),
+    )
+    cost = pipelines.cost_of(slow)
+
+    found = merging.planned(cost, documents=6)
+
+    for packed, alone, shared in zip(*[iter(found)] * 3, strict=True):
+        assert [step.plan.num_merged for step in (packed, alone, shared)] == [0, 0, 1]
+        assert np.array_equal(packed.plan.lengths, shared.plan.lengths)
+        assert alone.plan.lengths.max() == steps.CAPACITY > alone.plan.lengths[:-1].sum()
+        took = [vl.simulate(step.plan, cost).makespan_s for step in (packed, alone, shared)]
+        assert took[2] < 0.9 * took[1] <= 0.9 * took[0] * (1 + 1e-9)
 
 
 def test_the_page_takes_each_part_from_the_newest_file_and_says_what_was_missed(

@@ -1,6 +1,6 @@
 """`python -m benchmarks.running [PART ...]`: what runs, measured; writes benchmarks/results/run/DATE.json.
 
-Parts: overhead, pipelines, waits, ahead, longest. A part that isn't named keeps what the day's file has of it.
+Parts: overhead, pipelines, merging, waits, ahead, longest. A part that isn't named keeps what the day's file has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu import slices
 from benchmarks.machine import load, machine, versions
-from benchmarks.running import ahead, longest, pipelines, waits
+from benchmarks.running import ahead, longest, merging, pipelines, waits
 from benchmarks.table import RESULTS
 
 SMALL: dict[str, int] = {
@@ -48,6 +48,7 @@ def overhead() -> dict[str, Any]:
 PARTS: dict[str, Callable[[], Any]] = {
     "overhead": overhead,
     "pipelines": pipelines.run,
+    "merging": merging.run,
     "waits": waits.run,
     "ahead": ahead.run,
     "longest": longest.run,

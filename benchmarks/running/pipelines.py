@@ -1,4 +1,4 @@
-"""Two stages of one core each run planned steps of a real model; what they take beside what the simulator says.
+"""Two processes of one core each run planned steps of a real model; what they take beside what the simulator says.
 
 Calibration, on the cores that run the steps and while both are busy, takes turns with the steps, round after round,
 so that both meet the same moods of the machine. A time is the lower quartile of its rounds, on both sides.
@@ -57,7 +57,7 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
     model = decoder()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    engine = vl.SliceEngine(model, mesh=MESH, rank=rank)
+    engine = vl.SliceEngine(model, mesh=found[0].plan.mesh, rank=rank)
     batches = [batch_of(step.plan.lengths) for step in found]
     shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
     bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)
@@ -80,16 +80,17 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
     return {"spans": spans, "tasks": tasks, "hardware": hardware}
 
 
-def planned(documents: int = DOCUMENTS) -> list[Step]:
-    """Plan the steps by a first calibration, so that planning sees what a user's would."""
+def first_cost() -> vl.CostModel:
+    """Return the model by a first calibration, so that planning sees what a user's would."""
     torch.set_num_threads(1)
     shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
-    first = calibrate(shape, device="cpu", budget_s=BUDGET_S / 2).hardware
-    return [
-        step
-        for name in SETS
-        for step in steps(source_of(name), lengths_of(name, documents), cost_of(first), MESH)
-    ]
+    return cost_of(calibrate(shape, device="cpu", budget_s=BUDGET_S / 2).hardware)
+
+
+def planned(documents: int = DOCUMENTS) -> list[Step]:
+    """Plan the steps."""
+    cost = first_cost()
+    return [step for name in SETS for step in steps(source_of(name), lengths_of(name, documents), cost, MESH)]
 
 
 def compared(found: list[Step], ranks: list[dict[str, Any]]) -> dict[str, Any]:
