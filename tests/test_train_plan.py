@@ -12,6 +12,7 @@ from training import LLAMA, Notes, metrics_of, rewound, same_end, start_training
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
 from varlen.plan.ahead import Planner
+from varlen.train import planned as pricing
 from varlen.train.trainer import train
 
 
@@ -220,6 +221,15 @@ def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, t
     assert (summary.exposed.steps, taken) == (3, list(range(6)))
     assert summary.totals.plan_wait_s == pytest.approx(sum(step.plan_wait_s for step in notes.steps[1:]))
     assert summary.totals.first_plan_s == notes.steps[0].plan_wait_s
+
+
+def test_plans_are_priced_as_the_engine_runs_them(store, hardware, tmp_path, monkeypatch):
+    asked, widened = [], pricing.with_wide_rows
+    monkeypatch.setattr(pricing, "with_wide_rows", lambda cost, *of: asked.append(cost) or widened(cost, *of))
+
+    run(store, tmp_path / "run", priced(hardware), run__steps=1)
+
+    assert [(cost.kernels, cost.exchange_overlap) for cost in asked] == [("eager", 0.0)]
 
 
 def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):

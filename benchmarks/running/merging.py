@@ -13,7 +13,7 @@ from benchmarks.running.processes import side_by_side
 from benchmarks.running.steps import CAPACITY, CONFIG, LEAST_ROWS, SETS, Step, lengths_of, source_of
 from varlen.plan.search import Search
 
-ROUNDS = 7
+ROUNDS = 5
 DOCUMENTS = 12
 RANKS = replace(MESH, dp=2, pp=1)
 

@@ -109,7 +109,14 @@ def _cost_of(
         folder=settings.run.folder,
         say=say,
     )
-    cost = CostModel(model=shape, hardware=hardware, kernels="eager", memory_fraction=plan.memory_fraction)
+    # The engine gathers what ranks share before it attends to it: nothing of that is hidden.
+    cost = CostModel(
+        model=shape,
+        hardware=hardware,
+        kernels="eager",
+        memory_fraction=plan.memory_fraction,
+        exchange_overlap=0.0,
+    )
     run = settings.run
     is_autocast = run.precision == "bf16" and run.parallel != "fsdp"
     return with_wide_rows(cost, mesh, AUTOCAST if is_autocast else WIDE if run.precision == "fp32" else 1.0)
