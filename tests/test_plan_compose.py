@@ -43,7 +43,7 @@ def rank_of(lengths: list[int], num_ranks: list[int] | None = None, first_id: in
 
 def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **more: object) -> Composition:
     given = {"least_rows": 2048, "budget": float(documents.work.sum()) / count, "rates": COSTS.rates}
-    (made,) = compose(BlockDocuments([documents]), count, grading, **(given | more)).apart()  # type: ignore[arg-type]
+    (made,) = compose(BlockDocuments.of([documents]), count, grading, **(given | more)).apart()  # type: ignore[arg-type]
     return made
 
 
@@ -113,7 +113,7 @@ def test_composing_and_its_seconds_agree_with_their_references(
         home.composed(np.array(cuts), chained, given, documents.work, *rest)
         for home in (kernels_compose, reference_compose)
     ]
-    others = BlockDocuments([documents, rank_of([90_000, 3000, 500]), documents])
+    others = BlockDocuments.of([documents, rank_of([90_000, 3000, 500]), documents])
     blocks = [_block_of(home, others, count, part, ends, in_step, by_work, mixes) for home in BOTH]
     prices = priced(COSTS, made[0][0], made[0][1])
     ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])

@@ -174,7 +174,7 @@ def blocks(
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
     return [
-        BlockSearch(first, mine, BlockDocuments(mine), estimate, *_places(mine, costs, search))
+        BlockSearch(first, mine, BlockDocuments.of(mine), estimate, *_places(mine, costs, search))
         for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
         for mine in [documents[first:last]]
     ]

@@ -52,27 +52,41 @@ class RankDocuments:
         object.__setattr__(self, "table", np.array([self.lengths, self.num_ranks, self.document_ids]))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockDocuments:
     """The documents of a block of ranks, one rank behind the other, as kernels take them."""
 
-    __slots__ = ("bounds", "cuts", "rows", "seconds", "shared", "table", "work")
+    table: Int32Array
+    """int32 `[3, n]`: lengths, ranks that share them, ids."""
+    work: FloatArray
+    """float64 `[n]`."""
+    bounds: IntArray
+    """int64 `[ranks + 1]`: where those of each rank begin."""
+    shared: IntArray
+    """int64 `[ranks]`: how many other ranks share."""
+    rows: FloatArray
+    """float64 `[ranks]`."""
+    seconds: FloatArray
+    """float64 `[ranks]`."""
+    cuts: dict[tuple[float, ...], tuple[IntArray, Int32Array]] = field(init=False, default_factory=dict)
+    """By count and budget: as `compose` has cut long and shared documents. int64 `[ranks]`, how many are cut, shared,
+    or both; int32 `[3, slices]`: documents, counted over those of all ranks, starts, stops."""
 
-    def __init__(self, ranks: Sequence[RankDocuments]) -> None:
-        self.table = np.concatenate([each.table for each in ranks], axis=1)
-        """int32 `[3, n]`: lengths, ranks that share them, ids."""
-        self.work = np.concatenate([each.work for each in ranks])
-        """float64 `[n]`."""
-        self.bounds = np.cumsum([0, *(each.work.size for each in ranks)])
-        """int64 `[ranks + 1]`: where those of each rank begin."""
-        self.shared = np.array([each.num_shared for each in ranks])
-        """int64 `[ranks]`: how many other ranks share."""
-        self.rows = np.array([each.num_rows for each in ranks])
-        """float64 `[ranks]`."""
-        self.seconds = np.array([each.seconds for each in ranks])
-        """float64 `[ranks]`."""
-        self.cuts: dict[tuple[float, ...], tuple[IntArray, Int32Array]] = {}
-        """By count and budget: as `compose` has cut long and shared documents. int64 `[ranks]`, how many are cut,
-        shared, or both; int32 `[3, slices]`: documents, counted over those of all ranks, starts, stops."""
+    @classmethod
+    def of(cls, ranks: Sequence[RankDocuments]) -> BlockDocuments:
+        """Put the documents of ranks one behind the other.
+
+        Args:
+            ranks: of the block.
+        """
+        return cls(
+            table=np.concatenate([each.table for each in ranks], axis=1),
+            work=np.concatenate([each.work for each in ranks]),
+            bounds=np.cumsum([0, *(each.work.size for each in ranks)]),
+            shared=np.array([each.num_shared for each in ranks]),
+            rows=np.array([each.num_rows for each in ranks]),
+            seconds=np.array([each.seconds for each in ranks]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
