@@ -11,7 +11,7 @@ from random_plans import random_plan
 from side_by_side import QueueWires, run_place
 from sliced import take_gradients, tiny, tokens_of, uncut
 
-from varlen.runtime.peers import peers_of
+from varlen.runtime.peers import ProcessPeers, peers_of
 from varlen.runtime.shared import shared_documents
 from varlen.step_plan import Mesh
 
@@ -30,6 +30,22 @@ def plans_of(dp):
     raise AssertionError(found)
 
 
+def wrong(group, size):
+    """Count what peers tell each other that is not what each gave, or its sum; shapes and dtypes differ."""
+    peers, of = ProcessPeers(group), [torch.Generator().manual_seed(rank) for rank in range(size)]
+    count = 0
+    for shape, dtype in (((0, 3), torch.float32), ((7, 3), torch.bfloat16), ((5, 2, 3), torch.float64)):
+        given = [torch.randn(size, *shape, generator=one, dtype=torch.float64) for one in of]
+        mine = given[dist.get_rank()].to(dtype)
+        everyone = torch.stack([one[0].to(dtype) for one in given])
+        count += (peers.all_gather(mine[0].transpose(0, 1)).transpose(1, 2) != everyone).sum().item()
+        total = torch.stack([one[dist.get_rank()].to(dtype) for one in given]).sum(0)
+        found = peers.reduce_scatter(mine)
+        assert found.shape == total.shape
+        count += ((found - total).abs() > 16 * torch.finfo(dtype).eps).sum().item()
+    return count
+
+
 def main():
     """Run both, and compare."""
     warnings.simplefilter("error")
@@ -40,6 +56,7 @@ def main():
     def group_of(first, size):
         return dist.new_group(range(first, first + size), use_local_synchronization=True)
 
+    assert wrong(dist.group.WORLD, dp) == 0
     model, told = tiny("llama"), []
     for plan in plans_of(dp):
         lengths = [length for length in plan.lengths.tolist() if length]

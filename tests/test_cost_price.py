@@ -32,8 +32,6 @@ H100 = Hardware.named("h100")
 LLAMA = ModelShape.named("llama-3-8b")
 SHAPES = ["llama-2-7b", "llama-3-70b", "mistral-7b-v0.1", "mixtral-8x7b", "deepseek-v3"]
 COST = CostModel(model=LLAMA, hardware=H100)
-OPEN = COST.replace(exchange_overlap=0.0)
-"""Nothing hides the exchange of shared documents."""
 Packs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -49,6 +47,7 @@ def costs(draw: st.DrawFn) -> tuple[CostModel, Mesh]:
         offload=draw(st.sampled_from(["none", "kv"])),
         mode=draw(st.sampled_from(["calibrated", "flops"])),
         exchange_overlap=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        kernels=draw(st.sampled_from(["fused", "eager"])),
     )
     mesh = Mesh(dp=16, pp=4, cp=draw(st.sampled_from([1, 2, 4])), tp=draw(st.sampled_from([1, 2, 4, 8])))
     return cost, mesh
@@ -256,69 +255,6 @@ def test_selective_recomputation_takes_a_few_percent_at_most() -> None:
     ratio = one(0, 8_192, some)[INPUT_LAYER] / one(0, 8_192, none)[INPUT_LAYER]
 
     assert 1 < ratio < 1.06
-
-
-def test_ranks_that_share_a_slice_take_a_share_of_it_and_an_exchange() -> None:
-    rates = OPEN.rates(Mesh(dp=8, tp=2))
-    quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2), launch_s=0.0)
-
-    alone, shared = one(0, 65_536, quiet), one(0, 65_536, quiet, num_ranks=4)
-
-    assert shared[ROWS] == 16_384
-    # A quarter of the work, at the lower rate of a quarter of the rows.
-    assert alone[FORWARD_LAYER] / 4 < shared[FORWARD_LAYER] < alone[FORWARD_LAYER] / 4 * 1.05
-    exchange = one(0, 65_536, rates, num_ranks=4)[FORWARD_LAYER] - shared[FORWARD_LAYER] - 30e-6
-    # Keys and values of 4 heads a GPU, three quarters of which come from others within the node.
-    assert exchange == pytest.approx(10e-6 + 65_536 * 4 * 256 * 2 * 0.75 / 360e9)
-
-
-def test_context_parallel_gpus_count_like_merged_ranks() -> None:
-    merged = one(4_096, 20_480, COST.rates(Mesh(dp=8, tp=2)), num_ranks=4)
-    parallel = one(4_096, 20_480, COST.rates(Mesh(dp=2, cp=4, tp=2)))
-
-    np.testing.assert_allclose(merged, parallel, rtol=1e-12)
-
-
-def test_an_exchange_between_nodes_takes_the_network() -> None:
-    rates = OPEN.rates(Mesh(dp=16, tp=2))
-    quiet = rates._replace(link_latency_s=np.zeros(2), link_s_per_byte=np.zeros(2))
-
-    exchange = one(0, 65_536, rates, num_ranks=8) - one(0, 65_536, quiet, num_ranks=8)
-
-    assert rates.node_group == 4
-    moved = 65_536 * 2_048 * 7 / 8 / 50e9
-    assert exchange[FORWARD_LAYER] == pytest.approx(20e-6 + moved)
-    # Keys and values again, and their gradients.
-    assert exchange[INPUT_LAYER] == pytest.approx(2 * (20e-6 + moved))
-    assert exchange[WEIGHT_LAYER] == 0
-
-
-def test_a_late_slice_sends_its_queries_where_that_is_less_than_all_keys() -> None:
-    rates = OPEN.rates(Mesh(dp=8, tp=1))._replace(link_latency_s=np.zeros(2))
-    quiet = rates._replace(link_s_per_byte=np.zeros(2))
-
-    exchange = one(1_000_000, 1_001_024, rates, 4) - one(1_000_000, 1_001_024, quiet, 4)
-
-    # bf16 queries out and outputs back; then queries and output gradients out, and query gradients back.
-    row = 1_024 * 2 * 32 * 128 * 0.75 / 360e9
-    assert exchange[FORWARD_LAYER] == pytest.approx(2 * row)
-    assert exchange[INPUT_LAYER] == pytest.approx(3 * row)
-
-
-def test_an_exchange_hides_behind_attention() -> None:
-    mesh = Mesh(dp=16, tp=1)
-    rates = OPEN.rates(mesh)._replace(link_latency_s=np.zeros(2), launch_s=0.0, linear_flops=0.0)
-    quiet = rates._replace(link_s_per_byte=np.zeros(2))
-    for stop in (2_048, 262_144):
-        attention, shown = one(0, stop, quiet, 16), one(0, stop, rates, 16)
-        exchange = shown[FORWARD_LAYER] - attention[FORWARD_LAYER]
-
-        hidden = one(0, stop, rates._replace(exchange_overlap=1.0), 16)
-        half = one(0, stop, rates._replace(exchange_overlap=0.5), 16)
-
-        assert hidden[FORWARD_LAYER] == pytest.approx(max(attention[FORWARD_LAYER], exchange))
-        least = attention[FORWARD_LAYER] + max(0.0, exchange - attention[FORWARD_LAYER] / 2)
-        assert half[FORWARD_LAYER] == pytest.approx(least)
 
 
 def test_the_best_rate_is_found_where_many_rows_run_slower() -> None:

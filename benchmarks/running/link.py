@@ -1,35 +1,72 @@
-"""How fast two processes of this machine send each other rows: latency and bytes a second."""
+"""How fast two processes of this machine exchange rows: latency and bytes a second in each direction.
+
+Both send at once into memory that is new each time, between computations, as ranks do that share a document and
+neighbouring stages in the steady state of a pipeline: on a CPU either side's copies take the time of the other's,
+caches hold what was computed last, and a message may wait for a turn of the scheduler. That is why means are taken,
+over turns spread among what else is measured.
+"""
 
 from __future__ import annotations
 
 import time
-from statistics import median
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from varlen.cost.hardware import Link
 
 SMALL, LARGE = 1024, 4 * 2**20
-TURNS = 15
+TURNS = 12
+ROWS = 1024
+"""Of a square matrix that is multiplied before each turn."""
+LEFT_OUT = 0.05
+"""Share of turns, the longest, that don't count."""
 
 
-def measured(rank: int) -> Link:
-    """Return the link between the first two ranks; all ranks call it, and those two wait for each other."""
-    if rank > 1:
-        return Link(latency_s=1e-4, bytes_per_s=1e9)
-    seconds = []
-    for size in (SMALL, LARGE):
-        rows, taken = torch.zeros(size, dtype=torch.uint8), []
-        for _ in range(TURNS):
+class Turns(NamedTuple):
+    """Seconds of exchanges of `SMALL` and of `LARGE` bytes."""
+
+    small: list[float]
+    large: list[float]
+
+
+def turns(rank: int) -> Turns:
+    """Exchange between the first two ranks; all ranks call it, and those two wait for each other."""
+    found = Turns([], [])
+    matrix = torch.randn(ROWS, ROWS)
+    for size, taken in zip((SMALL, LARGE), found):
+        rows = torch.zeros(size, dtype=torch.uint8)
+        for _ in range(TURNS if rank < 2 else 0):
+            matrix = (matrix @ matrix).tanh_()
+            _exchange(rows[:1], 1 - rank)  # so that both begin together
             begun = time.perf_counter()
-            if rank == 0:
-                dist.send(rows, 1)
-                dist.recv(rows, 1)
-            else:
-                dist.recv(rows, 0)
-                dist.send(rows, 0)
-            taken.append((time.perf_counter() - begun) / 2)
-        seconds.append(median(taken))
-    per_byte = max(1e-12, (seconds[1] - seconds[0]) / (LARGE - SMALL))
-    return Link(latency_s=max(1e-7, seconds[0] - SMALL * per_byte), bytes_per_s=1 / per_byte)
+            _exchange(rows, 1 - rank)
+            taken.append(time.perf_counter() - begun)
+    return found
+
+
+def link_of(rounds: Sequence[Turns]) -> Link:
+    """Return the link that turns were taken on.
+
+    Args:
+        rounds: of one of the first two ranks.
+    """
+    small, large = (_mean([seconds for turn in rounds for seconds in turn[at]]) for at in (0, 1))
+    per_byte = max(1e-12, (large - small) / (LARGE - SMALL))
+    return Link(latency_s=max(1e-7, small - SMALL * per_byte), bytes_per_s=1 / per_byte)
+
+
+def _mean(seconds: list[float]) -> float:
+    kept = np.sort(seconds)[: max(1, round(len(seconds) * (1 - LEFT_OUT)))]
+    return float(kept.mean())
+
+
+def _exchange(rows: torch.Tensor, other: int) -> None:
+    into = torch.empty_like(rows)
+    works = [dist.irecv(into, other), dist.isend(rows, other)]
+    for work in works:
+        assert work is not None
+        work.wait()

@@ -66,10 +66,12 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
     bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)
     spans: list[list[tuple[float, float]]] = [[] for _ in found]
     tasks: list[list[list[float]]] = [[] for _ in found]
+    exchanges = []
     for number in range(rounds + 1):
         if number:
             dist.barrier()
             bench.run_round()
+            exchanges.append(link.turns(rank))
         for index, step in enumerate(found):
             dist.barrier()
             begun = time.perf_counter()
@@ -77,9 +79,11 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
             if number:
                 spans[index].append((begun, time.perf_counter()))
                 tasks[index].append(stats.places[0].seconds.tolist())
-    between = link.measured(rank)
     engine.close()
-    hardware = replace(bench.calibration().hardware, intra=between)
+    hardware = bench.calibration().hardware
+    if rank < 2:
+        near = {"gpus_per_node": dist.get_world_size(), "intra": link.link_of(exchanges)}
+        hardware = replace(hardware, **near)
     return {"spans": spans, "tasks": tasks, "hardware": hardware}
 
 

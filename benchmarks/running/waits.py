@@ -109,9 +109,9 @@ def waited(
             if number:
                 spans[index].append((begun, time.perf_counter()))
             channels.finish()
-    between = link.measured(rank)
+    exchanges = link.turns(rank)
     groups.close()
-    return {"spans": spans, "link": between}
+    return {"spans": spans, "link": link.link_of([exchanges]) if rank < 2 else None}
 
 
 def steps(mesh: vl.Mesh, lengths: np.ndarray, cost: vl.CostModel, name: str, capacity: int) -> list[Step]:

@@ -52,8 +52,10 @@ class _Figures(NamedTuple):
     near_s_per_byte: float
     far_s_per_byte: float
     key_value_bytes: float
+    key_value_back_bytes: float
     query_bytes: float
     query_gradient_bytes: float
+    exchanges_back: float
     exchange_overlap: float
     host_s_per_token: float
     host_back_s_per_token: float
@@ -90,8 +92,10 @@ def _figures(rates: Rates) -> Any:
         rates.link_s_per_byte[0],
         rates.link_s_per_byte[1],
         rates.key_value_bytes,
+        rates.key_value_back_bytes,
         rates.query_bytes,
         rates.query_gradient_bytes,
+        rates.exchanges_back,
         rates.exchange_overlap,
         rates.host_s_per_token,
         rates.host_back_s_per_token,
@@ -205,9 +209,9 @@ def _exchange(start: float, stop: float, group: float, figures: _Figures) -> tup
     is_near = group <= figures.node_group
     latency = figures.near_latency_s if is_near else figures.far_latency_s
     share = (group - 1.0) / group * (figures.near_s_per_byte if is_near else figures.far_s_per_byte)
-    keys, rows = figures.key_value_bytes * stop, stop - start
-    forward = min(keys, figures.query_bytes * rows) * share
-    backward = min(2.0 * keys, figures.query_gradient_bytes * rows) * share
+    rows = stop - start
+    forward = min(figures.key_value_bytes * stop, figures.query_bytes * rows) * share
+    backward = min(figures.key_value_back_bytes * stop, figures.query_gradient_bytes * rows) * share
     return latency, forward, backward
 
 
@@ -289,11 +293,11 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
         again = figures.recompute * forward
         backward += again + figures.linear_flops * linear_back + launch_s
         backward += (figures.collective_s + figures.reuse_s) * rows
-        forward = max(forward + exchange + latency, figures.host_s_per_token * host)
-        backward = max(backward + exchange_back + 2.0 * latency, figures.host_back_s_per_token * host)
-        priced[pack, FORWARD_LAYER] = forward
+        forward = forward + exchange + latency
+        backward = backward + exchange_back + figures.exchanges_back * latency
+        priced[pack, FORWARD_LAYER] = max(forward, figures.host_s_per_token * host)
         priced[pack, FORWARD_HEAD] = head_flops * linear + launch_s
-        priced[pack, INPUT_LAYER] = backward
+        priced[pack, INPUT_LAYER] = max(backward, figures.host_back_s_per_token * host)
         priced[pack, INPUT_HEAD] = head_flops * linear_back + launch_s
         priced[pack, WEIGHT_LAYER] = figures.linear_flops * linear_back + launch_s
         priced[pack, WEIGHT_HEAD] = head_flops * linear_back + launch_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -212,6 +213,7 @@ class CostModel:
         kv = model.kv_bytes_per_token_layer / kv_shards(model, mesh)
         queries = 2.0 * model.heads * model.head_dim / mesh.tp
         outputs = 2.0 * model.heads * model.value_head_dim / mesh.tp
+        again = self._forwards_again(mesh) if self.recompute == "full" else 0.0
         is_quick = best or self.mode == "flops"
         is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > LAYERS_ON_DEVICE
         host_s = 1.0 / hardware.host.bytes_per_s if is_far else 0.0
@@ -235,19 +237,43 @@ class CostModel:
             head_flops=2.0 * model.head_parameters / mesh.tp,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
-            recompute=self._forwards_again(mesh) if self.recompute == "full" else 0.0,
+            recompute=again,
             reuse_s=self._reuse_s(mesh),
             collective_s=self._collective_s(mesh),
             cp=float(mesh.cp),
             node_group=float(max(hardware.gpus_per_node // mesh.tp, 1)),
             key_value_bytes=kv,
-            query_bytes=queries + outputs,
-            query_gradient_bytes=2.0 * queries + outputs,
+            **self._exchanges(kv, queries, outputs, again),
             exchange_overlap=self.exchange_overlap,
             host_s_per_token=kv * host_s,
             # Keys and values in, and their float32 gradients in and out on the other direction of the link.
             host_back_s_per_token=3.0 * kv * host_s,
         )
+
+    def _exchanges(self, kv: float, queries: float, outputs: float, again: float) -> dict[str, Any]:
+        """What GPUs sharing a document send each other, apart from keys and values forward; bytes are per token.
+
+        Args:
+            kv: bytes of keys and values.
+            queries: of queries.
+            outputs: of outputs.
+            again: forward passes in the backward pass.
+        """
+        if self.kernels == "fused":
+            return {
+                "exchanges_back": 2.0,
+                "key_value_back_bytes": 2.0 * kv,
+                "query_bytes": queries + outputs,
+                "query_gradient_bytes": 2.0 * queries + outputs,
+            }
+        # Queries stay where they are. Keys and values are gathered for the backward pass, and before that for a
+        # forward pass that is computed again; their gradients are float32.
+        return {
+            "exchanges_back": 2.0 + again,
+            "key_value_back_bytes": (3.0 + again) * kv,
+            "query_bytes": math.inf,
+            "query_gradient_bytes": math.inf,
+        }
 
     def _flop_rates(self) -> dict[str, Any]:
         """One rate for all rows and keys: the best of the forward tables."""

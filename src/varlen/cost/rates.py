@@ -80,10 +80,16 @@ class Rates(NamedTuple):
     """The largest number of GPUs sharing a slice that still stand in one node, with their tensor-parallel peers."""
     key_value_bytes: float
     """Bytes of keys and values per token and layer, on one GPU."""
+    key_value_back_bytes: float
+    """Bytes per token and layer that travel backward where keys and values go to the queries: they themselves again,
+    and their gradients back."""
     query_bytes: float
-    """Bytes per token that travel forward where queries go to the keys: queries out, outputs back."""
+    """Bytes per token that travel forward where queries go to the keys: queries out, outputs back; infinite where
+    they never do."""
     query_gradient_bytes: float
     """The same backward: queries and output gradients out, query gradients back."""
+    exchanges_back: float
+    """Times that GPUs sharing slices meet in the backward pass of a layer; forward they do once."""
     exchange_overlap: float
     """Share of a slice's attention behind which that exchange hides."""
     host_s_per_token: float

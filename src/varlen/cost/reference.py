@@ -99,8 +99,7 @@ def _exchange(start: float, stop: float, group: float, rates: Rates) -> tuple[fl
     link = 0 if group <= rates.node_group else 1
     s_per_byte = (group - 1) / group * float(rates.link_s_per_byte[link])
     forward = min(stop * rates.key_value_bytes, (stop - start) * rates.query_bytes)
-    # Keys and values once more, and their gradients back.
-    backward = min(2 * stop * rates.key_value_bytes, (stop - start) * rates.query_gradient_bytes)
+    backward = min(stop * rates.key_value_back_bytes, (stop - start) * rates.query_gradient_bytes)
     return float(rates.link_latency_s[link]), forward * s_per_byte, backward * s_per_byte
 
 
@@ -166,7 +165,7 @@ def _micropack(slices: list[tuple[float, float, float]], rates: Rates) -> list[f
     back += rates.recompute * computed + rates.linear_flops * linear_back + rates.launch_s
     back += (rates.collective_s + rates.reuse_s) * rows
     forward = computed + _sum(moved for _, moved, _ in exchanged) + latency
-    back = back + _sum(moved for _, _, moved in exchanged) + 2 * latency
+    back = back + _sum(moved for _, _, moved in exchanged) + rates.exchanges_back * latency
     return [
         # Fetching from host memory runs beside the layer before it: it counts where it takes longer.
         max(forward, rates.host_s_per_token * earlier),

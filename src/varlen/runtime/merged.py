@@ -112,11 +112,8 @@ def backward(
     gathered = _gathered(piece, layer, window, none)
     cache, span = gathered.cache, gathered.span
     wide = torch.promote_types(none[0].dtype, torch.float32)
-    totals = tuple(
-        x.new_zeros(1, span.stop - span.start, x.shape[1], x.shape[3], dtype=wide).transpose(1, 2)
-        for x in none
-    )
-    cache.gradients[layer] = (totals[0], totals[1])
+    joint = none[0].new_zeros(span.stop - span.start, *_shape(none), dtype=wide)
+    totals = cache.gradients[layer] = _parted(joint, none)
     by_queries = []
     for own, rows in reversed(gathered.slices):
         part = (whole[0][:, :, rows], whole[1][:, :, rows])
@@ -125,7 +122,7 @@ def backward(
         for total, of_rows in zip(totals, by_pair):
             total[:, :, own.start : own.stop].add_(of_rows)
     by_query = _joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
-    mine = _scattered(cache.gradients.pop(layer), _share_of(piece), span, none)
+    mine = _scattered(joint, _share_of(piece), span, none)
     return by_query, *_taken(mine, piece, layer, span, none)
 
 
@@ -153,11 +150,10 @@ def _gathered(piece: CachedSlice, layer: int, window: int | None, none: Pair) ->
     if share.last:
         for into, kept in zip(_parted(mine, none), piece.cache.read(layer, share.last)):
             into[:, :, : share.last - span.first] = kept[:, :, span.first :]
-    everyone, order = share.document.peers.all_gather(mine).flatten(0, 1), share.order(span)
-    # Each is a tensor of its own: tokens side by side, as kernels know them.
-    keys, values = (x[0].transpose(0, 1).index_select(0, order) for x in _parted(everyone, none))
+    everyone = share.document.peers.all_gather(mine).flatten(0, 1)
     cache = _GatheredCache(span.stop - span.start)
-    cache.pairs[layer] = (keys[None].transpose(1, 2), values[None].transpose(1, 2))
+    # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.
+    cache.pairs[layer] = _parted(everyone.index_select(0, share.order(span)), none)
     slices, row = [], 0
     for start, stop in share.ranges:
         own = CachedSlice(cache=cache, start=start - span.start, stop=stop - span.start)
@@ -166,12 +162,11 @@ def _gathered(piece: CachedSlice, layer: int, window: int | None, none: Pair) ->
     return _Gathered(cache, slices, span)
 
 
-def _scattered(totals: Pair, share: Share, span: Span, none: Pair) -> Pair:
-    """Sum gradients over ranks, and return those of this rank's rows of a span."""
+def _scattered(totals: torch.Tensor, share: Share, span: Span, none: Pair) -> Pair:
+    """Sum gradients over ranks, `[tokens, heads, widths]`, and return those of this rank's rows of a span."""
     size, order = share.document.peers.size, share.order(span)
-    padded = totals[0].new_zeros(size * span.width, *_shape(none))
-    for into, total in zip(_parted(padded, none), totals):
-        into.index_copy_(2, order, total)
+    padded = totals.new_zeros(size * span.width, *_shape(none))
+    padded.index_copy_(0, order, totals)
     summed = share.document.peers.reduce_scatter(padded.view(size, span.width, *_shape(none)))
     return _parted(summed[: share.last - span.first], none)
 
