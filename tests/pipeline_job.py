@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pipelines
+import sharded
 import torch
 import torch.distributed as dist
 
@@ -35,15 +36,16 @@ def plans(first: str, last: str, *paths: str) -> None:
     seeds = range(int(first), int(last))
     found: dict[str, Any] = {
         "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in seeds],
-        "sharded": [pipelines.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
-        "shared": [
-            pipelines.run_sharded(n, RANK, WORLD, *way, shares=True) for n, way in enumerate(WAYS[:2])
-        ],
-        "half": [pipelines.run_half(RANK, WORLD)],
+        "sharded": [sharded.run_sharded(n, RANK, WORLD, *way) for n, way in enumerate(WAYS)],
+        "shared": [sharded.run_sharded(n, RANK, WORLD, *way, shares=True) for n, way in enumerate(WAYS[:2])],
+        "half": [sharded.run_half(RANK, WORLD)],
+        "frozen": [sharded.run_frozen(RANK, WORLD)],
+        "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }
     found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
     if WORLD == 2:
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
+        found["apart"] = [sharded.tied_apart(RANK, WORLD)]
     else:
         found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
         found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
@@ -57,7 +59,7 @@ def random_plans(first: str, last: str) -> None:
 
 
 def struck() -> None:
-    """Three jobs, in each of which something else happens to the second stage."""
+    """Four jobs, in each of which something else happens to the second stage."""
     for how, strikes in STRIKES.items():
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         children = {}
@@ -89,9 +91,14 @@ def fails() -> None:
     raise ValueError("a wrong number")
 
 
+def runs_out() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total")
+
+
 STRIKES = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "fails": fails,
+    "full": runs_out,
     "stuck": lambda: time.sleep(60),
 }
 

@@ -18,19 +18,14 @@ from distances import EXACT, Distances, furthest, whole_of
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
 from torch.distributed import PrefixStore
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
-from varlen.runtime.parts import Parts
 from varlen.runtime.ranks import open_groups, seat_of
-from varlen.runtime.shards import Shards
 from varlen.runtime.slices import layers_of
-from varlen.runtime.stage import Elsewhere, cut_to_stage
+from varlen.runtime.stage import Elsewhere
 from varlen.step_plan import StepPlan
 
 LAYERS = 8
@@ -185,57 +180,6 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
 
 
-def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
-    """How many of a stage's sharded layers are whole before a unit of its first layer, during it, and after it."""
-    seat = seat_of(mesh, stage * mesh.dp)
-    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
-    first = next(n for n, layer in enumerate(model.model.layers) if layer is layers[0])
-    replicas: Any = type("Replicas", (), {"size": seat.mesh.dp, "device": torch.device("cpu")})()
-    before = model.config._attn_implementation
-    shards = Shards(model, Parts.of(model), replicas, gathered)
-    model.set_attn_implementation(before)
-
-    def whole() -> int:
-        return sum(not isinstance(next(layer.parameters()), DTensor) for layer in layers)
-
-    counts = []
-    with shards.step():
-        counts.append(whole())
-        with shards.unit(range(first, first + 1)):
-            counts.append(whole())
-        counts.append(whole())
-    return counts
-
-
-def run_sharded(
-    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
-) -> dict[str, Any]:
-    """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
-    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
-    plan = runnable(plan_of(seed, mesh, shares=shares))
-    model = small(seed)
-    cut_to_stage(model, mesh, rank // 2)
-    devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
-    decoder = model.model
-    for layer in decoder.layers if wraps != "root" else ():
-        if not isinstance(layer, Elsewhere):
-            fully_shard(layer, mesh=devices)
-    if wraps == "parts":
-        for part in (decoder.embed_tokens, decoder.norm, model.lm_head):
-            if not isinstance(part, Elsewhere):
-                fully_shard(part, mesh=devices)
-    fully_shard(model, mesh=devices)
-    with pytest.raises(
-        SettingError, match="fully_shard has divided the model among processes, and the engine has no mesh"
-    ):
-        vl.SliceEngine(model)
-    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
-        counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
-        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward}
-        found["whole"] = layers_whole_at_once(model, mesh, rank // 2, gathered) if wraps != "root" else None
-        return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
-
-
 def run_replicas(rank: int, world: int) -> dict[str, Any]:
     """Train replicas that DDP holds; its own sums would add gradients twice."""
     mesh = vl.Mesh(dp=world)
@@ -272,24 +216,14 @@ def run_in_parts(rank: int, world: int) -> dict[str, Any]:
     return {"gradients": furthest(found, wanted)}
 
 
-def run_half(rank: int, world: int) -> dict[str, Any]:
-    """Gradients of weights that are computed with in bfloat16, sharded and sent in it."""
-    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters")
-    plan = runnable(plan_of(3, mesh))
-    whole, model = (tiny("llama", torch.float32, num_hidden_layers=4) for _ in range(2))
-    cut_to_stage(model, mesh, rank // 2)
-    devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        if not isinstance(layer, Elsewhere):
-            fully_shard(layer, mesh=devices, mp_policy=policy)
-    fully_shard(model, mesh=devices, mp_policy=policy)
-    batch = batch_of(plan, 3)
-    _, wanted = alone(whole, batch)
+def run_evaluating(rank: int, world: int) -> dict[str, Any]:
+    """A step of a model that would draw random numbers, in eval mode."""
+    mesh = vl.Mesh(pp=world)
+    plan = runnable(plan_of(6, mesh))
+    whole, model = (tiny("llama", num_hidden_layers=LAYERS, attention_dropout=0.5).eval() for _ in range(2))
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
-        engine.step(batch, plan)
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return {"half": furthest(found, wanted), "dtypes": sorted({str(x.dtype) for x in found.values()})}
+        found = compare(engine, whole, plan, 6, evened=True)
+    return {"training": model.training, **found}
 
 
 def run_neighbours(rank: int, world: int) -> dict[str, Any]:

@@ -112,6 +112,32 @@ def test_shards_that_share_documents_train_what_one_process_trains(two: Found, f
     assert {one["splits"] for one in found} == {True, False}
 
 
+def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process(
+    two: Found, four: Found
+) -> None:
+    found = both("frozen", two, four)
+
+    assert_exact(found)
+    assert all(one["frozen"] for one in found)
+    assert all(one["kept"] for one in found)
+
+
+def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two: Found) -> None:
+    said = {one for rank in two for one in rank["apart"]}
+
+    assert len(said) == 1
+    assert said.pop().startswith(
+        "embedding and head share their weight, and fully_shard was called on one of them"
+    )
+
+
+def test_a_model_in_eval_mode_has_its_gradients_in_a_pipeline_too(two: Found, four: Found) -> None:
+    found = both("evaluating", two, four)
+
+    assert_exact(found)
+    assert not any(one["training"] for one in found)
+
+
 def test_replicas_that_ddp_holds_are_summed_once(two: Found) -> None:
     assert_exact(both("ddp", two))
 
@@ -166,6 +192,11 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
             "fails",
             "stage 1 of pipeline 0 (rank 1) failed (ValueError: a wrong number, in stage 1 of pipeline 0, ",
         ),
+        (
+            "full",
+            "stage 1 of pipeline 0 (rank 1) failed (DeviceMemoryError: out of memory (tried to allocate 2.50 GiB) in "
+            "forward of MicroPack 2, layers 2-3, of stage 1 of pipeline 0, with ",
+        ),
     ],
 )
 def test_whoever_is_left_names_the_stage_that_is_gone(
@@ -185,3 +216,14 @@ def test_an_error_of_a_task_says_which_task_it_was(struck: dict[str, dict[str, A
 
     assert said.startswith("ValueError: a wrong number")
     assert "in stage 1 of pipeline 0, forward, MicroPack 2, layers 2-3" in said
+
+
+def test_a_stage_without_memory_says_to_all_what_would_fit(struck: dict[str, dict[str, Any]]) -> None:
+    own = struck["full 1"]["said"]
+
+    assert own.startswith(
+        "DeviceMemoryError: out of memory (tried to allocate 2.50 GiB) in forward of MicroPack 2"
+    )
+    assert " rows would fit, by estimate: plan with slice_tokens=" in own
+    for rank in (0, 2, 3):
+        assert " rows would fit, by estimate: plan with slice_tokens=" in struck[f"full {rank}"]["said"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from varlen.errors import SettingError
 from varlen.pack.api import pack
+from varlen.pack.lengths import as_count
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Offload, Recompute, StepPlan
 from varlen.types import Int32Array
 
@@ -27,27 +27,26 @@ def one_gpu_plan(
         offload: "kv" for keys, values and their gradients in host memory.
 
     Raises:
-        SettingError: `slice_tokens` is below 1.
+        SettingError: `slice_tokens` is no whole number of at least 1, or above 2^31 - 1.
 
     >>> plan = one_gpu_plan(np.array([5, 2, 1], np.int32), 3)
     >>> plan.forward.stops.tolist(), plan.tasks.tolist()
     ([2, 5, 2, 1], [0, 0, 1, 1, 0, 1])
     """
-    if isinstance(slice_tokens, bool) or not isinstance(slice_tokens, int | np.integer) or slice_tokens < 1:
-        raise SettingError(f"slice_tokens={slice_tokens!r}; it must be a whole number of at least 1")
+    slice_tokens = as_count(slice_tokens, "slice_tokens")
     is_long = lengths > slice_tokens
     forward: list[list[tuple[int, int, int]]] = []
     backward: list[list[tuple[int, int, int]]] = []
     tasks: list[int] = []
     for document in np.flatnonzero(is_long).tolist():
         length = int(lengths[document])
-        count = -(-length // int(slice_tokens))
+        count = -(-length // slice_tokens)
         cuts = [length * part // count for part in range(count + 1)]
         slices = [[(document, start, stop)] for start, stop in zip(cuts, cuts[1:])]
         forward += slices
         backward += slices[::-1]
         tasks += [FORWARD] * count + [BACKWARD] * count
-    packing = pack(np.where(is_long, 0, lengths), int(slice_tokens))
+    packing = pack(np.where(is_long, 0, lengths), slice_tokens)
     for documents in packing.to_lists():
         pieces = [(document, 0, int(lengths[document])) for document in documents]
         forward.append(pieces)

@@ -63,10 +63,12 @@ class Shards:
             gathered: when parameters are whole.
 
         Raises:
-            ModelError: shards within layers.
+            ModelError: shards within layers, or of one of embedding and head that share their weight.
             SettingError: divided among others than the replicas.
         """
         self._parts, self._replicas, self._gathered = parts, replicas, gathered
+        config: Any = model.config
+        self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
         self._check()
@@ -191,6 +193,12 @@ class Shards:
             raise ModelError(
                 f"{within[0]} is sharded within its layer ({len(within):,} modules are); call fully_shard on whole "
                 "layers and on the model"
+            )
+        one, other = (getattr(end, "weight", None) for end in (self._parts.embedding, self._parts.head))
+        if self._ties and one is not None and other is not None and one is not other:
+            raise ModelError(
+                "embedding and head share their weight, and fully_shard was called on one of them, which took it "
+                "from the other; call it on whole layers and on the model, which keeps them one"
             )
         others = [n for n, p in self._sharded.items() if p.device_mesh.size() != self._replicas.size]
         if others:

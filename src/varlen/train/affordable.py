@@ -56,6 +56,11 @@ def affordable(
             )
         if mesh.dp > 1 and not search.merges:
             more.append("plan.merges = true would let ranks share documents")
+        if "cp=" in str(error) or "tp" in str(error):
+            more.append(
+                'a run is divided by plan.pp and run.parallel = "fsdp" alone: it has neither context nor '
+                "tensor parallelism (cp, tp)"
+            )
         if not more:
             raise
         raise PlanError("; ".join([str(error), *more])) from None

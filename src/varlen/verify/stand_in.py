@@ -49,7 +49,9 @@ def flash_attention() -> Iterator[None]:
 
     process = flash._lazy_define_process_function(_varlen_kernel)
     padding = flash._pad_input, flash._unpad_input  # transformers' own, for masks with holes
-    kernels = (_dense_kernel, _varlen_kernel, None, *padding), (process, dict)
+    # transformers 5.23 unpacks a function for the cache's kernel beside it, 5.17 knows none
+    arguments = (process, dict) if hasattr(flash, "_process_with_kvcache_kwargs_fn") else process
+    kernels = (_dense_kernel, _varlen_kernel, None, *padding), arguments
     with (
         patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels),
         patch.object(integration, "get_target_dtype", dtype_for),
