@@ -94,9 +94,8 @@ def sharing() -> Drawing:
 
 def ahead() -> Drawing:
     """The planner's process beside the steps: what is planned while which step runs, and how long steps waited."""
-    found = max(
-        (json.loads(path.read_text()) for path in RESULTS.glob("*.json")), key=lambda one: one["date"]
-    )["ahead"]
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    found = [result["ahead"] for result in results if "ahead" in result][-1]  # files are named by date
     step_s, first_s, later_s = (float(found[key]) for key in ("step_s", "first_wait_s", "wait_s"))
     d = Drawing(
         860,
