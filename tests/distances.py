@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +13,14 @@ EXACT = 1e-12
 """Relative, of float64: what several processes and one may differ by."""
 
 
+def largest(distances: Iterable[float]) -> float:
+    """The largest of distances, of which 0 is the least; infinite where one is no number, which `max` passes by."""
+    return max((math.inf if math.isnan(distance) else distance for distance in distances), default=0.0)
+
+
 def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     """The largest difference of any tensor, relative to that tensor."""
-    return max(
-        (float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found),
-        default=0.0,
-    )
+    return largest(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found)
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Distances:
     either."""
 
     def saw(self, name: str, distance: float) -> None:
-        setattr(self, name, max(getattr(self, name), distance))
+        setattr(self, name, largest((getattr(self, name), distance)))
 
 
 def whole_of(gradients: dict[str, Any]) -> dict[str, torch.Tensor]:

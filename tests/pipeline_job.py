@@ -59,7 +59,7 @@ def random_plans(first: str, last: str) -> None:
 
 
 def struck() -> None:
-    """Four jobs, in each of which something else happens to the second stage."""
+    """Six jobs, in each of which something else happens to the second stage."""
     for how, strikes in STRIKES.items():
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         children = {}
@@ -99,6 +99,8 @@ STRIKES = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "fails": fails,
     "full": runs_out,
+    "fails, shared": fails,
+    "stuck, sharded": lambda: time.sleep(60),
     "stuck": lambda: time.sleep(60),
 }
 

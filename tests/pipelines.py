@@ -18,14 +18,16 @@ from distances import EXACT, Distances, furthest, whole_of
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
 from torch.distributed import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
 from varlen.runtime.ranks import open_groups, seat_of
 from varlen.runtime.slices import layers_of
-from varlen.runtime.stage import Elsewhere
+from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import StepPlan
 
 LAYERS = 8
@@ -229,7 +231,9 @@ def run_evaluating(rank: int, world: int) -> dict[str, Any]:
 def run_neighbours(rank: int, world: int) -> dict[str, Any]:
     """Groups of neighbouring ranks of a stage, which are made when they are first wanted."""
     seat = seat_of(vl.Mesh(dp=4, pp=world // 4), rank)
-    groups = open_groups(seat, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60)
+    groups = open_groups(
+        seat, PrefixStore("neighbours", _get_default_store()), torch.device("cpu"), 60, lambda _: None
+    )
     found = [groups.peers(first, count).gathered(torch.tensor(rank)).tolist() for first, count in ((0, 4),)]
     first = seat.dp_rank // 2 * 2
     found.append(groups.peers(first, 2).gathered(torch.tensor(rank)).tolist())
@@ -267,6 +271,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         tasks[own] = plan.tasks[own][::-1]
     tried("order", lambda engine: engine.step(batch, replace(plan, tasks=tasks)))
     tried("counts", lambda engine: engine.step(batch, replace(plan, tasks=plan.tasks[::-1].copy())))
+    tried("settings", lambda engine: engine.step(batch, plan, document_losses=is_odd))
     tried("no batch", lambda engine: engine.step({} if is_odd else batch, plan))  # type: ignore[arg-type]
     hooked = small(0)
     if is_odd:
@@ -285,14 +290,23 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[str, Any]:
     """Run a step in which something happens to the second stage in its third task; what the others say, and when."""
+    is_sharded, is_shared = "sharded" in how, "shared" in how
     mesh = vl.Mesh(pp=world)
-    plan = runnable(plan_of(0, mesh))
+    if is_sharded or is_shared:
+        mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if is_sharded else "none")
+    plan = runnable(plan_of(0, mesh, shares=is_shared))
     model = small(0)
-    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if how == "stuck" else 300)
+    cut_to_stage(model, mesh, rank // mesh.dp)
+    own = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
+    if is_sharded:
+        devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+        for layer in own:
+            fully_shard(layer, mesh=devices)
+        fully_shard(model, mesh=devices)
+    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if "stuck" in how else 300)
     if rank == 1:
         calls = itertools.count()
-        layer = next(x for x in model.model.layers if not isinstance(x, Elsewhere))
-        layer.register_forward_pre_hook(lambda *_: strikes() if next(calls) == 2 else None)
+        own[0].mlp.register_forward_pre_hook(lambda *_: strikes() if next(calls) == 2 else None)
     begun = time.monotonic()
     try:
         engine.step(batch_of(plan), plan)

@@ -62,7 +62,7 @@ class Rules:
         self.sent = dict.fromkeys(self.tasks, 0.0)
         """When the message of each begins to leave."""
         self.free_from = dict.fromkeys(self.tasks, 0.0)
-        """When the stage turns to a task; without overlap it begins to gather parameters then."""
+        """When the stage turns to a task; without overlap it gathers parameters as soon as its input is there too."""
         self.before = {b: a for order in self.orders for a, b in zip(order, order[1:])}
         self.link_before: dict[Task, Task] = {}
         """The message before each on its link."""
@@ -131,10 +131,9 @@ class Rules:
             if task in self.before:
                 self.free_from[task] = max(self.free_from[task], self.free(self.before[task]))
         for task in self.tasks:
-            ready = self.free_from[task]
-            if gathers:
-                ready = max(self.free_from[other] for other in self.party[task]) + self.traffic(task)
-            self.start[task] = max(self.start[task], ready, *self.inputs(task))
+            begins = [max([self.free_from[other], *self.inputs(other)]) for other in self.party[task]]
+            gathered_s = self.traffic(task) if gathers else 0.0
+            self.start[task] = max(self.start[task], max(begins) + gathered_s)
         for task in self.tasks:
             self.start[task] = max(self.start[other] for other in self.party[task])
             self.sent[task] = max(self.sent[task], self.stop(task))

@@ -226,6 +226,9 @@ def test_the_small_case_tells_right_from_wrong(name: str, window: int | None) ->
     assert wrong(lambda given, lengths, _: (given, lengths, Rule(0.4, 2))) > 0.05
     assert wrong(lambda given, lengths, rule: (given, Lengths((4, 9), (4, 16)), rule)) > 0.05
     assert wrong(lambda given, lengths, rule: (given._replace(key=given.key.flip(1)), lengths, rule)) > 0.05
+    assert (
+        wrong(lambda given, lengths, rule: (given._replace(key=given.key * torch.nan), lengths, rule)) > 0.05
+    )
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distances import EXACT
+import torch
+from distances import EXACT, Distances, furthest
 from pipelines import planned, small
 from ranks import ROOT, as_ranks
 
@@ -175,6 +177,7 @@ def test_ranks_that_mean_different_things_all_say_so(four: Found) -> None:
         else:
             for name in ("one rank", "no batch", "hook"):
                 assert one[name].startswith("VarlenError: stage 1 of pipeline 0 (rank 2) refused the step")
+        assert one["settings"].startswith(f"PlanError: {odd} has the settings ".replace("\\", ""))
         assert "4 GPUs without a plan" in one["no plan"]
         assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
@@ -211,6 +214,38 @@ def test_whoever_is_left_names_the_stage_that_is_gone(
         assert one["seconds"] < 15
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "fails, shared",
+            "stage 0 of pipeline 1 (rank 1) failed (ValueError: a wrong number, in stage 0 of ",
+        ),
+        ("stuck, sharded", "stage 0 of pipeline 1 (rank 1) is gone (killed, stuck, or out of memory)"),
+    ],
+)
+def test_whoever_shares_documents_or_parameters_is_told_as_soon(
+    struck: dict[str, dict[str, Any]], how: str, words: str
+) -> None:
+    for rank in (0, 2, 3):
+        one = struck[f"{how} {rank}"]
+
+        assert one["said"].startswith("WorkerDiedError: " + words), one["said"]
+        assert one["seconds"] < 15
+
+
+def test_a_gradient_that_is_no_number_is_infinitely_far() -> None:
+    wanted, broken = (
+        {"a": torch.ones(2), "b": torch.ones(2)},
+        {"a": torch.ones(2), "b": torch.ones(2) / 0 * 0},
+    )
+    seen = Distances()
+    seen.saw("loss", math.nan)
+
+    assert furthest(broken, wanted) == seen.loss == math.inf
+    assert furthest(wanted, wanted) == seen.norm == 0
+
+
 def test_an_error_of_a_task_says_which_task_it_was(struck: dict[str, dict[str, Any]]) -> None:
     said = struck["fails 1"]["said"]
 
@@ -224,6 +259,9 @@ def test_a_stage_without_memory_says_to_all_what_would_fit(struck: dict[str, dic
     assert own.startswith(
         "DeviceMemoryError: out of memory (tried to allocate 2.50 GiB) in forward of MicroPack 2"
     )
-    assert " rows would fit, by estimate: plan with slice_tokens=" in own
+    assert " rows would fit, by estimate: plan with a smaller memory_fraction of vl.CostModel" in own
     for rank in (0, 2, 3):
-        assert " rows would fit, by estimate: plan with slice_tokens=" in struck[f"full {rank}"]["said"]
+        assert (
+            " rows would fit, by estimate: plan with a smaller memory_fraction of vl.CostModel"
+            in struck[f"full {rank}"]["said"]
+        )

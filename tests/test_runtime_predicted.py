@@ -115,7 +115,7 @@ def test_weight_gradients_apart_hold_what_is_predicted(
 
 @HEADS
 @EACH_WAY
-@pytest.mark.parametrize(("ranks", "count"), [(2, 5), (4, 2)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 5), pytest.param(4, 2, marks=pytest.mark.soak)])
 def test_ranks_that_share_a_document_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any, ranks: int, count: int
 ) -> None:

@@ -79,9 +79,7 @@ def test_what_settings_say_of_recomputation_and_offloading_is_kept():
         words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
         with pytest.raises(PlanError, match=words):
             kept_by(least, recompute, offload)
-    with pytest.raises(
-        PlanError, match=r"would fit, or a mesh of cp=2; a run is divided by plan\.pp and run\.par"
-    ):
+    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2; a run has neither cp nor tp: "):
         kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
 
 

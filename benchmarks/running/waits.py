@@ -88,7 +88,7 @@ def waited(
     mesh = found[0].plan.mesh
     seat = seat_of(mesh, rank)
     store = dist.distributed_c10d._get_default_store()
-    groups = open_groups(seat, dist.PrefixStore("waits", store), torch.device("cpu"), 300.0)
+    groups = open_groups(seat, dist.PrefixStore("waits", store), torch.device("cpu"), 300.0, lambda _: None)
     notes = Notes(store=store, rank=rank, world_size=1, name_of=seat.name_of)  # of a job that nobody watches
     lookout = Lookout(notes)
     like = torch.empty(HIDDEN, dtype=torch.bfloat16)

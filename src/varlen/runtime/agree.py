@@ -43,6 +43,15 @@ def batch_fingerprint(data: StepData) -> str:
     return digest.hexdigest()
 
 
+def settings_fingerprint(settings: Mapping[str, Any]) -> str:
+    """Return 64 hexadecimal digits that equal settings share.
+
+    Args:
+        settings: plain values by name.
+    """
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+
+
 def agree(
     group: Group,
     facts: Mapping[str, str],
@@ -68,7 +77,7 @@ def agree(
         else bytes(32 * len(facts))
     )
     sent = torch.tensor([fault is not None, *mine], dtype=torch.uint8, device=group.device)
-    told = group.gathered(sent).cpu()
+    told = group.on_host(group.gathered(sent))
     if fault is not None:
         raise fault
     failed = told[:, 0].nonzero().flatten().tolist()
@@ -86,4 +95,5 @@ def agree(
             raise PlanError(
                 f"{name_of(others[0])} has the {name} {said[others[0]]}…, and {count} of {group.size} ranks have "
                 f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same {name}"
+                + (" (document_losses, saved, gathered)" if name == "settings" else "")
             )

@@ -6,6 +6,7 @@ libraries differ in which of their arguments they heed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, get_args
@@ -124,7 +125,8 @@ def error_on_a_small_case(
     merged, known = kernel.forward(given, lengths, rule), BY_SCORES.forward(exact, lengths, rule)
     found = (*merged, *kernel.backward(gradient, given, merged, lengths, rule))
     wanted = (*known, *BY_SCORES.backward(gradient.double(), exact, known, lengths, rule))
-    return max(float((one - two).abs().max() / two.abs().max()) for one, two in zip(found, wanted))
+    off = [float((one - two).abs().max() / two.abs().max()) for one, two in zip(found, wanted)]
+    return math.inf if any(map(math.isnan, off)) else max(off)
 
 
 class ByScores:

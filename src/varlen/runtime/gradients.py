@@ -41,6 +41,17 @@ def add_back(parameters: Mapping[str, torch.Tensor], earlier: Mapping[str, torch
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
+def put_back(parameters: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> None:
+    """Put what `set_aside` took in place of what a step that failed has left.
+
+    Args:
+        parameters: by name.
+        earlier: gradients by name.
+    """
+    for name, parameter in parameters.items():
+        parameter.grad = earlier.get(name)
+
+
 @contextmanager
 def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Drop the gradients that a step began and didn't end, so that another one may be tried.
@@ -80,7 +91,7 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
     flags = torch.tensor([has.get(name, False) for name in names], dtype=torch.uint8, device=group.device)
     if names:
         group.most(flags)
-    return [name for name, flag in zip(names, flags.tolist()) if flag]
+    return [name for name, flag in zip(names, group.on_host(flags).tolist()) if flag]
 
 
 def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
@@ -197,7 +208,9 @@ def clip(parameters: Mapping[str, torch.Tensor], norm: float, most: float) -> No
         norm: of all gradients now.
         most: that it may be.
     """
-    factor = min(1.0, most / (norm + 1e-6))
+    factor = most / (norm + 1e-6)
+    if factor >= 1:
+        return  # not so where the norm is no number: gradients become what will be noticed
     for parameter in parameters.values():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor)

@@ -20,7 +20,7 @@ from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_plan as check_whole
 from varlen.plan.save import plan_fingerprint
 from varlen.runtime import gradients
-from varlen.runtime.agree import agree, batch_fingerprint
+from varlen.runtime.agree import agree, batch_fingerprint, settings_fingerprint
 from varlen.runtime.channels import Channels
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
@@ -98,16 +98,17 @@ class Member:
         self._dtype: torch.dtype | None = None
         self._groups: Groups | None = None
         fault, fingerprint = None, "0" * 64
-        try:
-            check_model(model, kernels)
-            cut = cut_to_stage(model, mesh, self.seat.stage)
-            fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
-        except VarlenError as error:
-            fault = error
-        device = next(model.parameters()).device
-        with self._ending(), self._lookout.waiting():
-            self._groups = open_groups(self.seat, store, device, self._timeout_s)
-            agree(self._groups.world, {"model": fingerprint}, fault, name_of=self.seat.name_of)
+        with self._ending():
+            try:
+                check_model(model, kernels)
+                cut = cut_to_stage(model, mesh, self.seat.stage)
+                fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
+            except VarlenError as error:
+                fault = error
+            device = next(model.parameters()).device
+            with self._lookout.waiting():
+                self._groups = open_groups(self.seat, store, device, self._timeout_s, self._settle)
+                agree(self._groups.world, {"model": fingerprint}, fault, name_of=self.seat.name_of)
 
     def run(
         self,
@@ -135,9 +136,11 @@ class Member:
         with self._ending():
             groups = self._open()
             fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
-            facts = {"plan": "0" * 64, "batch": "0" * 64}
+            facts = dict.fromkeys(("plan", "batch", "settings"), "0" * 64)
             if fault is None and isinstance(prepared, tuple):
                 facts = {"plan": plan_fingerprint(prepared[0]), "batch": batch_fingerprint(prepared[1])}
+                said = {"document_losses": keeps_losses, "saved": saved, "gathered": self._gathered}
+                facts["settings"] = settings_fingerprint(said)
             with self._lookout.waiting():
                 agree(groups.world, facts, fault, name_of=self.seat.name_of)
             assert isinstance(prepared, tuple)
@@ -165,7 +168,7 @@ class Member:
             square = gradients.squares(counted, counts_whole=self.seat.dp_rank == 0)
             squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
             with self._lookout.waiting():
-                norm = math.sqrt(float(groups.world.gathered(squares).sum()))
+                norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
             gradients.clip(parameters, norm, max_norm)
             return norm
 
@@ -206,7 +209,7 @@ class Member:
                 'numbers of MicroPacks; plan for Mesh(sharding="parameters"), or make the engine with gathered="step"'
             )
         try:
-            if plan.num_merged:
+            if plan.num_merged or its.sharding == "parameters":
                 check_whole(plan)  # whose ranks wait for each other too
             else:
                 check_order(plan, self.seat.dp_rank)
@@ -225,7 +228,10 @@ class Member:
     ) -> StepRun:
         """Run the tasks, and add up gradients."""
         parts, mesh, stage = Parts.of(model, self._kernels), self.seat.mesh, self.seat.stage
-        shards = Shards(model, parts, groups.replicas, self._gathered) if is_sharded(model) else None
+        shards = None
+        if is_sharded(model):
+            shards = Shards(model, parts, groups.replicas, self._gathered, self._lookout.waiting)
+            shards.wait_at_most(self._timeout_s)
         parts = parts if shards is None else shards.parts
         layers = layers_of(model, mesh)
         parameters = _trained(model)
@@ -258,6 +264,7 @@ class Member:
                 channels.drop()
                 if shards is not None:
                     shards.forget()
+                gradients.put_back(parameters, earlier)
                 raise
         with self._lookout.waiting():
             self._settle(groups.device)
@@ -283,9 +290,7 @@ class Member:
         """The documents of a plan that this process shares with others of its stage."""
         rank = self.seat.dp_rank
         with self._lookout.waiting():
-            peers = peers_of(
-                plan, rank, lambda first, size: groups.peers(first, size).backend, self._lookout.waiting
-            )
+            peers = peers_of(plan, rank, groups.peers, self._lookout.waiting)
         return shared_documents(plan, rank, peers, groups.device)
 
     def _hidden_dtype(self, parts: Parts, layers: range, shards: Shards | None) -> torch.dtype:
@@ -310,7 +315,7 @@ class Member:
     def _total(self, groups: Groups, run: StepRun) -> Totals:
         peak = int(run.places[0].peak_bytes.max(initial=0))
         mine = torch.tensor([run.loss, peak], dtype=torch.float64, device=groups.device)
-        every = groups.world.gathered(mine).cpu()
+        every = groups.world.on_host(groups.world.gathered(mine))
         if run.token_losses is not None:
             groups.world.sum(run.token_losses)
         return Totals(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from varlen.runtime.ranks import Group
 from varlen.step_plan import StepPlan
 
 
@@ -44,16 +45,18 @@ class ProcessPeers:
     one turn and at the rate of plain messages, of which gloo's reduce-scatter reaches a third.
     """
 
-    def __init__(self, group: Any, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self, group: Group, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         """Take a group.
 
         Args:
-            group: with this process in it: a `ProcessGroup` of torch.distributed, or a backend such as
-                `ProcessGroupNCCL`.
+            group: with this process in it, which is asked for its connection at each call, so that a group that is
+                closed is left by all.
             waiting: entered around every call of the group, in which the others are waited for.
         """
         self._group, self._waiting = group, waiting
-        self._rank, self._size = int(group.rank()), int(group.size())
+        self._rank, self._size = group.index, group.size
 
     @property
     def rank(self) -> int:
@@ -71,11 +74,11 @@ class ProcessPeers:
         out = rows.new_empty(self._size, *rows.shape)
         with self._waiting():
             if rows.is_cuda:
-                self._group._allgather_base(out.flatten(0, 1), rows).wait()
+                self._group.backend._allgather_base(out.flatten(0, 1), rows).wait()
             else:
                 others = [(self.rank + turn) % self.size for turn in range(1, self.size)]
-                works = [self._group.recv([out[other]], other, 0) for other in others]
-                works += [self._group.send([rows], other, 0) for other in others]
+                works = [self._group.receive(out[other], other) for other in others]
+                works += [self._group.send(rows, other) for other in others]
                 out[self.rank].copy_(rows)
                 for work in works:
                     work.wait()
@@ -87,12 +90,12 @@ class ProcessPeers:
         out = parts.new_empty(parts.shape[1:])
         with self._waiting():
             if parts.is_cuda:
-                self._group._reduce_scatter_base(out, parts.flatten(0, 1)).wait()
+                self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1)).wait()
             else:
                 into = out
                 for turn in range(1, self.size):
                     after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
-                    works = [self._group.recv([into], before, 0), self._group.send([parts[after]], after, 0)]
+                    works = [self._group.receive(into, before), self._group.send(parts[after], after)]
                     for work in works:
                         work.wait()
                     out.add_(parts[self.rank] if turn == 1 else into)
@@ -103,7 +106,7 @@ class ProcessPeers:
 def peers_of(
     plan: StepPlan,
     rank: int,
-    group_of: Callable[[int, int], Any],
+    group_of: Callable[[int, int], Group],
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[tuple[int, int], Peers]:
     """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.

@@ -100,7 +100,7 @@ class Place:
         self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
-        self._rank, self._unit = rank, unit
+        self._rank, self._unit, self._is_alone = rank, unit, plan.mesh.num_gpus == 1
         self._live_at_first = meter.live if meter is not None else 0
         self._done = np.zeros(KINDS * len(chunks), np.int32)
         self._run: list[tuple[int, int, int, int, int]] = []
@@ -142,7 +142,8 @@ class Place:
             error.add_note(f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, {where}")
             if is_out_of_memory(error):
                 named = f"{PASSES[kind]} of {where}, of stage {self._stage} of pipeline {self._rank}"
-                raise ran_out(error, named, key, self._took(kind, chunk), self._room()) from error
+                took, room = self._took(kind, chunk), self._room()
+                raise ran_out(error, named, key, took, room, is_alone=self._is_alone) from error
             raise
         self._clock.mark()
         live, peak = (self._meter.live, self._meter.peak) if self._meter is not None else (0, 0)

@@ -7,7 +7,7 @@ splits communicators, all ranks must take part in making a group of two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -82,7 +82,14 @@ class Group:
     """Some processes that talk to each other; a group of one has nobody to talk to, and nothing to do."""
 
     def __init__(
-        self, store: Any, name: str, ranks: Sequence[int], rank: int, device: torch.device, timeout_s: float
+        self,
+        store: Any,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        settle: Callable[[torch.device], None],
     ):
         """Meet the others; waits until all have come.
 
@@ -93,7 +100,9 @@ class Group:
             rank: of this process among all.
             device: of the tensors that are sent: by NCCL from CUDA, by gloo from elsewhere.
             timeout_s: longest wait for others in anything.
+            settle: waits for the device in a way that ends when another process has ended.
         """
+        self._settle = settle
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(rank)
         """Of this process within the group."""
@@ -144,6 +153,15 @@ class Group:
         self._backend.allgather([parts], [tensor.contiguous()]).wait()
         return torch.stack(parts)
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return on the host what others had a part in: a plain copy would wait for them without end.
+
+        Args:
+            tensor: on the device of the group.
+        """
+        self._settle(self.device)
+        return tensor.cpu()
+
     def send(self, tensor: torch.Tensor, index: int) -> Any:
         """Begin to send; returns what says whether it is done, until when the tensor must stay.
 
@@ -187,6 +205,7 @@ class Groups:
     store: Any
     device: torch.device
     timeout_s: float
+    settle: Callable[[torch.device], None]
     world: Group
     """All."""
     replicas: Group
@@ -220,10 +239,12 @@ class Groups:
             group.close()
 
     def _open(self, name: str, ranks: Sequence[int]) -> Group:
-        return Group(self.store, name, ranks, self.seat.rank, self.device, self.timeout_s)
+        return Group(self.store, name, ranks, self.seat.rank, self.device, self.timeout_s, self.settle)
 
 
-def open_groups(seat: Seat, store: Any, device: torch.device, timeout_s: float) -> Groups:
+def open_groups(
+    seat: Seat, store: Any, device: torch.device, timeout_s: float, settle: Callable[[torch.device], None]
+) -> Groups:
     """Make the groups of one process; all processes of the mesh do so at once.
 
     Every process makes its groups in one order of all, so that none waits in a circle, and sends through each right
@@ -234,9 +255,10 @@ def open_groups(seat: Seat, store: Any, device: torch.device, timeout_s: float) 
         store: of the job, under a prefix of this engine.
         device: of the model.
         timeout_s: longest wait for others in anything.
+        settle: as for `Group`.
     """
     mesh, rank = seat.mesh, seat.rank
-    given = (rank, device, timeout_s)
+    given = (rank, device, timeout_s, settle)
     stage = range(seat.stage * mesh.dp, (seat.stage + 1) * mesh.dp)
     ends = (seat.at(0), seat.at(mesh.pp - 1))
     has_ends = mesh.pp > 1 and rank in ends
@@ -245,6 +267,7 @@ def open_groups(seat: Seat, store: Any, device: torch.device, timeout_s: float) 
         store=store,
         device=device,
         timeout_s=timeout_s,
+        settle=settle,
         world=Group(store, "world", range(mesh.num_gpus), *given),
         replicas=Group(store, f"replicas {seat.stage}", stage, *given),
         ends=Group(store, f"ends {seat.dp_rank}", ends, *given) if has_ends else None,

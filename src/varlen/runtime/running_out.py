@@ -50,7 +50,9 @@ def rows_that_fit(rows: int, ran: Sequence[Took], room: int) -> int:
     return max((each.rows for each in ran if each.rows < rows), default=rows // 2)
 
 
-def ran_out(error: Exception, task: str, key: Key, ran: Sequence[Took], room: int) -> DeviceMemoryError:
+def ran_out(
+    error: Exception, task: str, key: Key, ran: Sequence[Took], room: int, *, is_alone: bool
+) -> DeviceMemoryError:
     """Return the error of a task that found no memory.
 
     Args:
@@ -59,6 +61,7 @@ def ran_out(error: Exception, task: str, key: Key, ran: Sequence[Took], room: in
         key: the task's slices.
         ran: tasks of the same pass and layers in the same step.
         room: bytes that were there when it began, at least; 0 where no meter counted.
+        is_alone: whether the plan is of one GPU, for which slices of any number of rows can be asked.
     """
     rows = sum(stop - start for _, start, stop in key)
     slices = ", ".join(f"{start:,}-{stop:,} of document {number}" for number, start, stop in key[:NAMED])
@@ -70,10 +73,8 @@ def ran_out(error: Exception, task: str, key: Key, ran: Sequence[Took], room: in
         'what rows hold until their backward shrinks with recompute="full", saved="stage" or offload="kv"'
     )
     if fits:
-        way = (
-            f"MicroPacks of at most {fits:,} rows would fit, by estimate: plan with slice_tokens={fits}; "
-            f"{otherwise}"
-        )
+        how = f"slice_tokens={fits}" if is_alone else "a smaller memory_fraction of vl.CostModel"
+        way = f"MicroPacks of at most {fits:,} rows would fit, by estimate: plan with {how}; {otherwise}"
     else:
         way = f"no slice is short enough, since what is held already leaves no room for one row; {otherwise}"
     found = DeviceMemoryError(f"out of memory{said} in {task}, with {rows:,} rows: {slices}{more}; {way}")

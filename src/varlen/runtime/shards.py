@@ -8,13 +8,15 @@ summed and divided once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +55,14 @@ def is_sharded(model: nn.Module) -> bool:
 class Shards:
     """The sharded modules of a stage during one step."""
 
-    def __init__(self, model: nn.Module, parts: Parts, replicas: Group, gathered: Gathered) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        replicas: Group,
+        gathered: Gathered,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Take a stage.
 
         Args:
@@ -61,12 +70,13 @@ class Shards:
             parts: the stage taken apart.
             replicas: among which it is divided.
             gathered: when parameters are whole.
+            waiting: entered while parameters are gathered, for which others are waited for.
 
         Raises:
             ModelError: shards within layers, or of one of embedding and head that share their weight.
             SettingError: divided among others than the replicas.
         """
-        self._parts, self._replicas, self._gathered = parts, replicas, gathered
+        self._parts, self._replicas, self._gathered, self._waiting = parts, replicas, gathered, waiting
         config: Any = model.config
         self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -94,6 +104,16 @@ class Shards:
             norm=_unhooked(parts.norm),
             head=_unhooked(parts.head),
         )
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let FSDP2's own groups wait for others no longer than that; they wait for half an hour else.
+
+        Args:
+            seconds: the longest wait.
+        """
+        groups = {id(p.device_mesh): p.device_mesh for p in self._sharded.values()}
+        for mesh in groups.values():
+            _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -152,7 +172,8 @@ class Shards:
 
     def _gather(self, modules: Sequence[Any]) -> None:
         for module in modules:
-            module.unshard()
+            with self._waiting():
+                module.unshard()
             for name, owner, key in self._own[id(module)]:
                 self._whole[name] = getattr(owner, key)
 

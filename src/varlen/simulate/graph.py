@@ -154,7 +154,8 @@ def _add_gathers(draft: _Draft, computes: Computes, num_places: int, overlap: bo
     """Gather parameters for each task, or scatter its gradients, beside it or before it."""
     takers = np.arange(len(computes.kinds))
     streams = 3 * num_places + computes.places if overlap else computes.places
-    draft.add(GATHER, draft.tasks[:, takers], streams, 4 * takers + 3)
+    gathers = draft.add(GATHER, draft.tasks[:, takers], streams, 4 * takers + 3)
+    draft.afters[gathers] = draft.afters[takers]  # nothing is gathered before there is something to compute
 
 
 def _add_syncs(draft: _Draft, computes: Computes, num_places: int, overlap: bool) -> None:

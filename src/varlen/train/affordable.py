@@ -5,6 +5,7 @@ It is called in the process that plans ahead too, which loads no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
@@ -56,11 +57,8 @@ def affordable(
             )
         if mesh.dp > 1 and not search.merges:
             more.append("plan.merges = true would let ranks share documents")
-        if "cp=" in str(error) or "tp" in str(error):
-            more.append(
-                'a run is divided by plan.pp and run.parallel = "fsdp" alone: it has neither context nor '
-                "tensor parallelism (cp, tp)"
-            )
+        if re.search(r"\b[ct]p\b", str(error)):
+            more.append('a run has neither cp nor tp: what divides it is plan.pp and run.parallel = "fsdp"')
         if not more:
             raise
         raise PlanError("; ".join([str(error), *more])) from None
