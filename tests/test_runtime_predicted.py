@@ -79,7 +79,9 @@ def test_a_stage_holds_what_is_predicted(
 
 @NAMES
 @EACH_WAY
-@pytest.mark.parametrize(("count", "slices", "rows"), [(5, 5, 100), (3, 1, 250)])
+@pytest.mark.parametrize(
+    ("count", "slices", "rows"), [(5, 5, 100), pytest.param(3, 1, 250, marks=pytest.mark.soak)]
+)
 def test_two_stages_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any, count: int, slices: int, rows: int
 ) -> None:

@@ -121,6 +121,9 @@ def test_rows_of_more_bytes_leave_less_room_for_them():
     assert state.min() < state.max()
     assert wide.limit_bytes - state.min() == pytest.approx((1e12 - state.min()) / 2)
     assert with_wide_rows(BIG, mesh, 1.0) is BIG
+    latency_s, row_s = BIG.send_s(mesh)
+    assert with_wide_rows(BIG, mesh, WIDE).send_s(mesh) == pytest.approx((latency_s, 2 * row_s))
+    assert with_wide_rows(BIG, mesh, AUTOCAST).send_s(mesh) == (latency_s, row_s)
     full = BIG.replace(memory_fraction=1e-3)
     assert with_wide_rows(full, mesh, WIDE) is full
 

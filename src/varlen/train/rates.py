@@ -75,7 +75,8 @@ def hardware_of(
 def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
     """Return a cost model that leaves room for rows of more bytes than those in half precision that it counts.
 
-    Where states leave room for rows, it is that many times smaller, on the stage whose states are least.
+    Where states leave room for rows, it is that many times smaller, on the stage whose states are least. What is all
+    in float32 also takes as many times longer on every link; under autocast keys and values are not, and links stay.
 
     Args:
         cost: of half precision.
@@ -87,7 +88,12 @@ def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
     if room <= 0 or times == 1:
         return cost
     smaller = (state + room / times) / cost.memory_fraction
-    return cost.replace(hardware=replace(cost.hardware, memory_bytes=smaller))
+    hardware = replace(cost.hardware, memory_bytes=smaller)
+    if times == WIDE:
+        links = {name: getattr(hardware, name) for name in ("intra", "inter", "host")}
+        slower = {name: replace(link, bytes_per_s=link.bytes_per_s / times) for name, link in links.items()}
+        hardware = replace(hardware, **slower)
+    return cost.replace(hardware=hardware)
 
 
 def _named(name: str) -> Hardware:
