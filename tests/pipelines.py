@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from random import Random
@@ -18,19 +18,21 @@ from distances import EXACT, Distances, furthest, whole_of
 from random_plans import random_plan
 from sliced import SIZES, tiny, uncut
 from torch.distributed import PrefixStore
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
+from varlen.plan.check import check_contents, check_plan
 from varlen.runtime.ranks import open_groups, seat_of
-from varlen.runtime.slices import layers_of
+from varlen.runtime.slices import check_order, layers_of
 from varlen.runtime.stage import Elsewhere, cut_to_stage
 from varlen.step_plan import StepPlan
 
 LAYERS = 8
+CHUNKED = vl.Mesh(dp=2, pp=2, virtual_stages=2, sharding="parameters")
 KEPT: list[BaseException] = []
 
 
@@ -242,6 +244,28 @@ def run_neighbours(rank: int, world: int) -> dict[str, Any]:
     return {"ranks": found}
 
 
+def waits_in_a_circle() -> StepPlan:
+    """A plan each of whose pipelines could run by itself, and whose ranks gather parameters in different orders."""
+    plan = planned({"recompute": "full"}, [60, 3, 17, 9, 30, 8, 2, 44] * 2, CHUNKED)
+    random = Random(0)
+    for _ in range(2000):
+        tasks = plan.tasks.copy()
+        for stage in range(CHUNKED.pp):  # of the second pipeline
+            own = tasks[slice(*plan.task_offsets[CHUNKED.pp + stage :][:2].tolist())]
+            at = random.randrange(len(own) - 1)
+            own[at], own[at + 1] = own[at + 1], own[at]
+        other = replace(plan, tasks=tasks)
+        with suppress(VarlenError):
+            check_contents(other)
+            for rank in range(CHUNKED.dp):
+                check_order(other, rank)
+            try:
+                check_plan(other)
+            except VarlenError:
+                return other
+    raise AssertionError("no plan in 2,000 attempts")
+
+
 def refusals(rank: int, world: int) -> dict[str, str]:
     """What every rank says where ranks mean different things."""
     mesh = vl.Mesh(dp=2, pp=world // 2)
@@ -264,6 +288,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("no plan", lambda engine: engine.step(batch))
     tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
     tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
+    tried("circle", lambda engine: engine.step(batch_of(circle := waits_in_a_circle()), circle), mesh=CHUNKED)
     tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
     tasks = plan.tasks.copy()
     for place in range(0, mesh.num_gpus, mesh.pp):  # the first stages, which then take before they give
@@ -288,8 +313,22 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     return said
 
 
+def replicas_of(mesh: vl.Mesh) -> DeviceMesh:
+    """The processes that hold the same stage as this one."""
+    return init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+
+
+def shard(model: Any, mesh: vl.Mesh, **settings: Any) -> None:
+    """Divide the layers of a stage, and what else it holds, among its replicas."""
+    devices = replicas_of(mesh)
+    for layer in model.model.layers:
+        if not isinstance(layer, Elsewhere):
+            fully_shard(layer, mesh=devices, **settings)
+    fully_shard(model, mesh=devices, **settings)
+
+
 def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[str, Any]:
-    """Run a step in which something happens to the second stage in its third task; what the others say, and when."""
+    """Run a step in which something happens to the second rank in its third task; what the others say, and when."""
     is_sharded, is_shared = "sharded" in how, "shared" in how
     mesh = vl.Mesh(pp=world)
     if is_sharded or is_shared:
@@ -299,10 +338,7 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
     cut_to_stage(model, mesh, rank // mesh.dp)
     own = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if is_sharded:
-        devices = init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
-        for layer in own:
-            fully_shard(layer, mesh=devices)
-        fully_shard(model, mesh=devices)
+        shard(model, mesh)
     engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if "stuck" in how else 300)
     if rank == 1:
         calls = itertools.count()

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from distances import furthest, whole_of
-from pipelines import alone, batch_of, compare, plan_of, runnable, small
+from pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
 from sliced import tiny
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -20,11 +19,6 @@ from varlen.runtime.parts import Parts
 from varlen.runtime.ranks import seat_of
 from varlen.runtime.shards import Shards
 from varlen.runtime.stage import Elsewhere, cut_to_stage
-
-
-def replicas_of(mesh: vl.Mesh) -> DeviceMesh:
-    """The processes that hold the same stage as this one."""
-    return init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
@@ -84,12 +78,8 @@ def run_half(rank: int, world: int) -> dict[str, Any]:
     plan = runnable(plan_of(3, mesh))
     whole, model = (tiny("llama", torch.float32, num_hidden_layers=4) for _ in range(2))
     cut_to_stage(model, mesh, rank // 2)
-    devices = replicas_of(mesh)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        if not isinstance(layer, Elsewhere):
-            fully_shard(layer, mesh=devices, mp_policy=policy)
-    fully_shard(model, mesh=devices, mp_policy=policy)
+    shard(model, mesh, mp_policy=policy)
     batch = batch_of(plan, 3)
     _, wanted = alone(whole, batch)
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
@@ -108,13 +98,12 @@ def run_frozen(rank: int, world: int) -> dict[str, Any]:
         for name, parameter in each.named_parameters():
             parameter.requires_grad_(not any(part in name for part in ("embed", "layers.1.", "q_proj")))
     cut_to_stage(model, mesh, rank // 2)
-    devices = replicas_of(mesh)
-    for layer in model.model.layers:
-        if not isinstance(layer, Elsewhere):
-            fully_shard(layer, mesh=devices)
-    fully_shard(model, mesh=devices)
-    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+    shard(model, mesh)
+    backends = [x._get_backend(torch.device("cpu")) for x in replicas_of(mesh).get_all_groups()]
+    timeouts = [each.options._timeout for each in backends]
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=30)) as engine:
         found = compare(engine, whole, plan, 4, steps=3)
+    assert [each.options._timeout for each in backends] == timeouts  # the user's groups are as they were
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     kept = all(torch.equal(whole_of({name: p})[name], before[name]) for name, p in frozen)
     return {"frozen": len(frozen), "kept": kept and all(p.grad is None for _, p in frozen), **found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import varlen as vl
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
 from varlen.runtime.agree import batch_fingerprint
 from varlen.runtime.chunk import StepData
-from varlen.runtime.gradients import buckets
+from varlen.runtime.gradients import buckets, clip
 from varlen.runtime.missing import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
 from varlen.runtime.ranks import seat_of
 from varlen.runtime.slices import check_order
@@ -287,3 +288,30 @@ def test_an_error_that_names_nobody_stays_what_it_was() -> None:
     said = said_by(notes_of(store, 0), RuntimeError("gloo: Connection closed by peer"))
 
     assert said == "RuntimeError: gloo: Connection closed by peer"
+
+
+def test_gradients_of_earlier_batches_stay_where_a_step_fails() -> None:
+    plan, model = runnable(plan_of(4, vl.Mesh())), small(1)
+    engine = vl.SliceEngine(model, mesh=vl.Mesh(), rank=0)
+    engine.step(batch_of(plan), plan)
+    earlier = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def fail(*_: object) -> None:
+        raise ValueError("a wrong number")
+
+    hook = model.model.layers[0].mlp.register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="a wrong number"):
+        engine.step(batch_of(plan), plan)
+    hook.remove()
+
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, earlier[name]), name
+
+
+def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.tensor([1.0, torch.nan, 2.0])
+
+    clip({"weight": weight}, math.nan, 1.0)
+
+    assert weight.grad.isnan().all()

@@ -95,5 +95,4 @@ def agree(
             raise PlanError(
                 f"{name_of(others[0])} has the {name} {said[others[0]]}…, and {count} of {group.size} ranks have "
                 f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same {name}"
-                + (" (document_losses, saved, gathered)" if name == "settings" else "")
             )

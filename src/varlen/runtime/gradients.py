@@ -16,40 +16,25 @@ BUCKET_BYTES = 25 << 20
 """Of gradients that are sent as one: enough for the full rate of a link."""
 
 
-def set_aside(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Take the gradients of earlier batches away, so that those of this one are summed by themselves.
+@contextmanager
+def apart(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Compute and sum gradients by themselves, and add them to those of earlier batches, which stay where that fails.
 
     Args:
         parameters: by name.
     """
-    earlier = {}
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            earlier[name], parameter.grad = parameter.grad, None
-    return earlier
-
-
-def add_back(parameters: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> None:
-    """Add what `set_aside` took.
-
-    Args:
-        parameters: by name.
-        earlier: gradients by name.
-    """
+    earlier = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for name, parameter in parameters.items():
+            parameter.grad = earlier.get(name)
+        raise
     for name, gradient in earlier.items():
         parameter = parameters[name]
         parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-def put_back(parameters: Mapping[str, torch.Tensor], earlier: Mapping[str, torch.Tensor]) -> None:
-    """Put what `set_aside` took in place of what a step that failed has left.
-
-    Args:
-        parameters: by name.
-        earlier: gradients by name.
-    """
-    for name, parameter in parameters.items():
-        parameter.grad = earlier.get(name)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from varlen.runtime.parts import IGNORED, Parts, check_model
 from varlen.runtime.peers import peers_of
 from varlen.runtime.place import Place
 from varlen.runtime.ranks import Groups, Seat, open_groups, seat_of
-from varlen.runtime.shards import Gathered, Shards, is_sharded
+from varlen.runtime.shards import Gathered, Shards, is_sharded, waiting_at_most
 from varlen.runtime.shared import SharedDocument, shared_documents
 from varlen.runtime.slices import StepRun, check_order, chunk_steps, layers_of
 from varlen.runtime.stage import cut_to_stage, stage_dtype
@@ -136,16 +136,19 @@ class Member:
         with self._ending():
             groups = self._open()
             fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
-            facts = dict.fromkeys(("plan", "batch", "settings"), "0" * 64)
+            facts = dict.fromkeys(("plan", "batch", "settings document_losses, saved, gathered"), "0" * 64)
             if fault is None and isinstance(prepared, tuple):
-                facts = {"plan": plan_fingerprint(prepared[0]), "batch": batch_fingerprint(prepared[1])}
-                said = {"document_losses": keeps_losses, "saved": saved, "gathered": self._gathered}
-                facts["settings"] = settings_fingerprint(said)
+                settings = {"document_losses": keeps_losses, "saved": saved, "gathered": self._gathered}
+                found = (plan_fingerprint(prepared[0]), batch_fingerprint(prepared[1]))
+                facts = dict(zip(facts, (*found, settings_fingerprint(settings))))
             with self._lookout.waiting():
                 agree(groups.world, facts, fault, name_of=self.seat.name_of)
             assert isinstance(prepared, tuple)
             plan, data = prepared
-            run = self._run(model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved})
+            with waiting_at_most(self._timeout_s, model):
+                run = self._run(
+                    model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved}
+                )
             with self._lookout.waiting():
                 return run, self._total(groups, run)
 
@@ -228,49 +231,45 @@ class Member:
     ) -> StepRun:
         """Run the tasks, and add up gradients."""
         parts, mesh, stage = Parts.of(model, self._kernels), self.seat.mesh, self.seat.stage
-        shards = None
-        if is_sharded(model):
-            shards = Shards(model, parts, groups.replicas, self._gathered, self._lookout.waiting)
-            shards.wait_at_most(self._timeout_s)
+        waiting = self._lookout.waiting
+        shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
         parts = parts if shards is None else shards.parts
         layers = layers_of(model, mesh)
         parameters = _trained(model)
-        earlier = gradients.set_aside(parameters)
         shared = self._shared(groups, plan)
         chunks = chunk_steps(parts, layers, data, plan, shared=shared, **kept)[stage :: mesh.pp]
-        with nullcontext() if shards is None else shards.step():
-            like = torch.empty(
-                model.config.get_text_config().hidden_size,
-                dtype=self._hidden_dtype(parts, layers[stage], shards),
-                device=groups.device,
-            )
-            channels = Channels(groups, plan, like, self._lookout, shared)
-            unit = {} if shards is None else {"unit": shards.unit}
-            place = Place(
-                plan,
-                self.seat.dp_rank,
-                stage,
-                chunks,
-                channels,
-                clock=Clock(groups.device),
-                meter=meter,
-                **unit,
-            )
-            try:
-                while place.next_task:
-                    place.run_next()
-                channels.finish()
-            except BaseException:
-                channels.drop()
-                if shards is not None:
-                    shards.forget()
-                gradients.put_back(parameters, earlier)
-                raise
-        with self._lookout.waiting():
-            self._settle(groups.device)
-            self._reduce(model, groups, parameters, shards)
-            self._settle(groups.device)
-        gradients.add_back(parameters, earlier)
+        with gradients.apart(parameters):
+            with nullcontext() if shards is None else shards.step():
+                like = torch.empty(
+                    model.config.get_text_config().hidden_size,
+                    dtype=self._hidden_dtype(parts, layers[stage], shards),
+                    device=groups.device,
+                )
+                channels = Channels(groups, plan, like, self._lookout, shared)
+                unit = {} if shards is None else {"unit": shards.unit}
+                place = Place(
+                    plan,
+                    self.seat.dp_rank,
+                    stage,
+                    chunks,
+                    channels,
+                    clock=Clock(groups.device),
+                    meter=meter,
+                    **unit,
+                )
+                try:
+                    while place.next_task:
+                        place.run_next()
+                    channels.finish()
+                except BaseException:
+                    channels.drop()
+                    if shards is not None:
+                        shards.forget()
+                    raise
+            with self._lookout.waiting():
+                self._settle(groups.device)
+                self._reduce(model, groups, parameters, shards)
+                self._settle(groups.device)
         losses = [loss.double() for chunk in chunks for loss in chunk.losses]
         return StepRun(
             loss=float(torch.stack(losses).sum()) if losses else 0.0,

@@ -52,6 +52,31 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+@contextmanager
+def waiting_at_most(seconds: float, model: nn.Module) -> Iterator[None]:
+    """Let the groups that a model is divided among wait for others no longer than that, and then as long as before.
+
+    They are the user's, and may be that of all processes, which waits for half an hour at checkpoints and elsewhere.
+
+    Args:
+        seconds: the longest wait.
+        model: whole or a stage; with nothing divided, nothing is changed.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    before = [
+        (group, group._get_backend(torch.device(mesh.device_type)).options._timeout)
+        for mesh in meshes.values()
+        for group in mesh.get_all_groups()
+    ]
+    for group, _ in before:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+    try:
+        yield
+    finally:
+        for group, timeout in before:
+            _set_pg_timeout(timeout, group)
+
+
 class Shards:
     """The sharded modules of a stage during one step."""
 
@@ -104,16 +129,6 @@ class Shards:
             norm=_unhooked(parts.norm),
             head=_unhooked(parts.head),
         )
-
-    def wait_at_most(self, seconds: float) -> None:
-        """Let FSDP2's own groups wait for others no longer than that; they wait for half an hour else.
-
-        Args:
-            seconds: the longest wait.
-        """
-        groups = {id(p.device_mesh): p.device_mesh for p in self._sharded.values()}
-        for mesh in groups.values():
-            _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group())
 
     @contextmanager
     def step(self) -> Iterator[None]:
