@@ -9,6 +9,8 @@
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
+# Hundreds of processes import varlen and what the tests share; each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHON
 
 ifndef VENV
@@ -38,7 +40,7 @@ demo: setup ## train on real text, padded against packed, and write report.html 
 	$(RUN) -m varlen demo --output "$(SCRATCH)/report.html" $(ARGS)
 
 test: setup ## run the tests
-	$(PYTEST) -n $(WORKERS) $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: format lint types docs ## format, lint, types and documentation, changing nothing
 

@@ -5,11 +5,13 @@ A job runs many plans, since starting processes takes longer than most steps.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +51,7 @@ def plans(first: str, last: str, *paths: str) -> None:
     else:
         found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
         found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
+        found["hybrid"] = [sharded.run_hybrid(RANK, WORLD)]
         found["refused"] = [pipelines.refusals(RANK, WORLD)]
     write(found)
 
@@ -75,14 +78,20 @@ def struck() -> None:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        if late := [path.stem for path in awaited if not path.exists()]:
+            sys.exit(f"nothing within 60 s from {', '.join(late)}; what they last did stands above")
 
 
 def as_rank(rank: int, port: int, how: str, strikes: Callable[[], Any]) -> None:
+    faulthandler.dump_traceback_later(50)
     try:
         store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=30))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
         write(pipelines.struck(rank, 4, how, strikes), f"{how} {rank}")
         time.sleep(60)  # it lives on, and the others are told all the same
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(0)
 

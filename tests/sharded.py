@@ -10,6 +10,7 @@ import torch
 from distances import furthest, whole_of
 from pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
 from sliced import tiny
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -86,6 +87,24 @@ def run_half(rank: int, world: int) -> dict[str, Any]:
         engine.step(batch, plan)
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return {"half": furthest(found, wanted), "dtypes": sorted({str(x.dtype) for x in found.values()})}
+
+
+def run_hybrid(rank: int, world: int) -> dict[str, Any]:
+    """Train where groups of two hold all parameters each, as hybrid sharding does, by a plan of four replicas."""
+    mesh = vl.Mesh(dp=world, sharding="parameters")
+    plan = runnable(plan_of(6, mesh))
+    model = small(1)
+    devices = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "parts"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=devices)
+    fully_shard(model, mesh=devices)
+    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        found = compare(engine, small(1), plan, 6)
+    parameters = list(model.parameters())
+    return {
+        "held": sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters),
+        **found,
+    }
 
 
 def run_frozen(rank: int, world: int) -> dict[str, Any]:

@@ -148,6 +148,7 @@ def test_validation_documents_are_trained_by_nobody(sets):
         assert len(held_back & trained) <= 1
 
 
+@pytest.mark.soak
 def test_the_loader_trains_the_same_steps_on_one_rank_and_on_two(sets):
     found = list(on_ranks(sets["short"], nobody, (), steps=STEPS, seeds=1, worlds=(1, 2), peers=False))
 

@@ -92,7 +92,12 @@ def test_every_real_file_is_inspected_and_packed_to_the_last_token(
 
 @pytest.mark.parametrize(
     "names",
-    [EVERY[:3], EVERY[2:8], [EVERY[0], EVERY[9]], EVERY[8:]],
+    [
+        EVERY[:3],
+        pytest.param(EVERY[2:8], marks=pytest.mark.soak),
+        [EVERY[0], EVERY[9]],
+        pytest.param(EVERY[8:], marks=pytest.mark.soak),
+    ],
     ids=["texts and chats", "chats", "tokens too", "tokens"],
 )
 def test_mixtures_of_real_files_are_inspected_and_packed_to_the_last_token(

@@ -124,6 +124,13 @@ def test_frozen_weights_among_shards_stay_and_the_others_train_as_in_one_process
     assert all(one["kept"] for one in found)
 
 
+def test_parameters_that_groups_of_two_hold_are_summed_over_all_four(four: Found) -> None:
+    found = both("hybrid", four)
+
+    assert_exact(found)
+    assert all(abs(one["held"] - 0.5) < 0.01 for one in found)
+
+
 def test_a_weight_of_both_ends_that_shards_took_from_one_is_refused(two: Found) -> None:
     said = {one for rank in two for one in rank["apart"]}
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from metered import measured, predicted
+from rarely import mostly
 from sliced import Slice, tiny
 from step_plans import equal_plan
 from test_runtime_merged import plan_of
@@ -42,8 +43,8 @@ WAYS = [
     )
     for offload in ("none", "kv")
 ]
-NAMES = pytest.mark.parametrize("name", MODELS)
-HEADS = pytest.mark.parametrize("name", ["GQA", "MHA"])
+NAMES = pytest.mark.parametrize("name", mostly(["GQA", "wide"], MODELS))
+HEADS = pytest.mark.parametrize("name", mostly(["GQA"], ["GQA", "MHA"]))
 EACH_WAY = pytest.mark.parametrize(("recompute", "saved", "offload"), WAYS)
 
 
@@ -77,7 +78,7 @@ def test_a_stage_holds_what_is_predicted(
     check(name, one_gpu_plan(held, slice_tokens, recompute=recompute, offload=offload), saved)
 
 
-@NAMES
+@pytest.mark.parametrize("name", mostly(["MHA"], MODELS))
 @EACH_WAY
 @pytest.mark.parametrize(
     ("count", "slices", "rows"), [(5, 5, 100), pytest.param(3, 1, 250, marks=pytest.mark.soak)]

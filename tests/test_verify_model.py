@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import SMALL, VOCABULARY, make, packed, tiny
+from rarely import mostly
 from transformers import FalconConfig, LlamaConfig, MixtralConfig
 from transformers.utils import logging
 
@@ -326,7 +327,13 @@ def test_what_is_no_transformers_model_is_refused() -> None:
         vl.verify(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    mostly(
+        ["falcon", "qwen3_next", "gpt2"],
+        ["llama", "falcon", "gpt_oss", "stablelm", "qwen3_next", "bamba", "gpt2"],
+    ),
+)
 def test_what_check_batch_says_of_every_call_is_what_a_run_finds(family: str) -> None:
     """All backends, layouts and calls: an error without a leak, or a leak without an error, would be a wrong word."""
     for cell in vl.verify(family, gradients=False).calls:
