@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.cost.kernels import cut_evenly
+from varlen.cost.phases import OWN, RETURNED
 from varlen.plan import kernels_block, kernels_compose, reference_compose
 from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
 from varlen.plan.recut import recut
@@ -45,6 +46,11 @@ def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **mo
     given = {"least_rows": 2048, "budget": float(documents.work.sum()) / count, "rates": COSTS.rates}
     (made,) = compose(BlockDocuments.of([documents]), count, grading, **(given | more)).apart()  # type: ignore[arg-type]
     return made
+
+
+def ends_of(made: Composition) -> np.ndarray:
+    """Where its MicroPacks begin and end, being all of one rank's."""
+    return np.array([0, made.num_micropacks], np.int32)
 
 
 BOTH = (kernels_compose, reference_compose)
@@ -177,16 +183,21 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(
     both = [home.backward_order(back.chains, ahead.chains) for home in (kernels_compose, reference_compose)]
     assert [each.tolist() for each in both[0]] == [each.tolist() for each in both[1]]
     assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
-    ends = np.array([0, back.num_micropacks], np.int32)
+    ends = ends_of(back)
+    cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
     counted = [
         (
             home.forward_counts(back.slice_offsets, back.slices, ends, cp),
-            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp),
+            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp, cuts),
         )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
+    same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
+    alike = [home.backward_counts(*same, each) for home in (kernels, reference) for each in (cuts, cuts[:0])]
+    assert {each.tobytes() for each in alike} == {alike[0].tobytes()}
+    assert alike[0][RETURNED].tolist() == alike[0][OWN].tolist()
     memory = COSTS.memory
     tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
     tables += (memory.kept_for_weight_bytes, memory.first_bytes)

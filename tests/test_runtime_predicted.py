@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_weight_gradients_apart_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any
 ) -> None:
     settings = {"recompute": recompute, "offload": offload, "splits_backward": True}
-    check(name, pipelined(zero_bubble(2, 3), 3, 1, 300, Mesh(pp=2), **settings), saved, 0.025)
+    check(name, pipelined(zero_bubble(2, 3), 3, 1, 300, Mesh(pp=2), **settings), saved)
 
 
 @HEADS
@@ -137,10 +138,32 @@ def test_layers_some_of_which_are_computed_again_hold_what_is_predicted(
     check(name, replace(plan, recompute_share=share), "layers", 0.005)
 
 
+def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
+    """MicroPacks of slices of documents, each cut anywhere, mixed anyhow, in their order."""
+    chains = []
+    for document, length in enumerate(lengths):
+        inner = {60 * random.randrange(1, length // 60) for _ in range(random.randrange(6))}
+        chains.append([(document, *each) for each in pairwise(sorted({0, length, *inner}))])
+    packs: list[list[Slice]] = []
+    while any(chains):
+        if taken := [chain.pop(0) for chain in chains if chain and random.random() < 0.6]:
+            packs.append(taken)
+    return packs
+
+
+@pytest.mark.parametrize("seed", mostly(range(6), range(60)))
+def test_any_cuts_of_both_passes_hold_what_is_predicted(seed: int) -> None:
+    random = Random(seed)
+    lengths = [random.choice([600, 1200, 1800]) for _ in range(random.randrange(1, 4))]
+    passes = by_dice(random, lengths), by_dice(random, lengths)[::-1]
+    plan = plan_of(lengths, [(0, 1)] * len(lengths), *([each] for each in passes), recompute="full")
+    saved, offload = random.choice(["layers", "stage"]), random.choice(["none", "kv"])
+    check(random.choice(["GQA", "wide"]), replace(plan, offload=offload), saved)
+
+
 def test_cuts_of_the_backward_pass_alone_hold_what_is_predicted() -> None:
     forward: list[list[Slice]] = [[(0, 0, 500)], [(0, 500, 700), (1, 0, 300)], [(0, 700, 1000)]]
     backward: list[list[Slice]] = [[(0, 850, 1000)], [(0, 300, 850)], [(0, 0, 300), (1, 0, 300)]]
     plan = plan_of([1000, 300], [(0, 1), (0, 1)], [forward], [backward], recompute="full")
     for name in MODELS:
-        # What went into layers is given back in the pieces that it came in, later than is counted.
-        check(name, plan, "layers", 0.03)
+        check(name, plan, "layers")

@@ -18,6 +18,7 @@ from varlen.cost.phases import (
     LOGIT_ROWS,
     OPENED,
     OWN,
+    RETURNED,
     Chunks,
     backward_peaks,
     forward_peaks,
@@ -54,9 +55,9 @@ class Memory:
     forward_left: FloatArray
     """float64 `[num_chunks, 7]`: what it leaves."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 12]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 13]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 12]`: what it leaves, less what it gives back."""
+    """float64 `[num_chunks, 13]`: what it leaves, less what it gives back."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
     limit_bytes: float
@@ -135,7 +136,8 @@ def memory_of(
         head=np.where(stages.has_head & is_eager, logits, 0.0),
         splits=splits_backward,
     )
-    held: FloatArray = layer.hidden * held_inputs + layer.kv * num_again + layer.kept * (layers - num_again)
+    inputs = layer.hidden * held_inputs
+    held: FloatArray = inputs + layer.kv * num_again + layer.kept * (layers - num_again)
     held += layer.shared * (num_again < layers) - chunks.far * layers
     held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
     apart = layer.waiting_again * num_again + layer.waiting_kept * (layers - num_again)
@@ -144,7 +146,7 @@ def memory_of(
     taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
     left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
     left[:, OWN], left[:, AHEAD] = held, chunks.near * layers
-    back_left[:, OWN] = apart * splits_backward - held
+    back_left[:, OWN], back_left[:, RETURNED] = apart * splits_backward - (held - inputs), -inputs
     back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
     return Memory(
         state_bytes=_state_bytes(model, mesh, stages, kernels),

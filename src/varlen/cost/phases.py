@@ -34,12 +34,13 @@ OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE = range(7)
 """What a forward MicroPack counts, on one GPU: its rows; rows of documents that begin in it, beyond its own, less its
 own of documents that began before; tokens of its documents up to its end; all of those of the longest document that
 ranks share, and this rank's; rows of the MicroPack that comes next, and of the one before."""
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY = 1, 7, 8, 9, 10, 11
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED = 1, 7, 8, 9, 10, 11, 12
 """What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED`, `SHARED`, `NEXT` and `BEFORE`: earlier rows of
 documents that end in it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens
 of one document, up to `BACKWARD_KEYS`; the same, or what is copied as memory is given back, if that is more; rows of
-its logits; 1 where it holds rows. `NEAR` counts tokens that have gradients three times, as their bytes are."""
-FORWARD_COUNTS, BACKWARD_COUNTS = 7, 12
+its logits; 1 where it holds rows; rows of forward slices whose first row it holds, which came in one piece and go as
+one. `NEAR` counts tokens that have gradients three times, as their bytes are."""
+FORWARD_COUNTS, BACKWARD_COUNTS = 7, 13
 
 
 class Messages(NamedTuple):
@@ -128,12 +129,12 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
 
 
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
-    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 12]`.
+    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 13]`.
 
     Args:
         layer: bytes of a row.
         chunks: how they run.
-        taken: `[chunks, 12]`: of messages.
+        taken: `[chunks, 13]`: of messages.
     """
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the layers that are done, but where layers begin to be computed again, and until both layers' worth of
@@ -143,7 +144,8 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
     found = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done)]
     if chunks.splits and layer.is_eager:
         ended = taken.copy()
-        ended[:, OWN] += _done(layer, chunks, chunks.layers) + layer.waiting_last
+        ended[:, OWN] += layer.waiting_last
+        _finish(ended, layer, chunks, chunks.layers)
         _open(ended, chunks, chunks.layers)
         ended[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
         found.append(ended)
@@ -158,10 +160,12 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
 def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatArray) -> list[FloatArray]:
     """What a task takes as the backward pass of a layer begins and in its attention, so many layers being done."""
     is_again = done >= chunks.layers - chunks.num_again
-    own = _done(layer, chunks, done) + np.where(is_again, layer.hidden * chunks.made_inputs, 0.0)
+    made = np.where(is_again, layer.hidden * chunks.made_inputs, 0.0)
     begins, attention = taken.copy(), taken.copy()
-    begins[:, OWN] += own + np.where(is_again, layer.backward_again, layer.backward_kept)
-    attention[:, OWN] += own + np.where(is_again, layer.attention_again, layer.attention_kept)
+    begins[:, OWN] += made + np.where(is_again, layer.backward_again, layer.backward_kept)
+    attention[:, OWN] += made + np.where(is_again, layer.attention_again, layer.attention_kept)
+    for peak in (begins, attention):
+        _finish(peak, layer, chunks, done)
     if chunks.splits:
         begins[:, OWN] += layer.waiting_first
         attention[:, OWN] += layer.waiting_behind + np.where(is_again, 0.0, layer.waiting_twice)
@@ -191,13 +195,18 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
     return [*found, attention]
 
 
-def _done(layer: LayerBytes, chunks: Chunks, done: FloatArray) -> FloatArray:
-    """What layers that are done leave waiting of a row, less what they gave back; `[chunks]`."""
+def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArray) -> None:
+    """Count what layers that are done leave waiting, less what they gave back.
+
+    What went into a layer is given back in the pieces that forward slices came in, what was made again row by row.
+    """
     num_kept = chunks.layers - chunks.num_again
     kept, again = np.minimum(done, num_kept), np.maximum(done - num_kept, 0)
-    gone: FloatArray = kept * (layer.kept - chunks.far) + again * (layer.hidden + chunks.near)
+    made = np.minimum(again, chunks.made_inputs)
+    gone: FloatArray = kept * (layer.kept - chunks.far) + again * chunks.near + made * layer.hidden
     gone += layer.shared * ((done >= num_kept) & (num_kept > 0))
-    return chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - gone
+    peak[:, OWN] += chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - gone
+    peak[:, RETURNED] -= (again - made) * layer.hidden
 
 
 def _open(peak: FloatArray, chunks: Chunks, layers: FloatArray) -> None:

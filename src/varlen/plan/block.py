@@ -66,7 +66,7 @@ class BlockWork:
     counts_forward: FloatArray
     """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 12, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 13, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(
@@ -105,7 +105,9 @@ def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageC
         back_offsets = _rank_offsets(backward)
     back = back[backward.order]
     order = backward.order.ravel()
-    back_counts = backward_counts(backward.slice_offsets, backward.slices, order, back_offsets, cp)
+    back_counts = backward_counts(
+        backward.slice_offsets, backward.slices, order, back_offsets, cp, forward.slices
+    )
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead.reshape(ranks, count, NUM_COLUMNS),

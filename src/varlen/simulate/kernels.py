@@ -32,6 +32,7 @@ from varlen.cost.phases import (
     NEXT,
     OPENED,
     OWN,
+    RETURNED,
     SHARED,
 )
 from varlen.jit import compiled
@@ -245,10 +246,26 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
 
 
 @compiled
+def _piece_end(cuts: Int64, document: int, row: int) -> int:
+    """Return where the forward slice ends that a row is in, or the row itself where one begins."""
+    key = (np.int64(document) << 32) | row
+    low, high = 0, len(cuts)
+    while low < high:
+        middle = (low + high) // 2
+        if cuts[middle] < key:
+            low = middle + 1
+        else:
+            high = middle
+    if row == 0 or low == len(cuts) or cuts[low] >> 32 != document:
+        return row
+    return cuts[low] & 0xFFFFFFFF
+
+
+@compiled
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int
+    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, float64 `[12, MicroPacks]`, as they run.
+    """Count what memory asks of each backward MicroPack, float64 `[13, MicroPacks]`, as they run.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
@@ -256,13 +273,18 @@ def backward_counts(
         order: int64 `[MicroPacks]`: in which they run.
         rank_offsets: int32 `[ranks + 1]`: in that order.
         cp: GPUs of a rank that share a slice.
+        cuts: int64 `[forward slices]`, sorted: document id << 32 | stop; none where both passes are cut alike.
     """
-    starts, stops, num_ranks, is_end = slices[0], slices[1], slices[2], slices[4]
+    starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack in range(len(order)):
         for one in range(slice_offsets[order[pack]], slice_offsets[order[pack] + 1]):
             start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
             counts[OWN, pack] += (stop - start) / share
+            document = document_ids[one]
+            counts[RETURNED, pack] += (
+                _piece_end(cuts, document, stop) - _piece_end(cuts, document, start)
+            ) / share
             if is_end[one]:
                 counts[OPENED, pack] += start / share
                 counts[NEAR, pack] += stop / share
@@ -314,11 +336,11 @@ def task_bytes(
 
     Args:
         forward: float64 `[ranks, 7, MicroPacks]`: what they count.
-        backward: float64 `[ranks, 12, MicroPacks]`: what they count, in the order in which they run.
+        backward: float64 `[ranks, 13, MicroPacks]`: what they count, in the order in which they run.
         forward_peaks: float64 `[chunks, peaks, 7]`: bytes of each thing counted.
         forward_left: float64 `[chunks, 7]`.
-        backward_peaks: float64 `[chunks, peaks, 12]`.
-        backward_left: float64 `[chunks, 12]`.
+        backward_peaks: float64 `[chunks, peaks, 13]`.
+        backward_left: float64 `[chunks, 13]`.
         apart: float64 `[chunks]`: bytes of a row.
         first: float64 `[2, chunks]`: bytes of a row of the first MicroPack of each pass, before any task.
         stages: of the pipeline.

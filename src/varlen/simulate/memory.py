@@ -51,10 +51,11 @@ def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
     Cost: O(slices + chunks * MicroPacks).
     """
     mesh = plan.mesh
-    ahead = forward_counts(*_slices(plan, plan.forward), mesh.cp)[np.newaxis]
+    offsets, forward, ranks = _slices(plan, plan.forward)
+    ahead = forward_counts(offsets, forward, ranks, mesh.cp)[np.newaxis]
     offsets, slices, ranks = _slices(plan, plan.backward)
     order = np.arange(plan.backward.num_micropacks)
-    back = backward_counts(offsets, slices, order, ranks, mesh.cp)[np.newaxis]
+    back = backward_counts(offsets, slices, order, ranks, mesh.cp, forward)[np.newaxis]
     found = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
     begins = np.zeros((mesh.dp, mesh.pp))
     for rank in range(mesh.dp) if memory.first_bytes.any() else ():
@@ -91,7 +92,7 @@ def bytes_of(
     Args:
         memory: bytes of rows.
         forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
-        backward: float64 `[ranks, 12, MicroPacks]`, by `backward_counts`.
+        backward: float64 `[ranks, 13, MicroPacks]`, by `backward_counts`.
         stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
@@ -116,9 +117,14 @@ def forward_counts(
 
 
 def backward_counts(
-    slice_offsets: Int32Array, slices: Int32Array, order: IntArray, rank_offsets: Int32Array, cp: int
+    slice_offsets: Int32Array,
+    slices: Int32Array,
+    order: IntArray,
+    rank_offsets: Int32Array,
+    cp: int,
+    forward: Int32Array,
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[12, MicroPacks]`.
+    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[13, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
@@ -126,8 +132,16 @@ def backward_counts(
         order: int64 `[MicroPacks]`: in which they run.
         rank_offsets: int32 `[ranks + 1]`: in that order.
         cp: GPUs of a rank that share a slice.
+        forward: int32 `[5, forward slices]` of the same documents.
     """
-    found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp)
+    # Of the same slices every piece goes as it came, which no cuts say too.
+    cuts = (
+        forward[3, :0].astype(np.int64)
+        if forward is slices
+        else forward[3].astype(np.int64) << 32 | forward[1]
+    )
+    cuts.sort()
+    found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp, cuts)
     return found
 
 

@@ -5,7 +5,7 @@ Written to be read. Arguments, results and every tie are those of the kernels.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import inf, nan
 
 import numpy as np
@@ -28,11 +28,13 @@ from varlen.cost.phases import (
     NEXT,
     OPENED,
     OWN,
+    RETURNED,
     SHARED,
 )
 from varlen.simulate.reference_dispatch import dispatch as dispatch
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
 
@@ -133,21 +135,27 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
 
 
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: NDArray[np.int64], rank_offsets: Int32, cp: int
+    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
 ) -> Float64:
     """Count what memory asks of each backward MicroPack, as they run: `varlen.cost.phases` says what.
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
-    takes the sums of its own rows and is done with them.
+    takes the sums of its own rows and is done with them. What went into layers came in pieces, those of the forward
+    slices, and goes in them; without cuts, those of the backward slices.
     """
-    table = [tuple(one) for one in slices[[0, 1, 2, 4]].T.tolist()]
+    table = [tuple(one) for one in slices.T.tolist()]
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for document, stops in groupby(cuts.tolist(), lambda key: key >> 32):
+        pieces[document] = [*pairwise([0, *(stop & 0xFFFFFFFF for stop in stops)])]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack, of_all in enumerate(order.tolist()):
         mine = table[slice_offsets[of_all] : slice_offsets[of_all + 1]]
-        for start, stop, ranks, ends in mine:
+        for start, stop, ranks, document, ends in mine:
             rows, share = stop - start, float(ranks * cp)
             found = [rows, start, stop, 0] if ends else [rows, 0, 3.0 * stop, rows]
             counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
+            begun = [piece for piece in pieces.get(document, [(start, stop)]) if start <= piece[0] < stop]
+            counts[RETURNED, pack] += sum(last - first for first, last in begun) / share
             keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
             # Keys and values are copied before gradients of twice their width, where there are some to copy.
             moved = start / share / (2.0 if ends else 1.0)
