@@ -151,12 +151,14 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
     return packs
 
 
-@pytest.mark.parametrize("seed", mostly(range(6), range(60)))
-def test_any_cuts_of_both_passes_hold_what_is_predicted(seed: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seed", mostly(range(4), range(20)))
+def test_any_cuts_of_both_passes_hold_what_is_predicted(seed: int, ranks: int) -> None:
     random = Random(seed)
     lengths = [random.choice([600, 1200, 1800]) for _ in range(random.randrange(1, 4))]
     passes = by_dice(random, lengths), by_dice(random, lengths)[::-1]
-    plan = plan_of(lengths, [(0, 1)] * len(lengths), *([each] for each in passes), recompute="full")
+    cuts = ([each] * ranks for each in passes)
+    plan = plan_of(lengths, [(0, ranks)] * len(lengths), *cuts, recompute="full")
     saved, offload = random.choice(["layers", "stage"]), random.choice(["none", "kv"])
     check(random.choice(["GQA", "wide"]), replace(plan, offload=offload), saved)
 

@@ -1,9 +1,9 @@
-"""Which rows of a shared document are whose: each forward slice is dealt to the ranks of a group in zigzag.
+"""Which rows of a shared document are whose: what neighbouring cuts enclose is dealt to a group's ranks in zigzag.
 
 Causal rows cost more the later they stand. Cut in twice as many chunks as there are ranks, of which each takes one
 from the front and the one as far from the back, every slice is the same work for all (as Llama 3 deals context
-parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). Since forward slices alone decide, what a rank keeps
-of a document stays on it, however the backward pass is cut.
+parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). What a rank keeps of a document stays on it, so the
+cuts of both passes decide together: a slice of either is whole pieces, of each of which every rank has as much.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Dealing:
         Args:
             token: of the document.
 
-        Cost: O(chunks), which are `2 * num_ranks` a forward slice.
+        Cost: O(chunks), which are `2 * num_ranks` a piece.
         """
         rows = np.clip(token - self.starts, 0, self.stops - self.starts)
         return np.bincount(self.owners, weights=rows, minlength=self.num_ranks).astype(np.int64).tolist()  # type: ignore[no-any-return]
@@ -73,24 +73,24 @@ class Dealing:
         return owners.astype(np.int32), places
 
 
-def deal(slices: Iterable[tuple[int, int]], num_ranks: int) -> Dealing:
+def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
     """Deal a document's rows.
 
     Args:
-        slices: its forward slices, first to last.
+        cuts: where slices of either pass begin and end, in any order, the document's ends among them.
         num_ranks: of the group.
 
-    >>> dealing = deal([(0, 8), (8, 12)], 2)
+    >>> dealing = deal([0, 8, 12], 2)
     >>> dealing.ranges(0, 0, 12), dealing.ranges(1, 0, 12)
     (((0, 2), (6, 9), (11, 12)), ((2, 6), (9, 11)))
     """
-    ends = np.array(list(slices), np.int64).reshape(-1, 2)
+    ends = np.array(sorted(set(cuts)), np.int64)
     parts = np.arange(2 * num_ranks + 1)
-    bounds = ends[:, :1] + parts * (ends[:, 1:] - ends[:, :1]) // (2 * num_ranks)
+    bounds = ends[:-1, np.newaxis] + parts * np.diff(ends)[:, np.newaxis] // (2 * num_ranks)
     owners = np.minimum(parts[:-1], parts[:-1][::-1])
     return Dealing(
         starts=bounds[:, :-1].ravel(),
         stops=bounds[:, 1:].ravel(),
-        owners=np.tile(owners, len(ends)),
+        owners=np.tile(owners, len(ends) - 1),
         num_ranks=num_ranks,
     )

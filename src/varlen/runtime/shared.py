@@ -11,7 +11,7 @@ import torch
 
 from varlen.runtime.dealing import Dealing, Ranges, deal
 from varlen.runtime.peers import Peers
-from varlen.step_plan import MicroPacks, StepPlan
+from varlen.step_plan import StepPlan
 
 Key = tuple[tuple[int, int, int], ...]
 """A MicroPack as its slices: document, start, stop."""
@@ -140,7 +140,7 @@ def shared_documents(
     for document in np.flatnonzero(plan.num_ranks > 1).tolist():
         first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
         if first <= rank < first + size:
-            dealing = deal(_slices_of(plan.forward, rank, document), size)
+            dealing = deal(_cuts_of(plan, rank, document), size)
             owners, places = (torch.from_numpy(x).to(device) for x in dealing.places())
             found[document] = SharedDocument(
                 dealing=dealing, peers=groups[first, size], owners=owners, places=places
@@ -201,8 +201,11 @@ def with_idle_row(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([hidden, hidden.new_zeros(1, 1, hidden.shape[2])], 1)
 
 
-def _slices_of(packs: MicroPacks, rank: int, document: int) -> list[tuple[int, int]]:
-    """A document's slices on a rank, in the order of the pass."""
-    first, last = packs.slice_offsets[packs.rank_offsets[rank : rank + 2]].tolist()
-    at = first + np.flatnonzero(packs.document_ids[first:last] == document)
-    return list(zip(packs.starts[at].tolist(), packs.stops[at].tolist()))
+def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
+    """Where a document's slices on a rank begin and end, in both passes; those of its group are cut alike."""
+    cuts = [0, int(plan.lengths[document])]
+    for packs in (plan.forward, plan.backward):
+        first, last = packs.slice_offsets[packs.rank_offsets[rank : rank + 2]].tolist()
+        at = first + np.flatnonzero(packs.document_ids[first:last] == document)
+        cuts += [*packs.starts[at].tolist(), *packs.stops[at].tolist()]
+    return cuts
