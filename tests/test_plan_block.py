@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_compose import COSTS, composed, rank_of
 
+from varlen.cost.phases import OWN, RETURNED
 from varlen.plan.block import blocks_of, padded, pipeline_of_block, work_of_block
 from varlen.plan.compose import Grading, seconds_of
 from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
+from varlen.plan.recut import recut
 
 
 def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place() -> None:
@@ -41,6 +45,26 @@ def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place
             places.append((packs[mine].tolist(), table[:2, mine].tolist()))
         assert len(places[0][0]) > 1
         assert all(place == places[0] for place in places)
+
+
+def test_what_goes_into_layers_goes_in_the_pieces_of_forward_slices() -> None:
+    ahead = composed(rank_of([50_000, 800, 900]), 8)
+    back = recut(ahead, 1.5, least_rows=1024, rates=COSTS.rates)
+    pieces = ahead.slices[[0, 1, 3]].T.tolist()
+    wanted = [
+        sum(
+            last - first
+            for start, stop, _, document, _ in back.slices[:, slice(*ends)].T.tolist()
+            for first, last, of in pieces
+            if of == document and start <= first < stop
+        )
+        for ends in pairwise(back.slice_offsets.tolist())
+    ]
+
+    counts = work_of_block([ahead], [back], COSTS).counts_backward[0]
+
+    assert sorted(counts[RETURNED].tolist()) == sorted(wanted)
+    assert sorted(counts[OWN].tolist()) != sorted(wanted)
 
 
 def test_a_block_takes_as_long_as_its_slowest_rank_in_each_micropack() -> None:

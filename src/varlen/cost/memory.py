@@ -55,9 +55,9 @@ class Memory:
     forward_left: FloatArray
     """float64 `[num_chunks, 7]`: what it leaves."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 13]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 14]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 13]`: what it leaves, less what it gives back."""
+    """float64 `[num_chunks, 14]`: what it leaves, less what it gives back."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: before any task runs, per row of the first MicroPack forward, and backward."""
     limit_bytes: float

@@ -34,13 +34,14 @@ OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE = range(7)
 """What a forward MicroPack counts, on one GPU: its rows; rows of documents that begin in it, beyond its own, less its
 own of documents that began before; tokens of its documents up to its end; all of those of the longest document that
 ranks share, and this rank's; rows of the MicroPack that comes next, and of the one before."""
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED = 1, 7, 8, 9, 10, 11, 12
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, COPIED = 1, 7, 8, 9, 10, 11, 12, 13
 """What a backward MicroPack counts beside `OWN`, `NEAR`, `GATHERED`, `SHARED`, `NEXT` and `BEFORE`: earlier rows of
 documents that end in it, whose dK/dV is opened; its rows that aren't at an end, whose dK/dV is closed; earlier tokens
 of one document, up to `BACKWARD_KEYS`; the same, or what is copied as memory is given back, if that is more; rows of
 its logits; 1 where it holds rows; rows of forward slices whose first row it holds, which came in one piece and go as
-one. `NEAR` counts tokens that have gradients three times, as their bytes are."""
-FORWARD_COUNTS, BACKWARD_COUNTS = 7, 13
+one; where it takes several pieces, its rows less those, below 0 perhaps. `NEAR` counts tokens that have gradients
+three times, as their bytes are."""
+FORWARD_COUNTS, BACKWARD_COUNTS = 7, 14
 
 
 class Messages(NamedTuple):
@@ -129,12 +130,12 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
 
 
 def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
-    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 13]`.
+    """Return what a backward task takes at its peaks, float64 `[chunks, peaks, 14]`.
 
     Args:
         layer: bytes of a row.
         chunks: how they run.
-        taken: `[chunks, 13]`: of messages.
+        taken: `[chunks, 14]`: of messages.
     """
     num_kept, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the layers that are done, but where layers begin to be computed again, and until both layers' worth of
@@ -153,6 +154,7 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
     logits[:, HEAD] = chunks.head
     logits[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
     logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
+    logits[:, COPIED] = _copied(layer, chunks, is_made)
     logits *= (chunks.head > 0)[:, np.newaxis]
     return _needed([*found, logits])
 
@@ -166,6 +168,7 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
     attention[:, OWN] += made + np.where(is_again, layer.attention_again, layer.attention_kept)
     for peak in (begins, attention):
         _finish(peak, layer, chunks, done)
+        peak[:, COPIED] += _copied(layer, chunks, is_again)
     if chunks.splits:
         begins[:, OWN] += layer.waiting_first
         attention[:, OWN] += layer.waiting_behind + np.where(is_again, 0.0, layer.waiting_twice)
@@ -209,6 +212,12 @@ def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArra
     peak[:, RETURNED] -= (again - made) * layer.hidden
 
 
+def _copied(layer: LayerBytes, chunks: Chunks, is_again: npt.NDArray[np.bool_]) -> FloatArray:
+    """Bytes of each row that is copied from pieces on the device, so that they go at once; `[chunks]`."""
+    is_copied = is_again & (chunks.num_again > chunks.made_inputs) & layer.is_eager
+    return np.where(is_copied, layer.hidden, 0.0)
+
+
 def _open(peak: FloatArray, chunks: Chunks, layers: FloatArray) -> None:
     """Count dK/dV of some layers."""
     peak[:, OPENED] = 2 * chunks.near * layers + 2 * chunks.far * np.minimum(layers, LAYERS_ON_DEVICE)
@@ -232,6 +241,11 @@ def _needed(peaks: list[FloatArray]) -> FloatArray:
     kept: list[FloatArray] = []
     for number, peak in enumerate(peaks):
         others = kept + peaks[number + 1 :]
-        if not any((other >= peak).all() for other in others):
+        if not any((other >= peak).all() and _is_alike(other, peak) for other in others):
             kept.append(peak)
     return np.stack(kept, axis=1)
+
+
+def _is_alike(one: FloatArray, other: FloatArray) -> bool:
+    """Whether two peaks ask the same of what may be below 0."""
+    return bool((one[:, COPIED:] == other[:, COPIED:]).all())

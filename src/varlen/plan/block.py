@@ -66,7 +66,7 @@ class BlockWork:
     counts_forward: FloatArray
     """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 13, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 14, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from varlen.cost.model import CostModel
-from varlen.cost.phases import NEAR, OPENED, OWN
+from varlen.cost.phases import NEAR, OPENED, OWN, RETURNED
 from varlen.plan.answer import Answer, Composed, Look, blocks, improve
 from varlen.plan.assemble import step_plan
 from varlen.plan.block import padded, pipeline_of_block, work_of_block
@@ -218,7 +218,8 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
     room = float((costs.limits / np.maximum(held, 1e-9)).min())
     # All rows of a document lie there when the last of them goes backward, which opens gradients of those before it.
     last = costs.memory.backward_peaks
-    more = (np.minimum(last[:, :, OWN], last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
+    own = last[:, :, OWN] + last[:, :, RETURNED]  # pieces of a whole document go with their rows
+    more = (np.minimum(own, last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
     least = held + more.reshape(-1, costs.mesh.pp).min(axis=0)
     most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())
     tries = [(threshold, room) for threshold in THRESHOLDS] + [(math.inf, room / part) for part in ROOM_PARTS]

@@ -22,6 +22,7 @@ from varlen.cost.phases import (
     BACKWARD_KEYS,
     BEFORE,
     CLOSED,
+    COPIED,
     FORWARD_COUNTS,
     GATHERED,
     HEAD,
@@ -265,7 +266,7 @@ def _piece_end(cuts: Int64, document: int, row: int) -> int:
 def backward_counts(
     slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, float64 `[13, MicroPacks]`, as they run.
+    """Count what memory asks of each backward MicroPack, float64 `[14, MicroPacks]`, as they run.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.
@@ -278,10 +279,13 @@ def backward_counts(
     starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack in range(len(order)):
-        for one in range(slice_offsets[order[pack]], slice_offsets[order[pack] + 1]):
+        first, last = slice_offsets[order[pack]], slice_offsets[order[pack] + 1]
+        taken = 0
+        for one in range(first, last):
             start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
             counts[OWN, pack] += (stop - start) / share
             document = document_ids[one]
+            taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
             counts[RETURNED, pack] += (
                 _piece_end(cuts, document, stop) - _piece_end(cuts, document, start)
             ) / share
@@ -300,6 +304,8 @@ def backward_counts(
                 counts[KEYS, pack] = max(counts[KEYS, pack], keys)
                 moved = max(moved, keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], moved)
+        if taken > 1:
+            counts[COPIED, pack] = counts[OWN, pack] - counts[RETURNED, pack]
         counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
     _in_turn(counts, rank_offsets)
     return counts
@@ -336,11 +342,11 @@ def task_bytes(
 
     Args:
         forward: float64 `[ranks, 7, MicroPacks]`: what they count.
-        backward: float64 `[ranks, 13, MicroPacks]`: what they count, in the order in which they run.
+        backward: float64 `[ranks, 14, MicroPacks]`: what they count, in the order in which they run.
         forward_peaks: float64 `[chunks, peaks, 7]`: bytes of each thing counted.
         forward_left: float64 `[chunks, 7]`.
-        backward_peaks: float64 `[chunks, peaks, 13]`.
-        backward_left: float64 `[chunks, 13]`.
+        backward_peaks: float64 `[chunks, peaks, 14]`.
+        backward_left: float64 `[chunks, 14]`.
         apart: float64 `[chunks]`: bytes of a row.
         first: float64 `[2, chunks]`: bytes of a row of the first MicroPack of each pass, before any task.
         stages: of the pipeline.

@@ -92,7 +92,7 @@ def bytes_of(
     Args:
         memory: bytes of rows.
         forward: float64 `[ranks, 7, MicroPacks]`, by `forward_counts`.
-        backward: float64 `[ranks, 13, MicroPacks]`, by `backward_counts`.
+        backward: float64 `[ranks, 14, MicroPacks]`, by `backward_counts`.
         stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
@@ -124,7 +124,7 @@ def backward_counts(
     cp: int,
     forward: Int32Array,
 ) -> FloatArray:
-    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[13, MicroPacks]`.
+    """Return what backward MicroPacks count of what takes memory, as they run; float64 `[14, MicroPacks]`.
 
     Args:
         slice_offsets: int32 `[MicroPacks + 1]`.

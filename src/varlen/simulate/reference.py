@@ -18,6 +18,7 @@ from varlen.cost.phases import (
     BACKWARD_KEYS,
     BEFORE,
     CLOSED,
+    COPIED,
     FORWARD_COUNTS,
     GATHERED,
     HEAD,
@@ -141,7 +142,8 @@ def backward_counts(
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
     takes the sums of its own rows and is done with them. What went into layers came in pieces, those of the forward
-    slices, and goes in them; without cuts, those of the backward slices.
+    slices, and goes in them; without cuts, those of the backward slices. Of several pieces a copy is made, and they
+    go at once.
     """
     table = [tuple(one) for one in slices.T.tolist()]
     pieces: dict[int, list[tuple[int, int]]] = {}
@@ -149,19 +151,22 @@ def backward_counts(
         pieces[document] = [*pairwise([0, *(stop & 0xFFFFFFFF for stop in stops)])]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack, of_all in enumerate(order.tolist()):
-        mine = table[slice_offsets[of_all] : slice_offsets[of_all + 1]]
-        for start, stop, ranks, document, ends in mine:
+        mine, taken = table[slice_offsets[of_all] : slice_offsets[of_all + 1]], 0
+        for start, stop, ranks, document, is_end in mine:
             rows, share = stop - start, float(ranks * cp)
-            found = [rows, start, stop, 0] if ends else [rows, 0, 3.0 * stop, rows]
+            found = [rows, start, stop, 0] if is_end else [rows, 0, 3.0 * stop, rows]
             counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
-            begun = [piece for piece in pieces.get(document, [(start, stop)]) if start <= piece[0] < stop]
-            counts[RETURNED, pack] += sum(last - first for first, last in begun) / share
+            own = [one for one in pieces.get(document, [(start, stop)]) if one[0] < stop and start < one[1]]
+            counts[RETURNED, pack] += sum(last - first for first, last in own if first >= start) / share
+            taken += len(own)
             keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
             # Keys and values are copied before gradients of twice their width, where there are some to copy.
-            moved = start / share / (2.0 if ends else 1.0)
+            moved = start / share / (2.0 if is_end else 1.0)
             counts[KEYS, pack] = max(counts[KEYS, pack], keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], keys, moved)
         _gathered(counts, pack, [one[1:3] for one in mine], cp)
+        if taken > 1:
+            counts[COPIED, pack] = counts[OWN, pack] - counts[RETURNED, pack]
         counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
     _in_turn(counts, rank_offsets)
     return counts
