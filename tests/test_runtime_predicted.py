@@ -18,7 +18,7 @@ from test_runtime_merged import plan_of
 
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.simulate.schedules import interleaved, sliced, zero_bubble
-from varlen.step_plan import Mesh, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, StepPlan
 
 NARROW = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 MODELS: dict[str, dict[str, int]] = {
@@ -152,15 +152,26 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("seed", mostly(range(3), range(20)))
-def test_any_cuts_of_both_passes_hold_what_is_predicted(seed: int, ranks: int, stages: int) -> None:
+@pytest.mark.parametrize("weights", ["at once", "apart", "apart and late"])
+@pytest.mark.parametrize("seed", mostly(range(2), range(20)))
+def test_any_cuts_of_both_passes_hold_what_is_predicted(
+    seed: int, weights: str, ranks: int, stages: int
+) -> None:
     random = Random(seed)
     lengths = [random.choice([600, 1200, 1800]) for _ in range(random.randrange(1, 4))]
     passes = by_dice(random, lengths), by_dice(random, lengths)[::-1]
     cuts = ([each] * ranks for each in passes)
     plan = plan_of(lengths, [(0, ranks)] * len(lengths), *cuts, recompute="full")
-    tasks, ends = np.tile(plan.tasks, stages), len(plan.tasks) // ranks * np.arange(ranks * stages + 1)
-    plan = replace(plan, tasks=tasks, task_offsets=ends.astype(np.int32), mesh=Mesh(dp=ranks, pp=stages))
+    backward = {"at once": [BACKWARD], "apart": [BACKWARD, WEIGHT], "apart and late": [BACKWARD]}[weights]
+    tasks = [FORWARD] * len(passes[0]) + backward * len(passes[1])
+    tasks += [WEIGHT] * len(passes[1]) * (weights == "apart and late")
+    plan = replace(
+        plan,
+        tasks=np.tile(np.array(tasks, np.uint8), ranks * stages),
+        task_offsets=np.arange(ranks * stages + 1, dtype=np.int32) * len(tasks),
+        mesh=Mesh(dp=ranks, pp=stages),
+        splits_backward=weights != "at once",
+    )
     saved, offload = random.choice(["layers", "stage"]), random.choice(["none", "kv"])
     check(random.choice(["GQA", "wide"]), replace(plan, offload=offload), saved, 0.01)
 

@@ -201,7 +201,8 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
 def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArray) -> None:
     """Count what layers that are done leave waiting, less what they gave back.
 
-    What went into a layer is given back in the pieces that forward slices came in, what was made again row by row.
+    What went into a layer is given back in the pieces that forward slices came in, what was made again row by row,
+    and dK/dV as it is closed.
     """
     num_kept = chunks.layers - chunks.num_again
     kept, again = np.minimum(done, num_kept), np.maximum(done - num_kept, 0)
@@ -210,6 +211,7 @@ def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArra
     gone += layer.shared * ((done >= num_kept) & (num_kept > 0))
     peak[:, OWN] += chunks.splits * (layer.waiting_kept * kept + layer.waiting_again * again) - gone
     peak[:, RETURNED] -= (again - made) * layer.hidden
+    peak[:, CLOSED] -= 2 * chunks.near * done
 
 
 def _copied(layer: LayerBytes, chunks: Chunks, is_again: npt.NDArray[np.bool_]) -> FloatArray:
