@@ -1,6 +1,7 @@
 """Tokens of every kind that can't be read at train time are masked, and mapped files that are cut kill nobody."""
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -125,6 +126,9 @@ def test_rows_of_arrow_that_are_no_tokens_are_masked(tmp_path, column, worker):
 
 def wait_at_rest(pid):
     """Wait until a process has done nothing for a while: what it reads in that moment, no look at the size saves."""
+    if sys.platform != "linux":  # nothing tells there what it has done
+        time.sleep(2)
+        return
     spent = [-2, -1]
     end = time.monotonic() + 30
     while len(set(spent[-3:])) > 1:
