@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from sliced import one_gpu_plan
 from test_plan_step import cost_of
 
 import varlen as vl
 from varlen.errors import PlanError
+from varlen.plan.micropack import _groupings
+from varlen.simulate.stage_costs import stage_costs
 
 SHORT = (900, 4000, 17_000, 60, 2500)
 CASES: list[tuple[Any, vl.Mesh, int, int]] = [
@@ -112,3 +116,19 @@ def test_states_that_do_not_fit_are_said_to_with_the_least_mesh_and_sharding_tha
     sharded = number(r"sharding='parameters' with dp=([\d,]+)", said) if "with dp" in said else dp
     assert holds(replace(mesh, dp=sharded, sharding="parameters"))
     assert sharded == dp or not holds(replace(mesh, dp=sharded // 2, sharding="parameters"))
+
+
+@pytest.mark.parametrize("kernels", ["fused", "eager"])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels: Any, kv_heads: int) -> None:
+    length, cost = 131_072, long_cost(kernels=kernels, recompute="full")
+    cost = cost.replace(model=replace(cost.model, kv_heads=kv_heads))
+    peaks = []
+    for count in (16, 24, 32):
+        cuts = pairwise(np.linspace(0, length, count + 1).astype(int).tolist())
+        plan = one_gpu_plan([length], [[(0, *each)] for each in cuts], recompute="full")
+        peaks.append(float(vl.simulate(plan, cost).peak_bytes))
+    enough = replace(cost.hardware, memory_bytes=1.0001 * min(peaks) / cost.memory_fraction)
+    costs = stage_costs(cost.replace(hardware=enough), vl.Mesh())
+
+    assert list(_groupings(np.array([length], np.int32), costs, vl.Search()))
