@@ -44,7 +44,6 @@ WAYS = [
     )
     for offload in ("none", "kv")
 ]
-NAMES = pytest.mark.parametrize("name", mostly(["GQA", "wide"], MODELS))
 HEADS = pytest.mark.parametrize("name", mostly(["GQA"], ["GQA", "MHA"]))
 EACH_WAY = pytest.mark.parametrize(("recompute", "saved", "offload"), WAYS)
 
@@ -69,7 +68,7 @@ def pipelined(schedule: Any, count: int, slices: int, rows: int, mesh: Mesh, **s
     return replace(plan, lengths=rows * plan.lengths, **passes, **settings)
 
 
-@NAMES
+@pytest.mark.parametrize("name", mostly(["GQA", "wide"], MODELS))
 @EACH_WAY
 @pytest.mark.parametrize(("lengths", "slice_tokens"), [((600,), 100), ((500, 40, 160, 90, 60), 250)])
 def test_a_stage_holds_what_is_predicted(
@@ -153,7 +152,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("weights", ["at once", "apart", "apart and late"])
-@pytest.mark.parametrize("seed", mostly(range(2), range(20)))
+@pytest.mark.parametrize("seed", mostly([6, 15], range(20)))  # these two miss nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(
     seed: int, weights: str, ranks: int, stages: int
 ) -> None:

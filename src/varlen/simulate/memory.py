@@ -132,15 +132,11 @@ def backward_counts(
         order: int64 `[MicroPacks]`: in which they run.
         rank_offsets: int32 `[ranks + 1]`: in that order.
         cp: GPUs of a rank that share a slice.
-        forward: int32 `[5, forward slices]` of the same documents.
+        forward: int32 `[5, forward slices]` of the same documents; may be `slices`, where both passes are cut alike.
     """
-    # Of the same slices every piece goes as it came, which no cuts say too.
-    cuts = (
-        forward[3, :0].astype(np.int64)
-        if forward is slices
-        else forward[3].astype(np.int64) << 32 | forward[1]
-    )
-    cuts.sort()
+    cuts = np.zeros(0, np.int64)
+    if forward is not slices:  # else every piece goes as it came
+        cuts = np.sort(forward[3].astype(np.int64) << 32 | forward[1])
     found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp, cuts)
     return found
 
