@@ -14,6 +14,7 @@ from varlen.source.chats.instructions import instruction_messages
 from varlen.source.chats.messages import as_messages, without_nulls
 from varlen.source.chats.template import ChatTemplate, Rendered, prompt_and_completion
 from varlen.source.columns import Columns
+from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
 from varlen.source.rows import Fault, Rows, as_list, json_kind
 from varlen.source.tokenizer import FastTokenizer, Tokenizer
@@ -37,6 +38,8 @@ class Documents:
     """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are."""
     faults: tuple[Fault, ...] = ()
     """Records that were skipped."""
+    losses: Losses = field(default_factory=Losses)
+    """What chat templates left out of these documents, and all that `faults` stand for."""
     rows: IntArray | None = None
     """int64 `[num_documents]`: index of each document's row among the rows that texts or chats were encoded from;
     None where document d is of row d, and for ready tokens."""

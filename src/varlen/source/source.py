@@ -209,7 +209,7 @@ def open_source(
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
     template = make_template(
-        _template_text(chat_template) if chat_template is not None else specials.chat_template,
+        _template_text(chat_template) if chat_template is not None else specials.chat_templates.get("default"),
         special_tokens=specials.texts,
         end_marks=specials.end_marks,
     )

@@ -209,7 +209,7 @@ def _fast(
         prefix_ids=_prefix(whole, bare),
         texts=texts,
         end_marks=frozenset(added),
-        chat_template=template,
+        chat_templates={} if template is None else {"default": template},
     )
     return FastTokenizer(
         backend=own,
@@ -248,7 +248,7 @@ def _from_transformers(tokenizer: Any, name: str) -> Tokenizer:
         prefix_ids=_prefix(whole, encode(["a"])[0]),
         texts=config,
         end_marks=marks,
-        chat_template=template,
+        chat_templates={} if template is None else {"default": template},
     )
     return FunctionTokenizer(
         function=encode,

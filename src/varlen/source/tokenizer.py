@@ -39,8 +39,8 @@ class Specials:
     """For chat templates: {"bos_token": "<s>", "eos_token": "</s>", ...}."""
     end_marks: frozenset[str] = frozenset()
     """Texts of all special tokens: where a chat's turn may end."""
-    chat_template: str | None = None
-    """The tokenizer's own, or None."""
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """The tokenizer's own by name: `default`, and others such as `tool_use`; a single one is the default."""
 
 
 class Tokenizer(Protocol):
