@@ -119,7 +119,7 @@ def test_a_folder_says_its_eos_and_its_chat_template(tmp_path, eos):
     assert isinstance(made, FastTokenizer)
     assert made.specials.eos_id == made.backend.token_to_id("<pad>")
     assert made.specials.texts == {"bos_token": "<s>", "eos_token": "<pad>"}
-    assert made.specials.chat_template == "T"
+    assert made.specials.chat_templates == {"default": "T"}
     assert load_tokenizer(tmp_path, eos="<s>").specials.eos_id == made.backend.token_to_id("<s>")
 
 
@@ -135,7 +135,7 @@ def test_a_chat_template_in_a_file_of_its_own_goes_first(tmp_path, files, expect
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "default one"}]
 
     assert (
-        load_tokenizer(save_folder(tmp_path, {"chat_template": several}, **files)).specials.chat_template
+        load_tokenizer(save_folder(tmp_path, {"chat_template": several}, **files)).specials.chat_templates.get("default")
         == expected
     )
 
@@ -154,7 +154,7 @@ def test_a_transformers_tokenizer_gives_the_ids_of_its_own(tmp_path):
         assert ids_of(made, text) == fast(text, add_special_tokens=False)["input_ids"]
         assert [*made.specials.prefix_ids, *ids_of(made, text)] == fast(text)["input_ids"]
     assert made.specials.eos_id == fast.eos_token_id
-    assert made.specials.chat_template == "T"
+    assert made.specials.chat_templates == {"default": "T"}
 
 
 def test_a_function_may_take_a_text_or_a_list_of_them():
