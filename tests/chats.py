@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from varlen.source.chats.template import ChatTemplate, Rendered, chat_template
+from varlen.source.chats.rendered import Choice, Rendered
+from varlen.source.chats.template import ChatTemplate, chat_template
+
+LOSSES_ALLOWED = Choice(allow_unwritten=True)
 
 LLAMA = """\
 {{- bos_token }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from chats import BARE, LLAMA, MARKS, SPECIAL, TEMPLATES, chat, said, template
+from chats import BARE, LLAMA, LOSSES_ALLOWED, MARKS, SPECIAL, TEMPLATES, chat, said, template
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.template import CHATML, chat_template, prompt_and_completion
@@ -166,11 +166,15 @@ def test_tools_that_are_no_json_are_an_error():
 
 def test_an_end_mark_of_another_kind_after_a_tool_call_is_found_among_the_special_tokens():
     source = LLAMA.replace("'<|eot_id|>'", "('<|eom_id|>' if message.tool_calls else '<|eot_id|>')")
+    source = source.replace(
+        "| trim +", "| trim + (message.tool_calls | tojson if message.tool_calls else '') +"
+    )
 
     rendered = chat_template(source, special_tokens=SPECIAL, end_marks=["<|eom_id|>"]).render(CALLING)
     unknown = chat_template(source, special_tokens=SPECIAL).render(CALLING[:2])
 
-    assert said(rendered) == ["Sure.<|eom_id|>", "It is 2.<|eot_id|>"]
+    calls = '[{"type": "function", "function": {"name": "add", "arguments": {"to": "<é>"}}}]'
+    assert said(rendered) == [f"Sure.{calls}<|eom_id|>", "It is 2.<|eot_id|>"]
     assert unknown.needs_eos
 
 
@@ -218,8 +222,9 @@ def test_generation_tags_alone_decide_and_empty_blocks_are_left_out():
         "<{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}>{% endif %}{% endfor %}"
     )
 
-    rendered = chat_template(source).render(chat("u:\U000f0000é", "a:x", "u:y"))
+    rendered = chat_template(source).render(chat("u:\U000f0000é", "a:x", "u:y"), choice=LOSSES_ALLOWED)
 
+    assert rendered.losses.unwritten == {"content": (1, 1)}
     assert rendered.text == "<\U000f0000é><<y>"
     assert rendered.spans == ((1, 3), (6, 7))
 

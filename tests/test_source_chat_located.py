@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chats import BARE, LLAMA, SPECIAL, TEMPLATES, chat, said, template
+from chats import BARE, LLAMA, LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
 
 from varlen.errors import SourceError
 from varlen.source.chats.template import CHATML, chat_template
@@ -102,10 +102,12 @@ def test_thoughts_within_contents_that_a_template_drops_from_every_turn_leave_th
     special = SPECIAL | {"PROMPT": "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\n"}
 
     rendered = chat_template(source, special_tokens=special).render(
-        chat("u:1", "a:<think>\nSo</think> 2", "u:<think>", "a:<think>\nWell</think> 3")
+        chat("u:1", "a:<think>\nSo</think> 2", "u:<think>", "a:<think>\nWell</think> 3"),
+        choice=LOSSES_ALLOWED,
     )
 
     assert said(rendered) == ["2<|eot_id|>", "3<|eot_id|>"]
+    assert rendered.losses.unwritten == {"reasoning_content": (2, 6)}
 
 
 @pytest.mark.parametrize(

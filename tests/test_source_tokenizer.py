@@ -134,10 +134,9 @@ def test_a_folder_says_its_eos_and_its_chat_template(tmp_path, eos):
 def test_a_chat_template_in_a_file_of_its_own_goes_first(tmp_path, files, expected):
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "default one"}]
 
-    assert (
-        load_tokenizer(save_folder(tmp_path, {"chat_template": several}, **files)).specials.chat_templates.get("default")
-        == expected
-    )
+    made = load_tokenizer(save_folder(tmp_path, {"chat_template": several}, **files))
+
+    assert made.specials.chat_templates.get("default") == expected
 
 
 def test_a_transformers_tokenizer_gives_the_ids_of_its_own(tmp_path):

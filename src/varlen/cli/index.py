@@ -11,8 +11,10 @@ import typer
 
 from varlen.cli.options import (
     OUTPUT,
+    AllowUnwritten,
     AsJson,
     ChatTemplate,
+    ChatTemplateKwargs,
     Column,
     Documents,
     Eos,
@@ -39,6 +41,8 @@ def index(
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    allow_unwritten: AllowUnwritten = False,
     supervise: Supervise = "assistant",
     eos: Eos = None,
     no_eos: NoEos = False,
@@ -67,6 +71,8 @@ def index(
         tokenizer=tokenizer,
         column=column or [],
         chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+        allow_unwritten=allow_unwritten,
         supervise=supervise,
         eos=eos,
         append_eos=not no_eos,

@@ -12,7 +12,9 @@ import typer
 
 from varlen.cli.options import (
     OUTPUT,
+    AllowUnwritten,
     ChatTemplate,
+    ChatTemplateKwargs,
     Column,
     Data,
     Eos,
@@ -34,6 +36,8 @@ def inspect_data(
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    allow_unwritten: AllowUnwritten = False,
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
@@ -90,6 +94,8 @@ def inspect_data(
         "tokenizer": tokenizer,
         "column": column or [],
         "chat_template": chat_template,
+        "chat_template_kwargs": chat_template_kwargs,
+        "allow_unwritten": allow_unwritten,
         "eos": eos,
         "append_eos": not no_eos,
         "text_cut": text_cut,

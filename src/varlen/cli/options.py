@@ -39,13 +39,32 @@ Column = Annotated[
 ChatTemplate = Annotated[
     Path | None,
     typer.Option(
-        help="A jinja file.  [dim]\\[default: the tokenizer's own, else ChatML][/]", rich_help_panel=DOCUMENTS
+        help="A jinja file; or trl-training, the twin that TRL has of the tokenizer's.  "
+        "[dim]\\[default: the tokenizer's own, else ChatML][/]",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="What the chat template sees beside the chat: '{\"enable_thinking\": false}'.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+AllowUnwritten = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unwritten",
+        help="Count what the chat template leaves out of an assistant's own turn, instead of refusing it.",
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 Supervise = Annotated[
     str,
     typer.Option(
-        help="Of chats, train on [bold]assistant[/] turns, or on [bold]all[/].", rich_help_panel=DOCUMENTS
+        help="Of chats, train on [bold]assistant[/] turns, on the last of them, or on all.",
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 Eos = Annotated[

@@ -7,7 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from varlen.cli.options import ChatTemplate, Column, Eos, NoEos, OnError, TextCut, Tokenizer
+from varlen.cli.options import (
+    AllowUnwritten,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Column,
+    Eos,
+    NoEos,
+    OnError,
+    TextCut,
+    Tokenizer,
+)
 from varlen.cli.plan_options import (
     Calibrate,
     Capacity,
@@ -76,6 +86,8 @@ def plan(
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    allow_unwritten: AllowUnwritten = False,
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
@@ -115,6 +127,8 @@ def plan(
         "tokenizer": tokenizer,
         "column": column or [],
         "chat_template": chat_template,
+        "chat_template_kwargs": chat_template_kwargs,
+        "allow_unwritten": allow_unwritten,
         "eos": eos,
         "append_eos": not no_eos,
         "text_cut": text_cut,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,10 @@ def as_source(
                     "change them; leave these out, or name the documents"
                 )
             return Path(data[0])
+    if "chat_template_kwargs" in more:
+        more["chat_template_kwargs"] = _as_variables(more["chat_template_kwargs"])
+    if more.get("chat_template") is not None:
+        more["chat_template"] = str(more["chat_template"])  # a file, or the name of a twin
     end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
     return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
 
@@ -119,6 +124,8 @@ def pack_arguments(
     tokenizer: str,
     column: Sequence[str],
     chat_template: Path | None,
+    chat_template_kwargs: str | None,
+    allow_unwritten: bool,
     eos: str | None,
     append_eos: bool,
     text_cut: str,
@@ -133,12 +140,31 @@ def pack_arguments(
         ("--tokenizer", tokenizer, "bytes"),
         *(("--column", pair, None) for pair in column),
         ("--chat-template", chat_template, None),
+        ("--chat-template-kwargs", chat_template_kwargs, None),
         ("--eos", eos, None),
         ("--text-cut", text_cut, "auto"),
         ("--on-error", on_error, "raise"),
     ]
     given = [word for name, value, usual in options if value != usual for word in (name, str(value))]
-    return [*data, "-o", output, *given, *([] if append_eos else ["--no-eos"])]
+    flags = [*([] if append_eos else ["--no-eos"]), *(["--allow-unwritten"] if allow_unwritten else [])]
+    return [*data, "-o", output, *given, *flags]
+
+
+def _as_variables(text: str | None) -> dict[str, Any] | None:
+    """Return what a chat template sees beside the chat.
+
+    Raises:
+        SettingError: it is no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r} ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r}")
+    return found
 
 
 def _as_columns(columns: Sequence[str]) -> dict[str, str]:

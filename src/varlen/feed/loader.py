@@ -79,10 +79,14 @@ class PackedLoader:
         read_ahead_s: of streaming: stalls of the storage that are to be ridden out.
         deadline_s: longest wait for a batch before StalledError says what is missing.
         columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
-        chat_template: a jinja template, or a file that holds one; None for the tokenizer's own, else ChatML.
+        chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
+            tokenizer's; None for the tokenizer's own, else ChatML.
+        chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}.
+        allow_unwritten: count what the template leaves out of an assistant's own turn; else it is an error.
         eos: the token that ends a document, by id or text; None for the tokenizer's own.
         append_eos: end every text with it.
-        supervise: "assistant": of chats only what the model is to say; "all": everything.
+        supervise: "assistant": of chats only what the model is to say; "last": of that the last turn; "all":
+            everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
         on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. Of tokens that can't
             be read, "skip" masks the piece in its slot on the rank that reads it: `pad_id` without a label; all else
@@ -129,6 +133,8 @@ class PackedLoader:
         deadline_s: float = 600.0,
         columns: Mapping[str, str] | None = None,
         chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_unwritten: bool = False,
         eos: int | str | None = None,
         append_eos: bool = True,
         supervise: Supervise = "assistant",
@@ -166,6 +172,8 @@ class PackedLoader:
             reading={
                 "columns": columns,
                 "chat_template": chat_template,
+                "chat_template_kwargs": chat_template_kwargs,
+                "allow_unwritten": allow_unwritten,
                 "eos": eos,
                 "append_eos": append_eos,
                 "supervise": supervise,

@@ -157,7 +157,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
 
 
-_USUAL = {"append_eos": True, "supervise": "assistant", "text_cut": "auto"}
+_USUAL = {"append_eos": True, "supervise": "assistant", "text_cut": "auto", "allow_unwritten": False}
 """Settings of reading that say how documents become tokens, where they aren't None."""
 
 
@@ -167,7 +167,7 @@ def _refuse_reading(data: Data, settings: LoaderSettings) -> None:
     Raises:
         SettingError: one was changed.
     """
-    for name in ("columns", "chat_template", "eos", *_USUAL):
+    for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *_USUAL):
         if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
             raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 

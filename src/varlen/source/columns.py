@@ -21,15 +21,16 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 """What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "seq_start_id", "position_ids"),
-    "messages": ("tools", "system"),
-    "prompt": ("tools",),
-    "instruction": ("context", "system"),
+    "messages": ("tools", "system", "chat_template_kwargs"),
+    "prompt": ("tools", "chat_template_kwargs"),
+    "instruction": ("context", "system", "chat_template_kwargs"),
     "text": (),
 }
-_OF_SOME_ROWS = ("tools", "system", "context")
+_OF_SOME_ROWS = ("tools", "system", "context", "chat_template_kwargs")
 """Roles that one object may have and the next one not."""
 _ALSO_CALLED = {
-    "messages": ("conversations",),
+    "messages": ("conversations", "conversation"),
+    "tools": ("functions",),
     "loss_mask": ("completion_mask", "assistant_masks"),
     "instruction": ("query", "question", "prompt", "input"),
     "context": ("input",),
@@ -67,6 +68,7 @@ class Columns:
                         for name in _spellings(role)
                     ),
                     *self._instead(),
+                    *(_spellings("tools") if "tools" in self.names else ()),
                 )
             ).difference(self.names.values(), self.passed_over),
         )
@@ -142,7 +144,11 @@ def find_columns(
             if kind == "instruction":
                 names["context"] = _context(names, named, present, where, are_fields=are_fields)
             if are_fields:
-                names |= {role: names[role] or role for role in ("tools", "system") if role in names}
+                names |= {
+                    role: names[role] or role
+                    for role in ("tools", "system", "chat_template_kwargs")
+                    if role in names
+                }
             return Columns(
                 kind=kind,
                 names={role: name for role, name in names.items() if name},

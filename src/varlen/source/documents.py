@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
+from varlen.source.chats.calls import from_json
 from varlen.source.chats.instructions import instruction_messages
-from varlen.source.chats.messages import as_messages, without_nulls
-from varlen.source.chats.template import ChatTemplate, Rendered, prompt_and_completion
+from varlen.source.chats.messages import Chat, as_chat, without_nulls
+from varlen.source.chats.rendered import Choice, Rendered
+from varlen.source.chats.template import ChatTemplate, check_variables, prompt_and_completion
 from varlen.source.columns import Columns
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
@@ -21,8 +24,8 @@ from varlen.source.tokenizer import FastTokenizer, Tokenizer
 from varlen.types import Int32Array, IntArray
 
 Mask = npt.NDArray[np.uint8]
-Supervise = Literal["assistant", "all"]
-_NESTED = ("messages", "tools", "prompt", "completion")
+Supervise = Literal["assistant", "last", "all"]
+_NESTED = ("messages", "tools", "prompt", "completion", "chat_template_kwargs")
 """Roles whose values may hold objects."""
 
 
@@ -65,6 +68,8 @@ class Encoding:
     """End every text, and every completion given as text, with the tokenizer's EOS."""
     supervise: Supervise = "assistant"
     """Which tokens of chats and completions are trained on."""
+    allow_unwritten: bool = False
+    """Count what a chat template leaves out of an assistant's own turn, where it would be an error."""
     vocab_size: int | None = None
     """Ready tokens at or above are refused; None to take any."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +112,8 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
         return _texts(rows, values["text"], encoding)
     for role, column in values.items():
         if role in _NESTED and not isinstance(rows.columns[columns.names[role]], list):
-            values[role] = [without_nulls(value, is_chat=role != "tools") for value in column]
+            is_chat = role not in ("tools", "chat_template_kwargs")
+            values[role] = [without_nulls(value, is_chat=is_chat) for value in column]
     steps = _steps(columns, values, len(rows), encoding)
     # What a template renders has a beginning of its own; a prompt that is plain text has none.
     is_plain = [
@@ -122,23 +128,36 @@ def _steps(
     """Return what writes each row, or says why it can't be written."""
     template, nothing = encoding.template, [None] * num_rows
     tools, systems = values.get("tools", nothing), values.get("system", nothing)
+    variables = values.get("chat_template_kwargs", nothing)
+    supervise = encoding.supervise
+    choice = Choice(
+        last=supervise == "last", everything=supervise == "all", allow_unwritten=encoding.allow_unwritten
+    )
+
+    def chat(messages: Any, system: Any, row_tools: Any, row_variables: Any) -> Rendered:
+        asked = _with_system(as_chat(messages), system)
+        return template.render(asked, row_tools, variables=_variables(row_variables), choice=choice)
+
     if columns.kind == "messages":
-        return [
-            lambda m=m, s=s, t=t: template.render(_with_system(as_messages(m), s), _tools(t))  # type: ignore[misc]
-            for m, s, t in zip(values["messages"], systems, tools)
-        ]
+        return [partial(chat, *row) for row in zip(values["messages"], systems, tools, variables)]
     if columns.kind == "instruction":
-        asked = zip(values["instruction"], values.get("context", nothing), values["output"], systems)
-        return [
-            lambda i=i, c=c, o=o, s=s: template.render(_with_system(instruction_messages(i, c, o), s), None)  # type: ignore[misc]
-            for i, c, o, s in asked
-        ]
-    return [
-        lambda p=p, c=c, t=t: prompt_and_completion(  # type: ignore[misc]
-            p, c, template, None if isinstance(p, str) else _tools(t)
+
+        def instruct(
+            instruction: Any, context: Any, output: Any, system: Any, row_variables: Any
+        ) -> Rendered:
+            return chat(instruction_messages(instruction, context, output), system, None, row_variables)
+
+        asked = zip(
+            values["instruction"], values.get("context", nothing), values["output"], systems, variables
         )
-        for p, c, t in zip(values["prompt"], values["completion"], tools)
-    ]
+        return [partial(instruct, *row) for row in asked]
+
+    def complete(prompt: Any, completion: Any, row_tools: Any, row_variables: Any) -> Rendered:
+        row_tools = None if isinstance(prompt, str) else row_tools
+        given = _variables(row_variables)
+        return prompt_and_completion(prompt, completion, template, row_tools, variables=given, choice=choice)
+
+    return [partial(complete, *row) for row in zip(values["prompt"], values["completion"], tools, variables)]
 
 
 def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
@@ -178,20 +197,31 @@ def _chats(
                 begins.append(is_plain[index])
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
+    losses = sum((one.losses for one in rendered if one.losses), Losses())
+    is_all = encoding.supervise == "all"
+    if is_all and any(one.off for one in rendered):
+        rendered, is_all = [replace(one, spans=_all_but(one.off, len(one.text))) for one in rendered], False
     mask: Mask | None
     tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
     needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
     if needs_eos.any():
         starts, prefix = np.array(begins, dtype=bool), encoding.tokenizer.specials.prefix_ids
         tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, eos_of(encoding))
-    whole = encoding.supervise == "all" or mask is None or bool(mask.all())
+    whole = is_all or mask is None or bool(mask.all())
     return Documents(
         tokens=tokens,
         offsets=offsets,
         loss_mask=None if whole else mask,
         faults=rows.blame(wrong),
+        losses=losses,
         rows=_rows_but(wrong, len(steps)),
     )
+
+
+def _all_but(off: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
+    """Return the stretches of a text between others."""
+    bounds = [0, *(place for span in off for place in span), length]
+    return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
 
 
 def _rows_but(wrong: Mapping[int, str], num_rows: int) -> IntArray | None:
@@ -296,35 +326,33 @@ def eos_of(encoding: Encoding) -> int | None:
     return encoding.tokenizer.specials.eos_id
 
 
-def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+def _with_system(chat: Chat, system: Any) -> Chat:
     """Put what a column of its own says to the model before the messages."""
     if system is None or system == "":
-        return messages
+        return chat
     if not isinstance(system, str):
         raise SourceError(f"`system` must be a string, found {json_kind(system)}")
+    messages = chat.messages
     if messages[0]["role"] in ("system", "developer"):
         if messages[0].get("content") == system:
-            return messages
+            return chat
         raise SourceError(
             "`system` says one thing and the first message, of the system too, another; keep one"
         )
-    return [{"role": "system", "content": system}, *messages]
+    off = frozenset(number + 1 for number in chat.off)
+    return Chat(messages=[{"role": "system", "content": system}, *messages], off=off)
 
 
-def _tools(value: Any) -> list[Any] | None:
-    """Return the tools of a chat: a list, or a JSON string of one."""
-    if isinstance(value, str) and not value.strip():
-        return None  # how a CSV file says that there are none
+def _variables(value: Any) -> dict[str, Any]:
+    """Return what a row gives to its chat template: an object, or its JSON text."""
     if isinstance(value, str):
-        import json
-
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise SourceError("`tools` is text, but not valid JSON") from error
-    if value is not None and not isinstance(value, list):
-        raise SourceError(f"`tools` must be a list, found {json_kind(value)}")
-    return value or None
+        value = from_json(value, "`chat_template_kwargs`") if value.strip() else None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise SourceError(f"`chat_template_kwargs` must be an object, found {json_kind(value)}")
+    check_variables(value)
+    return value
 
 
 def _half_character(text: str) -> bool:

@@ -24,6 +24,8 @@ class Losses:
     """Texts of earlier turns that a chat template leaves out by design, since a later user turn follows."""
     unwritten: Texts = field(default_factory=dict)
     """Texts of an assistant's own turn that a chat template doesn't write; the caller allows this."""
+    empty_turns: int = 0
+    """Turns of an assistant that say nothing, of which the end mark alone is trained."""
 
     def __add__(self, other: Losses) -> Losses:
         return Losses(
@@ -32,11 +34,12 @@ class Losses:
             num_bytes=self.num_bytes + other.num_bytes,
             dropped=_added(self.dropped, other.dropped),
             unwritten=_added(self.unwritten, other.unwritten),
+            empty_turns=self.empty_turns + other.empty_turns,
         )
 
     def __bool__(self) -> bool:
         """Whether anything is lost."""
-        return bool(self.records or self.rows or self.num_bytes or self.dropped or self.unwritten)
+        return self != Losses()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, keys of texts in order."""
@@ -48,11 +51,15 @@ class Losses:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Losses:
         """Return losses from what `to_json` gives; what is absent is nothing, as in results of version 0.1.0."""
-        texts = {
+        texts: dict[str, Any] = {
             name: {str(key): (int(count[0]), int(count[1])) for key, count in found.get(name, {}).items()}
             for name in ("dropped", "unwritten")
         }
-        return cls(**{name: int(found.get(name, 0)) for name in ("records", "rows", "num_bytes")}, **texts)
+        counts: dict[str, Any] = {name: int(found.get(name, 0)) for name in _COUNTS}
+        return cls(**counts, **texts)
+
+
+_COUNTS = ("records", "rows", "num_bytes", "empty_turns")
 
 
 def _added(one: Texts, other: Texts) -> Texts:

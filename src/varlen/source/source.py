@@ -11,7 +11,9 @@ import numpy as np
 
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
+from varlen.source.chats.chatml import CHATML
 from varlen.source.chats.template import chat_template as make_template
+from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of
 from varlen.source.files import Data, File, find_files
@@ -111,6 +113,16 @@ class Source:
             return False
         return any(columns.kind != "tokens" for columns in self._first_columns())
 
+    def falls_back(self) -> bool:
+        """Whether chats are written as ChatML since the tokenizer has no chat template, and none was named.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+        """
+        encoding = self.encoding
+        if encoding.template.source is not CHATML or isinstance(encoding.tokenizer, ByteTokenizer):
+            return False
+        return any(columns.kind in ("messages", "instruction") for columns in self._first_columns())
+
     def check_eos(self) -> None:
         """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
 
@@ -165,6 +177,8 @@ def open_source(
     *,
     columns: Mapping[str, str] | None = None,
     chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    allow_unwritten: bool = False,
     eos: int | str | None = None,
     append_eos: bool = True,
     supervise: Supervise = "assistant",
@@ -180,10 +194,16 @@ def open_source(
         data: a file, a folder, a glob or a URL, or several of them.
         tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function.
         columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
-        chat_template: a jinja template, or a file that holds one; None for the tokenizer's own, else ChatML.
+        chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
+            tokenizer's; None for the tokenizer's own, else ChatML.
+        chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}; a row's own
+            column of this name goes before it.
+        allow_unwritten: count the texts of an assistant's own turn that the template leaves out, such as thoughts
+            that it has no form for; else they are an error.
         eos: the token that ends a document, by id or text; None for the tokenizer's own.
         append_eos: end every text with it.
-        supervise: "assistant": of chats and completions only what the model is to say; "all": everything.
+        supervise: "assistant": of chats and completions only what the model is to say; "last": of that the last
+            turn; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
             single file, else files.
         vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
@@ -198,8 +218,8 @@ def open_source(
     """
     if on_error not in ("raise", "skip"):
         raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    if supervise not in ("assistant", "all"):
-        raise SettingError(f'supervise must be "assistant" or "all", got {supervise!r}')
+    if supervise not in ("assistant", "last", "all"):
+        raise SettingError(f'supervise must be "assistant", "last" or "all", got {supervise!r}')
     if text_cut not in ("auto", "file", "paragraph", "line"):
         raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
     named = dict(columns or {})
@@ -209,9 +229,10 @@ def open_source(
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
     template = make_template(
-        _template_text(chat_template) if chat_template is not None else specials.chat_templates.get("default"),
+        _templates(chat_template, specials.chat_templates),
         special_tokens=specials.texts,
         end_marks=specials.end_marks,
+        variables=chat_template_kwargs,
     )
     known = made.vocab_size if tokenizer is not None and tokenizer != "bytes" else None
     encoding = Encoding(
@@ -219,6 +240,7 @@ def open_source(
         template=template,
         append_eos=append_eos,
         supervise=supervise,
+        allow_unwritten=bool(allow_unwritten),
         vocab_size=known if vocab_size is None else vocab_size,
         columns=named,
     )
@@ -226,7 +248,8 @@ def open_source(
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
     deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
-    settings = (*deciding, encoding.vocab_size)
+    # What is left out or allowed decides which records are refused.
+    settings = (*deciding, encoding.vocab_size, *(["allow_unwritten"] if allow_unwritten else []))
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
     )
@@ -249,6 +272,18 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
 def _nothing(fault: Fault) -> Documents:
     """Return no documents, and why."""
     return Documents(tokens=np.zeros(0, dtype=np.int32), offsets=np.zeros(1, dtype=np.int64), faults=(fault,))
+
+
+def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
+    """Return the chat template that is meant, or those of the tokenizer by name.
+
+    Raises:
+        SettingError: a file is named that isn't there, or TRL has no twin of the tokenizer's template.
+        MissingExtraError: the twin is asked for, and TRL isn't installed.
+    """
+    if chosen is None:
+        return own
+    return training_twin(own.get("default")) if chosen == TWIN else _template_text(chosen)
 
 
 def _template_text(template: str | Path) -> str:

@@ -51,9 +51,11 @@ class DataSettings:
     deadline_s: float | None = None
     columns: Mapping[str, str] | None = None
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    allow_unwritten: bool | None = None
     eos: int | str | None = None
     append_eos: bool | None = None
-    supervise: Literal["assistant", "all"] | None = None
+    supervise: Literal["assistant", "last", "all"] | None = None
     text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
     on_error: Literal["raise", "skip"] | None = None
     retry: Retry | None = None

@@ -1,13 +1,31 @@
-"""Messages of a chat, from whatever a row holds: one spelling of roles and keys, each fault in a sentence."""
+"""Messages of a chat, from whatever a row holds, in one form; each fault in a sentence.
+
+Each message is an object of these keys, whatever the row calls them:
+
+=====================  ===========================================================================================
+`role`                 `system`, `developer`, `user`, `assistant` or `tool`
+`content`              text; null where an assistant's message has none; parts of text stay a list where there are
+                       several, since a template may write something between them
+`reasoning_content`    an assistant's thoughts, as text (`reasoning` and `thinking` are the same)
+`tool_calls`           an assistant's calls, each `{"type": "function", "function": {"name", "arguments"}}`
+others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
+=====================  ===========================================================================================
+
+Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) are taken out of the messages.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from varlen.errors import SourceError
+from varlen.source.chats.calls import as_calls, spoken_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thoughts; the first is the common one."""
 
 _ROLE_OF = {role: role for role in ROLES} | {
     "human": "user",
@@ -15,29 +33,95 @@ _ROLE_OF = {role: role for role in ROLES} | {
     "chatgpt": "assistant",
     "model": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "observation": "tool",
     "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
 }
 """ShareGPT's words, Gemma's and OpenAI's old ones beside the common ones."""
+_SPOKEN_CALLS = ("function_call", "tool_call")
+"""Roles of ShareGPT whose content is the JSON text of calls."""
 
 _CALLS = ("tool_calls", "function_call")
+_FLAGS = ("weight", "train", "training", "trainable", "loss")
+"""Keys that say whether a message is trained on: OpenAI's and Mistral's, axolotl's, ms-swift's."""
+_DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "train_details")
+"""Keys of axolotl that say it of some characters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """The messages of a row, and which of them are trained on."""
+
+    messages: list[dict[str, Any]]
+    off: frozenset[int] = frozenset()
+    """Index of each message whose labels its author switches off."""
 
 
 def as_messages(value: object) -> list[dict[str, Any]]:
-    """Return a row's messages with `role` and `content` by their common names.
+    """Return a row's messages with content as text; flags stay. Arguments and errors as `as_chat` has them."""
+    messages = _messages(value)
+    if not any(type(message.get("content")) is list for message in messages):
+        return messages
+    return [
+        {**message, "content": text_of(message["content"])} if "content" in message else message
+        for message in messages
+    ]
 
-    ShareGPT's `from` and `value` are renamed; content given as parts of text is joined; keys whose value is null
-    are left out, since a Parquet file gives them for what a message doesn't have, but for a null `content`,
-    which stays. Messages that need none of this are handed on as they are, not copied.
+
+def text_of(content: Any) -> Any:
+    """Return a content as text, its parts joined; null stays null."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose thoughts stand apart, which the contents hold as `<think>...</think>`."""
+    return [_apart(message) for message in messages]
+
+
+def _apart(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
+        return message
+    before, end, answer = content.partition("</think>")
+    blank, begin, thoughts = before.rpartition("<think>")
+    thoughts = thoughts if begin else before
+    if not end or blank.strip() or "</think>" in answer or not (thoughts.strip() or answer.strip()):
+        return message
+    return {**message, "reasoning_content": thoughts, "content": answer}
+
+
+def as_chat(value: object) -> Chat:
+    """Return a row's messages in the one form, and which of them are not trained on.
+
+    Messages of role and text alone by their common names are handed on as they are, not copied.
 
     Args:
-        value: a list of messages, or a JSON string of one.
+        value: a list of messages, or a JSON string of one, or an object of lists, as `datasets` may give it.
 
     Raises:
         SourceError: it is no list of messages; the message is named, counted from 1.
     """
+    if isinstance(value, Chat):
+        return value
+    messages = _messages(value)
+    if messages is value:  # of role and content alone
+        return Chat(messages=messages)
+    off: set[int] = set()
+    for index, message in enumerate(messages):
+        if not _is_trained(message, index + 1):
+            off.add(index)
+    return Chat(messages=messages, off=frozenset(off))
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Return a row's messages in the one form but for their flags; a list that has it already, as it is."""
     if isinstance(value, str):
         value = _from_json(value)
+    if isinstance(value, dict):
+        value = _rows(value)
     if not isinstance(value, list):
         raise SourceError(f"a chat must be a list of messages, found {_json_kind(value)}")
     if not value:
@@ -51,8 +135,18 @@ def as_messages(value: object) -> list[dict[str, Any]]:
             and type(role := message.get("role")) is str
             and known.get(role) == role
         ):
-            return [_as_message(message, number) for number, message in enumerate(value, start=1)]
-    return value
+            break
+    else:
+        return value
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value, start=1):
+        made, is_call = _as_message(message, number)
+        if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            # What ShareGPT says in two messages is one turn.
+            messages[-1] = {**made, **messages[-1], "tool_calls": made["tool_calls"]}
+        else:
+            messages.append(made)
+    return messages
 
 
 def well_formed(text: str) -> str:
@@ -116,13 +210,28 @@ def _from_json(text: str) -> object:
         raise SourceError(f"the JSON text of the chat can't be read: {error}") from error
 
 
-def _as_message(message: object, number: int) -> dict[str, Any]:
-    """Return one message with its role and content checked and named as is common."""
+def _rows(columns: dict[Any, Any]) -> object:
+    """Return an object of lists as a list of objects: `datasets` gives a sequence of objects so.
+
+    A wrapper of one key, `{"messages": [...]}`, is what it holds.
+    """
+    wrapped = [columns[key] for key in ("messages", "conversations") if isinstance(columns.get(key), list)]
+    if wrapped:
+        return wrapped[0]
+    lists = {key: held for key, held in columns.items() if held is not None}
+    count = {len(held) if isinstance(held, list) else -1 for held in lists.values()}
+    if len(count) != 1 or -1 in count:
+        return columns
+    return [dict(zip(lists, entries)) for entries in zip(*lists.values())]
+
+
+def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
+    """Return one message in the one form, and whether it is one of ShareGPT's that holds calls alone."""
     if not isinstance(message, dict):
         raise SourceError(
             f"message {number} must be an object with role and content, found {_json_kind(message)}"
         )
-    role = _role_of(message, number)
+    said, role = _role_of(message, number)
     if "content" not in message and isinstance(message.get("value"), str):
         message = {("content" if key == "value" else key): value for key, value in message.items()}
     kept: dict[str, Any] = {"role": role}
@@ -131,26 +240,42 @@ def _as_message(message: object, number: int) -> dict[str, Any]:
             raise SourceError(f"message {number} has the key {key!r}; keys must be text")
         if key == "content" or (value is not None and key not in ("role", "from")):
             kept[key] = value
-    content = kept.get("content")
-    if isinstance(content, list):
-        kept["content"] = "".join(_part_text(part, number) for part in content)
-    elif content is None:
-        if role != "assistant" or not any(kept.get(call) for call in _CALLS):
+    calls = None
+    if said in _SPOKEN_CALLS and isinstance(kept.get("content"), str) and "tool_calls" not in kept:
+        calls = spoken_calls(kept["content"], number)
+        if calls:
+            kept["tool_calls"], kept["content"] = calls, None
+    if isinstance(kept.get("content"), list):
+        _take_parts(kept, number)
+    if role == "assistant":
+        _take_thoughts(kept, number)
+        if "function_call" in kept and "tool_calls" not in kept:
+            kept["tool_calls"] = [kept.pop("function_call")]
+        if "tool_calls" in kept:
+            kept["tool_calls"] = as_calls(kept["tool_calls"], number)
+            if not kept["tool_calls"]:
+                del kept["tool_calls"]
+    _check_content(kept, number)
+    return kept, bool(calls)
+
+
+def _check_content(kept: dict[str, Any], number: int) -> None:
+    """Require that a message says something, or calls."""
+    content, role = kept.get("content"), kept["role"]
+    if content is None:
+        if role != "assistant" or not (kept.get("tool_calls") or kept.get("reasoning_content")):
             raise SourceError(
                 f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have none"
             )
-    elif not isinstance(content, str):
+    elif not isinstance(content, str | list):
         raise SourceError(
             f"the content of message {number} ({role}) must be text or a list of parts of text, "
             f"found {_json_kind(content)}"
         )
-    if "tool_calls" in kept:
-        kept["tool_calls"] = _tool_calls(kept["tool_calls"], number)
-    return kept
 
 
-def _role_of(message: dict[Any, Any], number: int) -> str:
-    """Return who speaks, by its common name."""
+def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
+    """Return who speaks, as the row says it and by its common name."""
     role = message.get("role")
     if role is None:
         role = message.get("from")
@@ -160,14 +285,96 @@ def _role_of(message: dict[Any, Any], number: int) -> str:
     known = _ROLE_OF.get(role) if isinstance(role, str) else None
     if known is None:
         raise SourceError(f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
-    return known
+    return role, known
+
+
+def _is_trained(kept: dict[str, Any], number: int) -> bool:
+    """Take the flags out of a message; return whether it is trained on."""
+    for key in _DETAILS:
+        if kept.pop(key, None):
+            raise SourceError(
+                f"message {number} has `{key}`, labels of single characters, which are not read; switch whole "
+                "messages by `train`, or mark the parts by `{% generation %}` in the template"
+            )
+    is_trained = True
+    for key in _FLAGS:
+        value = kept.pop(key, None)
+        if value is None:
+            continue
+        flag = {"true": 1, "false": 0}.get(value.lower(), value) if isinstance(value, str) else value
+        if flag not in (0, 1):
+            raise SourceError(
+                f"message {number} has the {key} {value!r}; only 0 and 1 (false and true) can be kept: "
+                "make it one of them, or leave the message's row out"
+            )
+        is_trained = is_trained and bool(flag)
+    return is_trained
+
+
+def _take_parts(kept: dict[str, Any], number: int) -> None:
+    """Put the one form in place of a content's parts: text where there is one, thoughts where they belong."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in kept["content"]:
+        if (
+            isinstance(part, dict)
+            and part.get("type") in ("thinking", "reasoning")
+            and kept["role"] == "assistant"
+        ):
+            held = part.get("thinking", part.get("reasoning", part.get("text")))
+            thoughts.append(_joined_text(held, number))
+        else:
+            texts.append(_part_text(part, number))
+    if thoughts and not any(kept.get(key) for key in THOUGHTS):
+        kept["reasoning_content"] = "".join(thoughts)
+    if len(texts) > 1:
+        kept["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        kept["content"] = "".join(texts) if texts or not thoughts else None
+
+
+def _joined_text(held: object, number: int) -> str:
+    """Return a text that may be given as parts."""
+    if isinstance(held, list):
+        return "".join(_part_text(part, number) for part in held)
+    return _part_text({"type": "text", "text": held}, number)
+
+
+def _take_thoughts(kept: dict[str, Any], number: int) -> None:
+    """Give an assistant's thoughts their common name.
+
+    Raises:
+        SourceError: they are no text, or stand twice and differ.
+    """
+    found = {key: kept[key] for key in THOUGHTS if key in kept}
+    if not found:
+        return
+    texts = {
+        key: _joined_text(held, number) if isinstance(held, list) else held for key, held in found.items()
+    }
+    odd = [key for key, held in texts.items() if not isinstance(held, str)]
+    if odd:
+        raise SourceError(f"`{odd[0]}` of message {number} must be text, found {_json_kind(found[odd[0]])}")
+    said = {held for held in texts.values() if held} or {""}
+    if len(said) > 1:
+        names = " and ".join(f"`{key}`" for key, held in texts.items() if held)
+        raise SourceError(f"message {number} has {names}, which differ; both are its thoughts: keep one")
+    for key in found:
+        del kept[key]
+    kept["reasoning_content"] = said.pop()
 
 
 def _part_text(part: object, number: int) -> str:
     """Return the text of one part of a content."""
     if isinstance(part, dict):
+        flags = [key for key in _FLAGS if part.get(key) not in (None, True, 1)]
+        if flags:
+            raise SourceError(
+                f"a part of message {number} has `{flags[0]}`: {part[flags[0]]!r}; only whole messages can be "
+                "switched off: give the part a message of its own, or leave the flag out"
+            )
         text = part.get("text")
-        if part.get("type", "text") == "text" and isinstance(text, str):
+        if part.get("type", "text") in ("text", "input_text", "output_text") and isinstance(text, str):
             return text
         kind = part.get("type")
         seen = f"a part of type {kind!r}" if kind != "text" else f"a text that is {_json_kind(text)}"
@@ -177,15 +384,6 @@ def _part_text(part: object, number: int) -> str:
         f"the content of message {number} may hold only parts of text, "
         f'{{"type": "text", "text": "..."}}; found {seen}'
     )
-
-
-def _tool_calls(calls: object, number: int) -> list[Any]:
-    """Return the calls of a message; what a Parquet file adds as null to a call is left out."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise SourceError(
-            f"the tool_calls of message {number} must be a list of objects, found {_json_kind(calls)}"
-        )
-    return [{key: value for key, value in call.items() if value is not None} for call in calls]
 
 
 def _json_kind(value: object) -> str:

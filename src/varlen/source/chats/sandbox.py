@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateSyntaxError, nodes
@@ -33,6 +34,7 @@ _LONGEST_TEXT = 2**28
 """Characters that a template may write in all: beyond any context, below what breaks a machine."""
 
 _MARKS = "varlen_generation_marks"
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
 
@@ -54,6 +56,7 @@ class Program:
         *,
         prompts: bool = False,
         marks: str = "",
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render messages.
 
@@ -62,12 +65,14 @@ class Program:
             tools: JSON schemas of the tools that the assistant may call.
             prompts: end with what asks the assistant to speak (`add_generation_prompt`).
             marks: two characters, written before and after each {% generation %} block; none by default.
+            variables: what the template sees beside the chat, such as `enable_thinking`; before those of the program.
 
         Raises:
             SourceError: the template fails on these messages, or refuses them.
         """
-        variables = {
+        seen = {
             **self.variables,
+            **variables,
             "messages": [_in_parts(message) for message in messages] if self.takes_parts else messages,
             "tools": tools,
             "documents": None,
@@ -76,7 +81,7 @@ class Program:
         }
         pieces, length = [], 0
         try:
-            for piece in self.template.generate(variables):
+            for piece in self.template.generate(seen):
                 pieces.append(piece)
                 length += len(piece)
                 if length > _LONGEST_TEXT:
@@ -185,6 +190,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             "namespace": _Notes,
         }
         del self.globals["lipsum"]
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return what a template calls `obj.attribute`; of a dict at once where that is no method of it."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Refuse at once, where jinja would print nothing."""

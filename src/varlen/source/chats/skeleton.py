@@ -1,150 +1,393 @@
-"""What a chat template writes around contents, known by the roles alone: a skeleton with slots, and its end marks."""
+"""What a chat template writes around the texts of a chat of some shape: a skeleton with slots, and its turns.
+
+A skeleton is the rendering of marks of private-use characters in place of every text: contents, thoughts, names and
+arguments of calls. It says where a turn begins and ends, and which texts the template doesn't write at all.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from varlen.errors import SourceError
+from varlen.source.chats.marks import EndMarks, call_closing, closing_of, opening_of
 
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-
-Shape = tuple[tuple[str, str], ...]
-"""Of each message its role, and the key that holds its thoughts, if it has any."""
+Shape = tuple[tuple[Any, ...], ...]
+"""Of each message what decides how it is written, but for its texts."""
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""From messages, and whether to end with a generation prompt, to text."""
+"""From messages of the one form, and whether to end with a generation prompt, to text."""
+
+_THOUGHTS = "reasoning_content"
+_ALWAYS = {"role", "content", _THOUGHTS, "tool_calls"}
+_IDS = ("id", "tool_call_id")
+_OF_CALLS = ("name", "key", "value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A place for one text of a chat."""
+
+    message: int
+    key: str
+    """Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments."""
+    call: int = -1
+    """Of the message's calls; -1: of the message itself."""
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it stands for arguments, which are as many as a row has."""
+        return self.key in ("key", "value") and self.call >= 0
+
+    @property
+    def is_said(self) -> bool:
+        """Whether it stands for what an assistant says."""
+        return self.key in (_OF_CALLS if self.call >= 0 else ("content", _THOUGHTS))
+
+    def text_in(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return what stands in its place in a chat of the shape; not for arguments."""
+        message = messages[self.message]
+        if self.call < 0:
+            return str(message[self.key])
+        call = message["tool_calls"][self.call]
+        return str(call["id"] if self.key == "id" else call["function"]["name"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A stretch of text that an assistant generates; pieces are counted without the slots of arguments."""
+
+    first: int
+    """The piece that it begins in, which stands before its first slot."""
+    lead: str
+    """What it generates before that slot: the end of the piece."""
+    last: int
+    """The piece that it ends in, which stands after its last slot."""
+    mark: str
+    """What of that piece it generates, or the end of that where arguments stand before it."""
+    tail: str
+    """What follows in that piece."""
+    is_bare: bool
+    """No argument of a call stands between its last slot and the mark."""
+    seal: str
+    """What the text must end with there, where one does: the last special token of the mark, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a template writes around an assistant's message."""
+    """What a template writes for an assistant's message."""
 
     message: int
-    first: int
-    """The slot, a place for a content, where the turn begins: its thoughts or its content."""
-    last: int
-    """The slot of its content."""
+    regions: tuple[Region, ...]
+    """One, but where another's message is written in between; none where nothing of it is written."""
+    has_mark: bool
     opening: str | None
     """The header between earlier messages and the turn, for templates without a generation prompt; None: unknown."""
-    lead: int
-    """Characters before the first slot that the assistant generates."""
     closing: str
-    """What of the text after the content belongs to this message."""
+    """What of the text after its last slot belongs to this message."""
     mark: int
     """Characters of it up to where its end-of-turn mark stops; 0 where there is none."""
+    missing: tuple[Slot, ...] = ()
+    """Texts that aren't written."""
+    by_design: frozenset[Slot] = frozenset()
+    """Those of them that are written where no later message follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """What a template writes for a row of roles, with slots where contents stand."""
+    """What a template writes for a shape, with slots where texts stand."""
 
     pieces: tuple[str, ...]
-    """The template's own text before, between and after the slots."""
-    slots: tuple[tuple[int, str], ...]
-    """Of each slot the message and the key of it that it holds."""
+    """The template's own text before, between and after the slots, those of arguments left out."""
+    slots: tuple[Slot, ...]
+    """In the order of the text, those of arguments left out; one may stand twice."""
     turns: tuple[Turn, ...]
+    has_arguments: bool
 
 
-class EndMarks:
-    """The texts that end a turn: a tokenizer's special tokens."""
+@dataclass(slots=True)
+class _Marked:
+    """Messages of a shape with marks for texts."""
 
-    def __init__(self, marks: Sequence[str], eos: str) -> None:
-        known = sorted({m for m in (*marks, eos) if m.strip()}, key=lambda m: (-len(m), m))
-        self.known = tuple(known)
-        self.eos = eos
-        self._any = re.compile("|".join(map(re.escape, known))) if known else None
+    slot: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    ids: dict[str, str] = field(default_factory=dict)
 
-    def first(self, text: str) -> re.Match[str] | None:
-        """Return the first special token in a text."""
-        return self._any.search(text) if self._any else None
+    def mark(self, slot: Slot, digits: int = 1) -> str:
+        self.slots.append(slot)
+        return f"{self.slot}{len(self.slots) - 1:0{digits}d}{self.slot}"
 
-    def stop(self, closing: str) -> int:
-        """Return where the end-of-turn mark stops in the text after a content, 0 where there is none."""
-        # What the tokenizer doesn't know as one token can be a mark too, right after the content.
-        found = self.first(closing) or re.match(r"\S+", closing)
-        return found.end() if found else 0
-
-    def end(self, turn: str) -> bool:
-        """Return whether a turn stops with a special token."""
-        return turn.endswith(self.known)
+    def mark_id(self, slot: Slot, value: str) -> str:
+        """Return a mark for an id: nine characters, as Mistral's templates ask for, the same for the same id."""
+        if value not in self.ids:
+            self.ids[value] = self.mark(slot, 7)
+        return self.ids[value]
 
 
-def shape_of(messages: list[dict[str, Any]], source: str) -> Shape | None:
-    """Return the shape of a chat that a skeleton can have: text alone, but for an assistant's thoughts.
+def shape_of(messages: Sequence[dict[str, Any]], source: str) -> Shape | None:
+    """Return the shape of a chat; None where it holds more than texts and calls.
 
     Keys that the source of the template doesn't speak of don't matter.
     """
-    shape = []
+    shape: list[tuple[Any, ...]] = []
+    ids: dict[str, int] = {}
     for message in messages:
-        thoughts = ""
-        for key, value in message.items():
-            if key == "role" or (key != "content" and key not in source):
-                continue
-            if type(value) is not str:
-                return None
-            if key in THOUGHTS and message["role"] == "assistant" and not thoughts:
-                thoughts = key
-            elif key != "content":
-                return None
-        if "content" not in message:
+        content = message.get("content")
+        if len(message) == 2 and type(content) is str:
+            shape.append((message["role"], 1))
+            continue
+        if content is not None and type(content) is not str:
             return None
-        shape.append((message["role"], thoughts))
+        held: list[Any] = [message["role"], 1 if _is_slot(message, "content") else (0, content)]
+        thoughts = message.get(_THOUGHTS)
+        if thoughts is not None:
+            held.append((_THOUGHTS, _is_slot(message, _THOUGHTS) or thoughts))
+        for key, value in message.items():
+            if key in _ALWAYS or key not in source:
+                continue
+            if type(value) is not str or not value:
+                return None
+            held.append((key, ids.setdefault(value, len(ids)) if key in _IDS else -1))
+        for call in message.get("tool_calls", ()):
+            own = _call_shape(call, ids)
+            if own is None:
+                return None
+            held.append(own)
+        shape.append(tuple(held))
     return tuple(shape)
 
 
-def skeleton_of(render: Render, shape: Shape, marks: EndMarks, foreign: str) -> Skeleton | None:
-    """Render a shape's skeleton.
+def _is_slot(message: dict[str, Any], key: str) -> bool:
+    """Whether a text stands in a slot; one that is blank beside others is told by templates, and is none."""
+    value = message.get(key)
+    if not isinstance(value, str):
+        return False
+    return bool(value.strip()) or (
+        key == "content" and not (message.get("tool_calls") or _THOUGHTS in message)
+    )
+
+
+def _call_shape(call: dict[str, Any], ids: dict[str, int]) -> tuple[Any, ...] | None:
+    """Return the shape of a call; None where it has more than a name, arguments and an id."""
+    function = call["function"]
+    if len(function) != 2 or not isinstance(function["arguments"], dict):
+        return None
+    held: list[Any] = ["call", bool(function["arguments"])]
+    for key, value in call.items():
+        if key == "function" or (key == "type" and value == "function"):
+            continue
+        if type(value) is not str or not value:
+            return None
+        held.append((key, ids.setdefault(value, len(ids)) if key == "id" else value))
+    return tuple(held)
+
+
+def masked(
+    messages: Sequence[dict[str, Any]], slot: str, source: str, *, arguments: bool
+) -> tuple[Any, list[Slot]]:
+    """Return messages of some shape with a mark in place of every text, and what each mark stands for.
+
+    Args:
+        messages: in the one form, of a shape.
+        slot: a character that stands nowhere.
+        source: of the template.
+        arguments: mark those of calls too, of which one is given in place of all; else they stay.
+    """
+    made = _Marked(slot)
+    for number, message in enumerate(messages):
+        given: dict[str, Any] = {}
+        for key in ("role", _THOUGHTS, *message):
+            if key in given or key not in message:
+                continue
+            value = message[key]
+            if key == "tool_calls":
+                value = [_masked_call(made, number, *one, arguments) for one in enumerate(value)]
+            elif key in _IDS and isinstance(value, str):
+                value = made.mark_id(Slot(message=number, key=key), value)
+            elif key != "role" and _is_slot(message, key) and (key in _ALWAYS or key in source):
+                value = made.mark(Slot(message=number, key=key))
+            given[key] = value
+        made.messages.append(given)
+    return made.messages, made.slots
+
+
+def _masked_call(
+    made: _Marked, message: int, number: int, call: dict[str, Any], arguments: bool
+) -> dict[str, Any]:
+    given: Any = call["function"]["arguments"]
+    name = made.mark(Slot(message=message, key="name", call=number))
+    if arguments and given:
+        key, value = (made.mark(Slot(message=message, key=key, call=number)) for key in ("key", "value"))
+        given = {key: value}
+    marked = {**call, "function": {**call["function"], "name": name, "arguments": given}}
+    if isinstance(call.get("id"), str):
+        marked["id"] = made.mark_id(Slot(message=message, key="id", call=number), call["id"])
+    return marked
+
+
+def cut(text: str, slot: str) -> tuple[list[str], list[int]]:
+    """Cut a rendering at its marks; return what stands between them, and their numbers."""
+    parts = re.split(f"{slot}(\\d+){slot}", text)
+    return parts[::2], [int(part) for part in parts[1::2]]
+
+
+def skeleton_of(
+    render: Render, messages: Sequence[dict[str, Any]], source: str, marks: EndMarks, foreign: str
+) -> Skeleton | None:
+    """Render the skeleton of a chat's shape.
 
     Args:
         render: the template.
-        shape: who speaks.
+        messages: in the one form, of the shape.
+        source: of the template.
         marks: what ends a turn.
         foreign: text that the template may write itself; the slots' marks are chosen not to stand in it.
 
     Returns:
-        The skeleton, or None where the template doesn't write every content once and in order.
+        The skeleton, or None where the template fails on it, or writes the assistant's turns out of order.
+
+    Cost: three renderings of the chat, at most, for each of the assistant's messages.
     """
     slot = free_character(foreign)
-    messages: list[dict[str, Any]] = []
-    slots: list[tuple[int, str]] = []
-    for number, (role, thoughts) in enumerate(shape):
-        message = {"role": role}
-        for key in filter(None, (thoughts, "content")):
-            message[key] = f"{slot}{len(slots)}{slot}"
-            slots.append((number, key))
-        messages.append(message)
-    text = try_render(render, messages, False)
+    marked, slots = masked(messages, slot, source, arguments=True)
+    text = try_render(render, marked, False)
     if text is None:
         return None
-    parts = re.split(f"{slot}(\\d+){slot}", text)
-    order = [int(part) for part in parts[1::2]]
-    pieces = parts[::2]
-    spoken = [slots[s][0] for s in order if shape[slots[s][0]][0] == "assistant"]
-    own = [n for n, (role, _) in enumerate(shape) if role == "assistant"]
-    if sorted(set(spoken)) != own or spoken != sorted(spoken):
+    pieces, order = cut(text, slot)
+    own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    firsts = {number: at for at, number in reversed(list(enumerate(order)))}
+    once = {n for n, one in enumerate(slots) if one.is_said and one.call < 0 and one.message in own}
+    if any(order.count(number) > 1 for number in once & set(order)):
         return None
+    builder = _Builder(render, marked, slots, slot, marks, pieces, order, firsts)
+    turns = [builder.turn(number) for number in own]
+    begins = [turn.regions[0].first for turn in turns if turn.regions]
+    unsaid = any(slot.key == "content" for turn in turns for slot in turn.missing)
+    if begins != sorted(begins) or (unsaid and not begins):
+        return None
+    kept = [at for at, number in enumerate(order) if not slots[number].is_argument]
+    bounds = [-1, *kept, len(order)]
+    joined = tuple(
+        "".join([pieces[a + 1], *(f"{slot}{pieces[at + 1]}" for at in range(a + 1, b))])
+        for a, b in zip(bounds, bounds[1:])
+    )
+    return Skeleton(
+        pieces=joined,
+        slots=tuple(slots[order[at]] for at in kept),
+        turns=tuple(turns),
+        has_arguments=any(one.is_argument for one in slots),
+    )
 
-    turns = []
-    for number in own:
-        at = [k for k, s in enumerate(order) if slots[s][0] == number]
-        first, last = at[0], at[-1]
-        keys = [slots[order[k]][1] for k in at]
-        if last - first != len(at) - 1 or keys.count("content") != 1 or keys[-1] != "content" or len(at) > 2:
-            return None
-        opening, lead = _opening(render, messages[:number], pieces[first], slot)
-        alone = try_render(render, messages[: number + 1], False) or ""
-        content = f"{slot}{order[last]}{slot}"
-        rest = alone.rpartition(content)[2] if content in alone else ""
-        closing, mark = _closing(rest, pieces[last + 1], marks)
-        turns.append(
-            Turn(
-                message=number, first=first, last=last, opening=opening, lead=lead, closing=closing, mark=mark
-            )
+
+@dataclass(slots=True)
+class _Builder:
+    """Finds the turns of a rendering of marks."""
+
+    render: Render
+    marked: list[dict[str, Any]]
+    slots: list[Slot]
+    slot: str
+    marks: EndMarks
+    pieces: list[str]
+    order: list[int]
+    firsts: dict[int, int]
+    """Where each slot first stands, among the slots in the order of the text."""
+
+    def turn(self, number: int) -> Turn:
+        """Return what is written for the assistant's message of a number."""
+        mine = [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
+        at = sorted(self.firsts[n] for n in mine if n in self.firsts)
+        alone = try_render(self.render, self.marked[: number + 1], False) or ""
+        missing = tuple(self.slots[n] for n in mine if n not in self.firsts)
+        by_design = frozenset(
+            self.slots[n] for n in mine if n not in self.firsts and f"{self.slot}{n}{self.slot}" in alone
         )
-    return Skeleton(pieces=tuple(pieces), slots=tuple(slots[s] for s in order), turns=tuple(turns))
+        if not at:
+            nothing: tuple[Region, ...] = ()
+            return Turn(
+                message=number,
+                regions=nothing,
+                has_mark=True,
+                opening=None,
+                closing="",
+                mark=0,
+                missing=missing,
+                by_design=by_design,
+            )
+        runs = self._runs(at, number)
+        regions = []
+        opening, closing, mark = None, "", 0
+        for place, run in enumerate(runs):
+            lead = 0
+            if place == 0:
+                earlier = self.marked[:number]
+                plain, prompted = (try_render(self.render, earlier, prompts) for prompts in (False, True))
+                opening, lead = opening_of(
+                    plain, prompted, self.pieces[run[0]], self.slot, asks=self.marks.asks
+                )
+            else:  # the turn goes on after others' messages
+                until = max(self.slots[n].message for n in self.order[: run[0]])
+                alone = try_render(self.render, self.marked[: until + 1], False) or ""
+            closing, mark = self._closing(alone, run[-1], number)
+            regions.append(self._region(run, lead, mark))
+        return Turn(
+            message=number,
+            regions=tuple(regions),
+            has_mark=self._ends(closing[:mark], runs[-1][-1]),
+            opening=opening,
+            closing=closing,
+            mark=mark,
+            missing=missing,
+            by_design=by_design,
+        )
+
+    def _runs(self, at: list[int], number: int) -> list[list[int]]:
+        """Part a message's slots where another message's stands between them."""
+        runs = [[at[0]]]
+        for place in at[1:]:
+            between = range(runs[-1][-1] + 1, place)
+            if any(self.slots[self.order[n]].message != number for n in between):
+                runs.append([])
+            runs[-1].append(place)
+        return runs
+
+    def _closing(self, alone: str, last: int, number: int) -> tuple[str, int]:
+        """Return what belongs to the message after its slot `last`, and where its mark stops."""
+        mark = f"{self.slot}{self.order[last]}{self.slot}"
+        rest = alone.rpartition(mark)[2] if mark in alone else ""
+        own, piece = rest.partition(self.slot)[0], self.pieces[last + 1]
+        if self.slots[self.order[last]].key == "content":
+            return closing_of(own, piece, self.marks)
+        follows = self.marked[number + 1]["role"] if number + 1 < len(self.marked) else ""
+        return call_closing(own, piece, self.marks, is_answered=follows == "tool")
+
+    def _ends(self, closing: str, last: int) -> bool:
+        """Whether a mark ends the turn; after a call, or thoughts, not any word does."""
+        if self.slots[self.order[last]].key == "content":
+            return bool(closing)
+        return self.marks.end(closing) or bool(self.marks.usual and closing.endswith(self.marks.usual))
+
+    def _region(self, run: list[int], lead: int, mark: int) -> Region:
+        """Return a region in pieces that are counted without the slots of arguments."""
+        before, piece = self.pieces[run[0]], self.pieces[run[-1] + 1]
+        skipped = [self.slots[number].is_argument for number in self.order]
+        first = run[0] - sum(skipped[: run[0]])
+        last = run[-1] + 1 - sum(skipped[: run[-1] + 1])
+        bare = not self.slots[self.order[run[-1]]].is_argument
+        run_of = self.marks.runs(piece[:mark])
+        seal = run_of[-1][0] if run_of and run_of[-1].end() == mark else ""
+        return Region(
+            first=first,
+            lead=before[len(before) - lead :],
+            last=last,
+            mark=piece[:mark],
+            tail=piece[mark:],
+            is_bare=bare,
+            seal=seal,
+        )
 
 
 def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) -> str | None:
@@ -153,48 +396,6 @@ def try_render(render: Render, messages: list[dict[str, Any]], prompts: bool) ->
         return render(messages, prompts)
     except SourceError:
         return None
-
-
-def _opening(render: Render, earlier: list[dict[str, Any]], piece: str, slot: str) -> tuple[str | None, int]:
-    """Return a header that is nobody's, and how many characters before the first slot are generated."""
-    plain, prompted = try_render(render, earlier, False), try_render(render, earlier, True)
-    if plain is None:
-        return None, 0
-    if prompted is not None and prompted != plain:
-        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
-        at = piece.rfind(prompt) if prompt else -1
-        return None, len(piece) - at - len(prompt) if at >= 0 else 0
-    before = plain.rpartition(slot)[2]
-    if not piece.startswith(before):
-        before = before.rstrip()
-    if not piece.startswith(before):
-        return None, 0
-    opening = piece[len(before) :]
-    # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
-    return (opening, 0) if opening.strip() else ("", len(opening))
-
-
-def _closing(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
-    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops.
-
-    Args:
-        own: what the template writes after the content where no message follows.
-        piece: what it writes where the next one does, with that one's header.
-        marks: what ends a turn.
-    """
-    for closing in (own, own.rstrip()):
-        if piece.startswith(closing) and (mark := marks.stop(closing)):
-            return closing, mark
-    last, among = marks.first(own), marks.first(piece)
-    if (
-        last and among and last.start() == among.start()
-    ):  # the last turn of a chat ends with a mark of its own
-        return piece[: among.end()], among.end()
-    if marks.eos.strip() and piece.startswith(marks.eos):  # written only where another message follows
-        return marks.eos, len(marks.eos)
-    same = next((k for k, (a, b) in enumerate(zip(own, piece)) if a != b), min(len(own), len(piece)))
-    word = re.match(r"\S+(?=\s)", own[:same])  # a mark, and not the beginning of two that differ
-    return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)
 
 
 def free_character(text: str) -> str:

@@ -12,12 +12,13 @@ too, because the template rewrites what was said before, a turn is what stands b
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varlen.source.chats.skeleton import EndMarks, Render, Skeleton, Turn, free_character, try_render
+from varlen.source.chats.marks import EndMarks
+from varlen.source.chats.messages import text_of
+from varlen.source.chats.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,26 +26,74 @@ class Said:
     """Where one assistant's message stands in the text."""
 
     message: int
-    start: int
-    stop: int
+    spans: tuple[tuple[int, int], ...]
+    """Ascending; one, but where another's message stands within it; none where nothing of it is written."""
     has_mark: bool
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.spans[-1][1] if self.spans else 0
 
 
 def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
-    """Return where assistants speak in a text that is the skeleton with these contents, else None."""
-    values = (messages[number][key] for number, key in skeleton.slots)
-    places = _places(skeleton.pieces, values, text)
+    """Return where assistants speak in a text that is the skeleton with these texts, else None.
+
+    Not for skeletons with arguments, whose text `fill_masked` renders.
+    """
+    return _said(skeleton, skeleton.pieces, [slot.text_in(messages) for slot in skeleton.slots], text)
+
+
+def fill_masked(
+    skeleton: Skeleton, render: Render, messages: list[dict[str, Any]], source: str, text: str, foreign: str
+) -> list[Said] | None:
+    """Return where assistants speak in a text whose calls have these arguments, else None.
+
+    The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
+    template's own, or an argument, and what ends a turn stands at the end of that.
+
+    Args:
+        skeleton: of the chat's shape.
+        render: the template.
+        messages: the chat.
+        source: of the template.
+        text: the chat as text.
+        foreign: as of `skeleton_of`.
+    """
+    slot = free_character(foreign + text)
+    marked, slots = masked(messages, slot, source, arguments=False)
+    rendered = try_render(render, marked, False)
+    if rendered is None:
+        return None
+    pieces, order = cut(rendered, slot)
+    if [slots[number] for number in order] != list(skeleton.slots):
+        return None
+    return _said(skeleton, pieces, [slot.text_in(messages) for slot in skeleton.slots], text)
+
+
+def _said(skeleton: Skeleton, pieces: Sequence[str], values: Sequence[str], text: str) -> list[Said] | None:
+    """Find the turns in a text that is these pieces with these values between them."""
+    places = _places(pieces, values, text)
     if places is None:
         return None
-    return [
-        Said(
-            message=turn.message,
-            start=places[turn.first][0] - turn.lead,
-            stop=places[turn.last][1] + turn.mark,
-            has_mark=turn.mark > 0,
-        )
-        for turn in skeleton.turns
-    ]
+    begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(text)]
+    said = []
+    for turn in skeleton.turns:
+        spans = []
+        for region in turn.regions:
+            start = ends[region.first] - len(region.lead)
+            if pieces[region.last] == skeleton.pieces[region.last] and region.is_bare:
+                stop = begins[region.last] + len(region.mark)
+            else:
+                stop = ends[region.last] - len(region.tail)
+                is_kept = text.startswith(region.tail, stop) and text.endswith(region.seal, 0, stop)
+                if not is_kept or stop < begins[region.last]:
+                    return None
+            if start < begins[region.first] or not text.startswith(region.lead, start):
+                return None
+            spans.append((start, stop))
+        said.append(Said(message=turn.message, spans=tuple(spans), has_mark=turn.has_mark))
+    return said
 
 
 def _places(pieces: Sequence[str], values: Iterable[str], text: str) -> list[tuple[int, int]] | None:
@@ -119,7 +168,7 @@ def by_prefixes(
         length, has_mark = _turn_length(until[start:], turn, marks)
         if said and start < said[-1].stop:
             return None
-        said.append(Said(message=number, start=start, stop=start + length, has_mark=has_mark))
+        said.append(Said(message=number, spans=((start, start + length),), has_mark=has_mark))
     return said
 
 
@@ -151,34 +200,36 @@ def by_frames(
         assistants' messages follow each other.
     """
     others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
-    if skeleton is None or not all(isinstance(messages[n]["content"], str) for n in others):
+    contents = [text_of(messages[n]["content"]) for n in others]
+    if skeleton is None:
         return None
     slot = free_character(foreign + text)
-    masked = [
+    framing = [
         {**message, "content": f"{slot}{n}{slot}"} if message["role"] != "assistant" else message
         for n, message in enumerate(messages)
     ]
-    framed = try_render(render, masked, False)
-    parts = re.split(f"{slot}(\\d+){slot}", framed or "")
-    pieces = parts[::2]
-    if [int(part) for part in parts[1::2]] != others:
+    framed = try_render(render, framing, False)
+    pieces, order = cut(framed or "", slot)
+    if order != others:
         return None
-    places = _places(pieces, (messages[n]["content"] for n in others), text)
+    places = _places(pieces, contents, text)
     if places is None:
         return None
     starts = [0, *(stop for _, stop in places)]
     said = []
     for turn in skeleton.turns:
-        after = skeleton.pieces[turn.last + 1]
+        if len(turn.regions) != 1:
+            return None
+        region = turn.regions[0]
+        after = skeleton.pieces[region.last]
         alone = turn.message + 1 == len(messages) or messages[turn.message + 1]["role"] != "assistant"
         number = sum(n < turn.message for n in others)
-        opening = skeleton.pieces[turn.first]
-        opening = opening[: len(opening) - turn.lead]
+        opening = skeleton.pieces[region.first].removesuffix(region.lead)
         piece = pieces[number]
         fits = len(opening) + len(after) <= len(piece) and piece.startswith(opening) and piece.endswith(after)
         if not (alone and fits) or (turn.message and messages[turn.message - 1]["role"] == "assistant"):
             return None
         start = starts[number]
         stop = start + len(piece) - len(after) + turn.mark
-        said.append(Said(message=turn.message, start=start + len(opening), stop=stop, has_mark=turn.mark > 0))
+        said.append(Said(message=turn.message, spans=((start + len(opening), stop),), has_mark=turn.mark > 0))
     return said

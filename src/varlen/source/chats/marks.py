@@ -1,0 +1,197 @@
+"""Where a turn begins and ends in what a chat template writes around it: generation prompts and end-of-turn marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from varlen.errors import VarlenError
+
+
+class EndMarks:
+    """The texts that end a turn: a tokenizer's special tokens."""
+
+    def __init__(self, marks: Sequence[str], eos: str) -> None:
+        """Take the texts of all special tokens, and the EOS."""
+        known = sorted({m for m in (*marks, eos) if m.strip()}, key=lambda m: (-len(m), m))
+        self.known = tuple(known)
+        self.eos = eos
+        self.usual = ""
+        """What ends a turn without calls; empty where that isn't known."""
+        self.of_answers: Collection[str] = ()
+        """Special tokens that a template writes for each answer of a tool."""
+        self.headers: Collection[str] = ()
+        """Special tokens of a generation prompt, none of which ends a turn."""
+        self.asks = False
+        """Whether the template writes a generation prompt at all."""
+        self.is_known = False
+        """Whether these have been looked for."""
+        self._any = re.compile("|".join(map(re.escape, known))) if known else None
+        self._many = re.compile(f"(?:{self._any.pattern})+") if self._any else None
+
+    def first(self, text: str) -> re.Match[str] | None:
+        """Return the first special token in a text."""
+        return self._any.search(text) if self._any else None
+
+    def at(self, text: str, start: int) -> re.Match[str] | None:
+        """Return the special token that begins at a place of a text."""
+        return self._any.match(text, start) if self._any else None
+
+    def runs(self, text: str) -> list[re.Match[str]]:
+        """Return the stretches of a text that are special tokens, one right after the other."""
+        return list(self._many.finditer(text)) if self._many else []
+
+    def stop(self, closing: str) -> int:
+        """Return where the end-of-turn mark stops in what is written after a content for its message, 0: no mark.
+
+        Special tokens that follow the mark at once, such as the EOS, are what a model must write to stop, too.
+        """
+        # What the tokenizer doesn't know as one token can be a mark too, right after the content.
+        found = self.first(closing) or re.match(r"\S+", closing)
+        stop = found.end() if found else 0
+        while stop and (more := self.at(closing, stop)):
+            stop = more.end()
+        return stop
+
+    def with_eos(self, text: str, stop: int) -> int:
+        """Return where the EOS stops that follows a mark at once; `stop`, where none does."""
+        while stop and self.eos.strip() and text.startswith(self.eos, stop):
+            stop += len(self.eos)
+        return stop
+
+    def know_prompt(self, render: Callable[[list[Any], bool], str], asked: list[Any]) -> None:
+        """Take note of a template's generation prompt.
+
+        Args:
+            render: the template.
+            asked: a chat that ends with a user's message.
+        """
+        try:
+            plain, prompted = render(asked, False), render(asked, True)
+        except VarlenError:
+            return
+        self.asks = plain != prompted
+        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+        self.headers = frozenset(mark for mark in self.known if mark in prompt)
+
+    def written_again(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> frozenset[str]:
+        """Return the special tokens that a template writes once more for a second answer of a tool.
+
+        Args:
+            render: the template.
+            called: a chat that ends with two answers.
+        """
+        try:
+            one, two = render(called[:-1], False), render(called, False)
+        except VarlenError:
+            return frozenset()
+        return frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+
+    def end(self, turn: str) -> bool:
+        """Return whether a turn stops with a special token."""
+        return turn.endswith(self.known)
+
+
+def opening_of(
+    plain: str | None, prompted: str | None, piece: str, slot: str, *, asks: bool
+) -> tuple[str | None, int]:
+    """Return a header that is nobody's, and how many characters before a turn's first slot are generated.
+
+    Args:
+        plain: what the template writes of the messages before.
+        prompted: the same with a generation prompt.
+        piece: what it writes between the last text of those and the turn's first.
+        slot: the character that marks are made of.
+        asks: the template writes generation prompts, if not here.
+    """
+    if plain is None:
+        return None, 0
+    if prompted is not None and prompted != plain:
+        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+        at = piece.rfind(prompt) if prompt else -1
+        return None, len(piece) - at - len(prompt) if at >= 0 else _partly(plain, prompt, piece, slot)
+    before = plain.rpartition(slot)[2]
+    if not piece.startswith(before):
+        before = before.rstrip()
+    if not piece.startswith(before):
+        return None, 0
+    opening = piece[len(before) :]
+    # Without a generation prompt the assistant is asked right after the message before, so a space is its own;
+    # and all of it is, where a turn goes on after the answer of a tool.
+    return (opening, 0) if opening.strip() and not asks else ("", len(opening))
+
+
+def _partly(plain: str, prompt: str, piece: str, slot: str) -> int:
+    r"""Return how many characters are generated where the text goes on otherwise than the end of the prompt.
+
+    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`.
+    """
+    before = plain.rpartition(slot)[2]
+    if not prompt or not piece.startswith(before):
+        return 0
+    rest = piece[len(before) :]
+    same = _common(rest, prompt)
+    if same < len(rest):
+        same = max(rest.rfind(end, 0, same) + len(end) if end in rest[:same] else 0 for end in ("\n", ">"))
+    return len(rest) - same if rest[:same].strip() else 0
+
+
+def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
+    """Return what after a content belongs to its message, and where in it the end-of-turn mark stops.
+
+    Args:
+        own: what the template writes after the content where no message follows.
+        piece: what it writes where the next one does, with that one's header.
+        marks: what ends a turn.
+    """
+    for closing in (own, own.rstrip()):
+        if piece.startswith(closing) and (mark := marks.stop(closing)):
+            return closing, mark
+    last, among = marks.first(own), marks.first(piece)
+    is_other = last and among and last.start() == among.start() and among[0] not in marks.headers
+    if among and is_other:  # the last turn of a chat ends with a mark of its own
+        stop = marks.with_eos(piece, among.end())
+        return piece[:stop], stop
+    if marks.eos.strip() and piece.startswith(marks.eos):  # written only where another message follows
+        return marks.eos, len(marks.eos)
+    same = _common(own, piece)
+    word = re.match(r"\S+(?=\s)", own[:same])  # a mark, and not the beginning of two that differ
+    return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)
+
+
+def call_closing(own: str, piece: str, marks: EndMarks, *, is_answered: bool) -> tuple[str, int]:
+    """Return what after a call belongs to its message, and where in it the mark stops that ends the turn.
+
+    A turn of calls may end with what other turns end with, with a mark of calls alone (`<|call|>`), or with the
+    special token that opens the answers of tools (`<|observation|>`): that is what a model must write to stop. What
+    the template writes for every single answer is no part of the turn.
+
+    Args:
+        own: what the template writes after the call where no message follows.
+        piece: what it writes where the next one does, with that one's header.
+        marks: what ends a turn.
+        is_answered: a tool's message follows.
+    """
+    same = own[: _common(own, piece)]
+    if marks.usual and marks.usual in same:
+        stop = marks.with_eos(same, same.index(marks.usual) + len(marks.usual))
+        return same[:stop], stop
+    for run in reversed(marks.runs(same)):
+        stop = run.start()
+        while (token := marks.at(same, stop)) and token[0] not in marks.of_answers:
+            stop = token.end()
+        if stop > run.start():
+            return same[:stop], stop
+    if same.rstrip() == own.rstrip() and is_answered:
+        stop = len(same.rstrip())
+        token = marks.at(piece, stop)
+        if token and token[0] not in marks.of_answers:
+            return piece[: token.end()], token.end()
+    stop = len(same.rstrip())
+    return same[:stop], stop
+
+
+def _common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    return next((k for k, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

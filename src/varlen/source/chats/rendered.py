@@ -1,0 +1,41 @@
+"""What becomes of a conversation: its text, what of it is supervised, and what is lost; and what is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from varlen.source.losses import Losses
+
+NO_LOSSES = Losses()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as text, and what of it the assistant said."""
+
+    text: str
+    """The conversation as its template writes it."""
+    spans: tuple[tuple[int, int], ...]
+    """Supervised characters [start, stop), ascending, disjoint, none empty."""
+    needs_eos: bool
+    """The last message is the assistant's and no end-of-turn mark follows it: an EOS token must be appended, and
+    supervised."""
+    off: tuple[tuple[int, int], ...] = ()
+    """Characters that the assistant says and that aren't supervised, since their author switches them off."""
+    losses: Losses = NO_LOSSES
+    """What the template leaves out of the conversation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What of a conversation is supervised, and what may be lost."""
+
+    everything: bool = False
+    """Supervise all of the text but what its author switches off."""
+    last: bool = False
+    """Supervise the last of the assistant's messages alone."""
+    allow_unwritten: bool = False
+    """Count the texts of an assistant's own turn that the template doesn't write, where it would be an error."""
+
+
+ALL = Choice()

@@ -1,0 +1,293 @@
+"""One conversation on its way through a chat template: rendered, located, and held against what its row says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from varlen.errors import SourceError
+from varlen.source.chats.conserve import Lost, losses_of, lost_texts
+from varlen.source.chats.generation import after_prompt, between, of_messages
+from varlen.source.chats.messages import Chat, apart_thoughts, well_formed
+from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
+from varlen.source.chats.skeleton import Skeleton, free_character, shape_of, skeleton_of
+from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
+from varlen.source.chats.twins import twin_of
+from varlen.source.losses import Losses
+
+if TYPE_CHECKING:
+    from varlen.source.chats.template import ChatTemplate
+
+_MOST_SKELETONS = 512
+_WAYS_OUT = (
+    "put {% generation %} ... {% endgeneration %} around what the assistant says in the template, "
+    'choose another template, or supervise="all"'
+)
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+_CALLED: list[dict[str, Any]] = [
+    _ASKED[0],
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "id": f"call0000{n}", "function": {"name": "f", "arguments": {}}}
+            for n in (1, 2)
+        ],
+    },
+    *({"role": "tool", "content": ".", "name": "f", "tool_call_id": f"call0000{n}"} for n in (1, 2)),
+]
+
+
+class Rendering:
+    """One conversation on its way through a template."""
+
+    def __init__(
+        self, template: ChatTemplate, chat: Chat, tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> None:
+        self._template, self._messages, self._tools, self._variables = (
+            template,
+            chat.messages,
+            tools,
+            variables,
+        )
+        self._off = chat.off
+        self._program = template.program
+        self._is_plain = tools is None and all(
+            len(message) == 2 and type(message.get("content")) is str for message in chat.messages
+        )
+        if tools:
+            from varlen.source.chats.wants import hand_tools
+
+            self._tools = hand_tools(tools, template.wants(variables))
+        self._foreign = template.source
+        if not self._is_plain or variables:
+            told = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
+            self._foreign = "".join((template.source, *template.special_tokens.values(), *told))
+
+    def render(self, some: list[dict[str, Any]], prompts: bool) -> str:
+        """Render messages of the one form as the template wants them."""
+        if not self._is_plain or some is not self._messages:
+            from varlen.source.chats.wants import hand
+
+            some = hand(some, self._template.wants(self._variables))
+        return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
+
+    def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
+        """Render, find what is said, and count what is lost."""
+        text = well_formed(self.render(self._messages, False))
+        if self._tools:
+            self._check_tools(text)
+        if self._program.has_generation:
+            return self._generated(text, first, trained, choice)
+        try:
+            said, skeleton, is_exact = self._said(text)
+        except SourceError:
+            if not choice.everything or self._off:
+                raise
+            ends = self._messages[-1]["role"] == "assistant" and not self._template.marks.end(text.rstrip())
+            return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
+        turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
+        spoken = {one.message: one for one in said}
+        texts = (
+            None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
+        )
+        losses = self._losses(trained, turns, texts, choice)
+        spans = [span for one in said if one.message in trained for span in one.spans if span[0] < span[1]]
+        if not spans:
+            raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
+        last = len(self._messages) - 1
+        needs_eos = last in trained and last in spoken and not spoken[last].has_mark
+        off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
+        return Rendered(text=text, spans=tuple(spans), needs_eos=needs_eos, off=off, losses=losses)
+
+    def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
+        """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames.
+
+        Returns:
+            Where they stand, the skeleton of the shape, and whether the text is that filled in.
+
+        Raises:
+            SourceError: they can't be located.
+        """
+        messages, source = self._messages, self._template.source
+        said, skeleton = self._filled(messages, text)
+        if said is None and any("</think>" in (message.get("content") or "") for message in messages):
+            apart = apart_thoughts(messages)
+            if self.render(apart, False) == text:  # the template takes both for the same
+                self._messages = messages = apart
+                said, skeleton = self._filled(messages, text)
+        if said is not None:
+            return said, skeleton, True
+        marks = self._template.marks
+        if not (marks.of_answers and any("tool_calls" in message for message in messages)):
+            roles = [{"role": message["role"], "content": "."} for message in messages]
+            bare = self._skeleton(shape_of(roles, source), roles)
+            said = by_prefixes(self.render, messages, text, bare, marks)
+            said = said or by_frames(self.render, messages, text, bare, self._foreign)
+        if said is None:
+            raise SourceError(
+                "the chat template rewrites earlier turns, or their contents, so that what the assistant said "
+                f"can't be located in the text; {twin_of(source) or _WAYS_OUT}"
+            )
+        return said, skeleton, False
+
+    def _filled(self, messages: list[dict[str, Any]], text: str) -> tuple[list[Said] | None, Skeleton | None]:
+        """Locate the assistant's messages in a text that is the skeleton of their shape filled in."""
+        source = self._template.source
+        shape = shape_of(messages, source)
+        skeleton = self._skeleton(shape, messages) if shape is not None else None
+        if skeleton is None:
+            return None, None
+        if skeleton.has_arguments:
+            return fill_masked(skeleton, self.render, messages, source, text, self._foreign), skeleton
+        return fill(skeleton, messages, text), skeleton
+
+    def _skeleton(self, shape: Any, messages: list[dict[str, Any]]) -> Skeleton | None:
+        """Return the skeleton of a shape, made when it is first seen."""
+        template = self._template
+        key = (shape, self._foreign if not self._is_plain or self._variables else "")
+        if key not in template.skeletons:
+            if not template.marks.is_known:
+                self._know_marks()
+            if len(template.skeletons) >= _MOST_SKELETONS:
+                template.skeletons.clear()
+            made = skeleton_of(self.render, messages, template.source, template.marks, self._foreign)
+            template.skeletons[key] = made
+        return template.skeletons[key]
+
+    def _know_marks(self) -> None:
+        """Find what ends a turn without calls, and what the template writes for each answer of a tool."""
+        marks = self._template.marks
+        marks.is_known = True
+        asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
+        marks.know_prompt(asked.render, _ASKED[:1])
+        found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
+        if found is not None and found.turns[0].has_mark:
+            marks.usual = found.turns[0].closing[: found.turns[0].mark]
+        called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
+        marks.of_answers = marks.written_again(called.render, _CALLED)
+
+    def _losses(
+        self, trained: Sequence[int], turns: Mapping[int, Any], said: Mapping[int, str] | None, choice: Choice
+    ) -> Losses:
+        """Count what isn't written of the messages that are trained.
+
+        Raises:
+            SourceError: a turn loses a text of its own, and that isn't allowed.
+        """
+        messages = self._messages
+        empty = sum(_is_empty(messages[number]) for number in trained)
+        if said is None and not any(turn.missing for turn in turns.values()):
+            return Losses(empty_turns=empty) if empty else NO_LOSSES
+        lost = list(
+            lost_texts(messages, trained, turns, said, lambda n: self.render(messages[: n + 1], False))
+        )
+        if not lost and not empty:
+            return NO_LOSSES
+        counted = losses_of(lost, allowed=choice.allow_unwritten, way_out=lambda: self._way_out(lost))
+        return replace(counted, empty_turns=empty)
+
+    def _way_out(self, lost: Sequence[Lost]) -> str:
+        """Say what keeps what is lost: the training twin of the template, if it has one that writes it."""
+        allow = "or allow the loss (allow_unwritten=True, --allow-unwritten)"
+        twin = self._template.twin()
+        if twin is not None:
+            try:
+                asked = Rendering(twin, Chat(messages=self._messages), self._tools, self._variables)
+                text = asked.render(self._messages, False)
+            except SourceError:
+                text = ""
+            if all(one.key != "tool_calls" and one.text.strip() in text for one in lost):
+                return f"{twin_of(self._template.source)}, {allow}"
+        return f"choose another template, {allow}"
+
+    def _check_tools(self, text: str) -> None:
+        """Refuse tools that the template doesn't write.
+
+        Raises:
+            SourceError: it doesn't.
+        """
+        tools = self._tools or []
+        if self._template.wants(self._variables).tools:
+            return
+        functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+        names = [function.get("name") for function in functions]
+        absent = [name for name in names if isinstance(name, str) and name not in text]
+        if absent or not names:
+            raise SourceError(
+                f"the chat template doesn't write tools, and the row has {len(tools):,} ({', '.join(absent[:3])}); "
+                "choose a template that does, or leave the column out"
+            )
+
+    def _generated(self, text: str, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
+        """Read the spans off the template's own marks."""
+        start = free_character(text)
+        stop = free_character(text + start)
+        handed = self._messages
+        if not self._is_plain:
+            from varlen.source.chats.wants import hand
+
+            handed = hand(handed, self._template.wants(self._variables))
+        marked = self._program.run(handed, self._tools, marks=start + stop, variables=self._variables)
+        if marked.replace(start, "").replace(stop, "") != text:
+            raise SourceError(
+                "the chat template works with the text of its {% generation %} blocks, so that they can't be "
+                "located; let it write them as they are"
+            )
+        spans = between(marked, start, stop)
+        messages = self._messages
+        if first:
+            spans = after_prompt(self.render, messages, text, spans, first)
+        if not spans:
+            raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
+        speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= first]
+        owned = of_messages(self.render, messages, text, spans, speaking)
+        if owned is None and len(trained) < len(speaking):
+            raise SourceError(
+                "the chat template rewrites earlier turns, so that the {% generation %} blocks of single messages "
+                'can\'t be told apart; switch no message off, and leave supervise="last"'
+            )
+        shape = shape_of(messages, self._template.source)
+        skeleton = self._skeleton(shape, messages) if shape is not None else None
+        turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
+        losses = self._losses(trained, turns, dict.fromkeys(trained, text), choice)
+        off: list[tuple[int, int]] = []
+        if owned is not None:
+            off = [span for n in speaking if n in self._off for span in owned[n]]
+            spans = [span for n in trained for span in owned[n]]
+        if not spans:
+            raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
+        ends = len(messages) - 1 in trained and not self._template.marks.end(text[slice(*spans[-1])].rstrip())
+        if ends:
+            roles = [{"role": message["role"], "content": "."} for message in messages]
+            bare = self._skeleton(shape_of(roles, self._template.source), roles)
+            ends = not (bare and bare.turns[-1].mark)
+        return Rendered(text=text, spans=tuple(spans), needs_eos=ends, off=tuple(off), losses=losses)
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    """Whether an assistant's message says nothing at all."""
+    content = message.get("content")
+    said = (
+        any(part["text"].strip() for part in content)
+        if isinstance(content, list)
+        else (content or "").strip()
+    )
+    return not (said or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
+
+
+def spelled(value: Any, what: str) -> str:
+    """Return JSON of what a row gives to a template.
+
+    Raises:
+        SourceError: it is none.
+    """
+    if not value:
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=what.startswith("the variables"))
+    except (TypeError, ValueError, RecursionError) as error:
+        schemas = " schemas" if "tools" in what else ""
+        raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error
