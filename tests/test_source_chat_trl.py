@@ -7,6 +7,7 @@ gets the twin and the chat in the form that the template wants.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL's chat templates are the oracle; install trl to compare with them")
 pytest.importorskip("transformers", reason="transformers renders the oracle")
 
-from tests.trl_chats import FAMILIES, Chat, source_of, template_names, tokenizer_of, twin_name
+from tests.trl_chats import FAMILIES, Chat, marked, native, source_of, template_names, tokenizer_of, twin_name
 from tests.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
 from tests.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
 
@@ -61,13 +62,18 @@ def _compare(name: str, source: str, chat: Chat, expected: Expected, supervise: 
     text = expected.text[: expected.spans[-1][1]] if expected.eos else expected.text
     wanted = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     wanted_ids, offsets = list(wanted["input_ids"]), wanted["offset_mapping"]
-    wanted_mask = [int(any(a <= start and stop <= b for a, b in expected.spans)) for start, stop in offsets]
+    wanted_mask = _marks(offsets, expected.spans)
     if expected.eos:
         wanted_ids, wanted_mask = [*wanted_ids, tokenizer.eos_token_id], [*wanted_mask, 1]
     got = tokenizer.decode(ids)
     assert ids == wanted_ids, f"another text: {got[-_MOST_SHOWN:]!r} for {text[-_MOST_SHOWN:]!r}"
     wanted_said = _said(tokenizer, wanted_ids, wanted_mask)
     assert mask == wanted_mask, f"trained {said}, not {wanted_said}"
+
+
+def _marks(offsets: Iterable[tuple[int, int]], spans: Iterable[tuple[int, int]]) -> list[int]:
+    """Return of each token whether it is within a span."""
+    return [int(any(a <= start and stop <= b for a, b in spans)) for start, stop in offsets]
 
 
 def _said(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
@@ -86,6 +92,21 @@ def test_every_template_of_trl_is_here() -> None:
     assert names == set(FAMILIES)
     assert len([name for name in FAMILIES if twin_name(name) not in (None, name)]) >= 31
     assert len(CHATS) >= 13
+
+
+@pytest.mark.parametrize("family", _TWINS)
+def test_the_oracle_is_the_mask_that_transformers_gives(family: str) -> None:
+    tokenizer, source = tokenizer_of(family), source_of(twin_name(family) or "")
+    chat = native(CHATS["three turns"], FAMILIES[family], twin=True)
+    got = tokenizer.apply_chat_template(
+        chat.messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+    )
+    found = marked(family, source, chat)
+    assert found is not None
+    text, spans = found
+    wanted = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert got["input_ids"] == wanted["input_ids"]
+    assert got["assistant_masks"] == _marks(wanted["offset_mapping"], spans)
 
 
 @pytest.mark.parametrize("conversation", CHATS)

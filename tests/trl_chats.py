@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +134,8 @@ def template_names() -> set[str]:
 @functools.cache
 def _folder() -> Path:
     found = importlib.util.find_spec("trl")
-    assert found is not None and found.submodule_search_locations
+    assert found is not None
+    assert found.submodule_search_locations
     return Path(found.submodule_search_locations[0]) / "chat_templates"
 
 
@@ -162,7 +162,7 @@ def without_marks(source: str) -> str:
 
 @functools.cache
 def tokenizer_of(name: str) -> Any:
-    """Return a transformers tokenizer of characters that knows the family's special tokens, so that masks are exact."""
+    """Return a tokenizer of characters and the family's special tokens, by which masks are exact."""
     from tests.trl_conversations import CHATS
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -241,14 +241,7 @@ def marked(name: str, source: str, chat: Chat) -> Marked | None:
     got = _rendered(name, source, chat, return_assistant_tokens_mask=True)
     if not got:
         return None
-    spans: list[tuple[int, int]] = []
-    for start, stop in got[1][0]:
-        if start == stop:
-            continue
-        if spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        spans.append((start, stop))
-    return got[0][0], spans
+    return got[0][0], [(start, stop) for start, stop in got[1][0] if start < stop]
 
 
 def _rendered(name: str, source: str, chat: Chat, **options: Any) -> Any:
@@ -266,11 +259,21 @@ def contract(family: Family, found: Marked) -> Marked:
     """Return a twin's marks less what the table of families says they hold and a model needn't write."""
     text, spans = found
     kept = []
-    for start, stop in spans:
+    for number, (start, stop) in enumerate(spans):
         begin = next((b for b in family.before if text.startswith(b, start) and start + len(b) < stop), "")
         end = next((len(a) - len(b) for a, b in family.after if text.endswith(a, start, stop)), 0)
+        # An EOS that follows at once is the model's to write, and so is what stands before it.
+        end = 0 if [text[a:b] for a, b in spans[number + 1 :] if a == stop] == [family.eos] else end
         kept.append((start + len(begin), stop - end))
-    return text, kept
+    return text, joined(kept)
+
+
+def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans that touch."""
+    whole: list[tuple[int, int]] = []
+    for start, stop in spans:
+        whole.append((whole.pop()[0], stop) if whole and whole[-1][1] == start else (start, stop))
+    return whole
 
 
 def lost(name: str, source: str, chat: Chat, *, twin: bool) -> list[str]:
@@ -284,12 +287,17 @@ def lost(name: str, source: str, chat: Chat, *, twin: bool) -> list[str]:
             continue
         until = render(name, source, native(chat.up_to(number + 1), family, twin=twin)) or ""
         before = render(name, source, native(chat.up_to(number), family, twin=twin)) or ""
-        own = until[len(os.path.commonprefix([until, before])) :]
+        own = until[common(until, before) :]
         forms = ((piece.strip(), json.dumps(piece, ensure_ascii=False)[1:-1]) for piece in _pieces(message))
         missing += [
             f"{number}: {plain!r}" for plain, quoted in forms if plain not in own and quoted not in own
         ]
     return missing
+
+
+def common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _pieces(message: dict[str, Any]) -> list[str]:

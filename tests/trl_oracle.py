@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from tests.trl_chats import (
     Chat,
     Family,
     Marked,
+    common,
     contract,
     lost,
     marked,
@@ -88,7 +88,8 @@ def of_twin(name: str, chat: Chat) -> Expected:
     if missing := lost(name, source, chat, twin=True):
         return Expected(refused=f"not written: {missing}")
     found = _twins(name, chat)
-    assert found is not None and found[0] == text, "hiding the marks must not change the text"
+    assert found is not None
+    assert found[0] == text, "hiding the marks must not change the text"
     return Expected(text=text, spans=tuple(found[1]))
 
 
@@ -114,8 +115,8 @@ def of_last_turn(name: str, chat: Chat) -> Expected:
     whole = of_original(name, chat)
     number = max(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
     before = native(chat.up_to(number), FAMILIES[name], twin=False)
-    prompt = render(name, source_of(name), before, prompts=True) or ""
-    first = len(os.path.commonprefix([prompt, whole.text]))
+    plain, prompt = (render(name, source_of(name), before, prompts=some) or "" for some in (False, True))
+    first = len(prompt) if whole.text.startswith(prompt) else common(plain, whole.text)
     spans = tuple((max(start, first), stop) for start, stop in whole.spans if stop > first)
     return replace(whole, spans=spans)
 
@@ -183,6 +184,7 @@ def by_prompts(name: str, chat: Chat, text: str) -> tuple[list[tuple[int, int]],
             continue
         prompt = render(name, source, native(chat.up_to(number), family, twin=False), prompts=True) or ""
         until = render(name, source, native(chat.up_to(number + 1), family, twin=False)) or ""
-        assert text.startswith(until) and until.startswith(prompt), (name, number, prompt, until, text)
+        assert text.startswith(until), (name, number, until, text)
+        assert until.startswith(prompt), (name, number, prompt, until)
         spans.append((len(prompt), len(until)))
     return contract(family, (text, spans))[1], False
