@@ -7,14 +7,11 @@ gets the twin and the chat in the form that the template wants.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("trl", reason="TRL's chat templates are the oracle; install trl to compare with them")
-pytest.importorskip("transformers", reason="transformers renders the oracle")
-
 from tests.trl_chats import FAMILIES, Chat, marked, native, source_of, template_names, tokenizer_of, twin_name
 from tests.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
 from tests.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
@@ -24,6 +21,10 @@ from varlen.source.columns import Columns
 from varlen.source.documents import Encoding, encode_rows
 from varlen.source.rows import Rows
 from varlen.source.tokenize import load_tokenizer
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl, whose templates are the oracle, is not installed"
+)
 
 _ORIGINALS = [name for name in FAMILIES if twin_name(name) != name]
 _TWINS = [name for name in FAMILIES if twin_name(name)]

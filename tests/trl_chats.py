@@ -51,106 +51,110 @@ class Family:
     """A stop token that the twin's text ends with and the original's doesn't: varlen appends EOS there."""
 
 
-def _families() -> dict[str, Family]:
-    eot, im_end = "<|END_OF_TURN_TOKEN|>", "<|im_end|>"
-    thinking: dict[str, Any] = {"eos": im_end, "before": ("<think>\n",)}
-    deepseek: dict[str, Any] = {
-        "bos": "<｜begin▁of▁sentence｜>",
-        "eos": "<｜end▁of▁sentence｜>",
-        "before": ("<｜Assistant｜><think>\n", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"),
-        "null_content": True,
+_EOT, _IM_END = "<|END_OF_TURN_TOKEN|>", "<|im_end|>"
+_THINKING: dict[str, Any] = {"eos": _IM_END, "before": ("<think>\n",)}
+_DEEPSEEK: dict[str, Any] = {
+    "bos": "<｜begin▁of▁sentence｜>",
+    "eos": "<｜end▁of▁sentence｜>",
+    "before": ("<｜Assistant｜><think>\n", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"),
+    "null_content": True,
+    "after": (),
+}
+_GEMMA_END = (("<end_of_turn>\n", "<end_of_turn>"),)
+_GEMMA4: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "after": (("<turn|>\n", "<turn|>"),)}
+_PHI: dict[str, Any] = {"eos": "<|endoftext|>", "after": (("<|end|>\n", "<|end|>"),)}
+_UTTERANCE = (("<end_of_utterance>\n", "<end_of_utterance>"),)
+_LLAMA: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>", "after": ()}
+_LFM: dict[str, Any] = {"bos": "<|startoftext|>", "eos": _IM_END}
+_TABLE: dict[str, dict[str, Any]] = {
+    "cohere": {"bos": "<BOS_TOKEN>", "eos": _EOT, "after": ()},
+    "cohere2": {"bos": "<BOS_TOKEN>", "eos": _EOT, "after": ()},
+    "deepseek_r1_distill": _DEEPSEEK | {"text_arguments": (True, True)},
+    "deepseekv3": _DEEPSEEK | {"text_arguments": (True, False)},
+    "diffusion_gemma": _GEMMA4,
+    "gemma": {"bos": "<bos>", "eos": "<eos>", "after": _GEMMA_END},
+    "gemma3": {"bos": "<bos>", "eos": "<eos>", "after": _GEMMA_END},
+    "gemma4": _GEMMA4,
+    "gemma4_v2": _GEMMA4,
+    "gemma4_v3": _GEMMA4,
+    "gemma4_v4": _GEMMA4,
+    "gemma4_v5": _GEMMA4,
+    "glm4moe": {"eos": "<|endoftext|>", "after": (), "stop": ("<|user|>", "<|observation|>")},
+    "gptoss": {
+        "eos": "<|return|>",
+        "thoughts": "thinking",
+        "before": ("<|start|>assistant",),
         "after": (),
-    }
-    gemma_end = (("<end_of_turn>\n", "<end_of_turn>"),)
-    gemma4: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "after": (("<turn|>\n", "<turn|>"),)}
-    phi: dict[str, Any] = {"eos": "<|endoftext|>", "after": (("<|end|>\n", "<|end|>"),)}
-    utterance = (("<end_of_utterance>\n", "<end_of_utterance>"),)
-    llama: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>", "after": ()}
-    lfm: dict[str, Any] = {"bos": "<|startoftext|>", "eos": im_end}
-    table: dict[str, dict[str, Any]] = {
-        "cohere": {"bos": "<BOS_TOKEN>", "eos": eot, "after": ()},
-        "cohere2": {"bos": "<BOS_TOKEN>", "eos": eot, "after": ()},
-        "deepseek_r1_distill": deepseek | {"text_arguments": (True, True)},
-        "deepseekv3": deepseek | {"text_arguments": (True, False)},
-        "diffusion_gemma": gemma4,
-        "gemma": {"bos": "<bos>", "eos": "<eos>", "after": gemma_end},
-        "gemma3": {"bos": "<bos>", "eos": "<eos>", "after": gemma_end},
-        "gemma4": gemma4,
-        "gemma4_v2": gemma4,
-        "gemma4_v3": gemma4,
-        "gemma4_v4": gemma4,
-        "gemma4_v5": gemma4,
-        "glm4moe": {"eos": "<|endoftext|>", "after": (), "stop": ("<|user|>", "<|observation|>")},
-        "gptoss": {
-            "eos": "<|return|>",
-            "thoughts": "thinking",
-            "before": ("<|start|>assistant",),
-            "after": (),
-        },
-        "idefics3": {"eos": "<|end_of_text|>", "takes_parts": True, "after": utterance},
-        "lfm2": lfm,
-        "lfm2_2_5": lfm | {"thoughts": "thinking"},
-        "lfm2_2_5_v2": lfm | {"thoughts": "thinking"},
-        "lfm2_2_5_vl": lfm | {"thoughts": "thinking"},
-        "lfm2_v2": lfm,
-        "llama3": llama,
-        "llama3_1": llama,
-        "llama3_2": llama,
-        "llava_next": {"eos": "</s>", "takes_parts": True, "after": ()},
-        "muse_glimmer": {
-            "bos": "<|begin_of_text|>",
-            "eos": "<|end_of_text|>",
-            "before": ("<|start|>assistant",),
-            "after": (),
-        },
-        "nemotron_3_5_lightning": thinking,
-        "nemotron_3_nano": thinking,
-        "nemotron_3_super": thinking,
-        "nemotron_3_ultra": thinking,
-        "phi3": phi,
-        "phi3_5": phi,
-        "qwen2_5": {"eos": im_end, "before": ("\n",)},
-        "qwen2_5_vl": {"eos": im_end},
-        "qwen3": {"eos": im_end},
-        "qwen3_5_nothink": {"eos": im_end, "before": ("<think>\n\n</think>\n\n",)},
-        "qwen3_5_think": thinking,
-        "qwen3_6": thinking,
-        "qwen3_8": thinking,
-        "qwen3_instruct_2507": {"eos": im_end},
-        "qwen3_vl": {"eos": im_end},
-        "smolvlm": {"eos": "<end_of_utterance>", "takes_parts": True, "after": utterance},
-    }
-    return {name: Family(name=name, **options) for name, options in table.items()}
+    },
+    "idefics3": {"eos": "<|end_of_text|>", "takes_parts": True, "after": _UTTERANCE},
+    "lfm2": _LFM,
+    "lfm2_2_5": _LFM | {"thoughts": "thinking"},
+    "lfm2_2_5_v2": _LFM | {"thoughts": "thinking"},
+    "lfm2_2_5_vl": _LFM | {"thoughts": "thinking"},
+    "lfm2_v2": _LFM,
+    "llama3": _LLAMA,
+    "llama3_1": _LLAMA,
+    "llama3_2": _LLAMA,
+    "llava_next": {"eos": "</s>", "takes_parts": True, "after": ()},
+    "muse_glimmer": {
+        "bos": "<|begin_of_text|>",
+        "eos": "<|end_of_text|>",
+        "before": ("<|start|>assistant",),
+        "after": (),
+    },
+    "nemotron_3_5_lightning": _THINKING,
+    "nemotron_3_nano": _THINKING,
+    "nemotron_3_super": _THINKING,
+    "nemotron_3_ultra": _THINKING,
+    "phi3": _PHI,
+    "phi3_5": _PHI,
+    "qwen2_5": {"eos": _IM_END, "before": ("\n",)},
+    "qwen2_5_vl": {"eos": _IM_END},
+    "qwen3": {"eos": _IM_END},
+    "qwen3_5_nothink": {"eos": _IM_END, "before": ("<think>\n\n</think>\n\n",)},
+    "qwen3_5_think": _THINKING,
+    "qwen3_6": _THINKING,
+    "qwen3_8": _THINKING,
+    "qwen3_instruct_2507": {"eos": _IM_END},
+    "qwen3_vl": {"eos": _IM_END},
+    "smolvlm": {"eos": "<end_of_utterance>", "takes_parts": True, "after": _UTTERANCE},
+}
 
-
-FAMILIES = _families()
-
-
-def template_names() -> set[str]:
-    """Return all templates that TRL ships."""
-    return {path.stem for path in _folder().glob("*.jinja")} if _folder() else set()
+FAMILIES = {name: Family(name=name, **options) for name, options in _TABLE.items()}
 
 
 @functools.cache
-def _folder() -> Path:
+def template_names() -> set[str]:
+    """Return all templates that TRL ships."""
+    folder = _folder()
+    return {path.stem for path in folder.glob("*.jinja")} if folder else set()
+
+
+@functools.cache
+def _folder() -> Path | None:
     found = importlib.util.find_spec("trl")
-    assert found is not None
-    assert found.submodule_search_locations
-    return Path(found.submodule_search_locations[0]) / "chat_templates"
+    return Path((found.submodule_search_locations or [""])[0], "chat_templates") if found else None
 
 
 @functools.cache
 def source_of(name: str) -> str:
-    """Return the text of a template."""
-    return (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    """Return the text of a template.
+
+    Raises:
+        FileNotFoundError: TRL is absent.
+    """
+    folder = _folder()
+    if folder is None:
+        raise FileNotFoundError("trl is not installed, which brings the templates")
+    return (folder / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def twin_name(name: str) -> str | None:
     """Return the template with generation marks that writes what this one writes, if there is one."""
     twin = f"{name}_training"
-    if (_folder() / f"{twin}.jinja").is_file():
+    if twin in template_names():
         return twin
-    return name if _GENERATION.search(source_of(name)) else None
+    return name if name in template_names() and _GENERATION.search(source_of(name)) else None
 
 
 def without_marks(source: str) -> str:
