@@ -72,7 +72,7 @@ class Limit:
     what: str
     value: float
     unit: str
-    """`s`, `GB`, `nats`, `packs` or `values`."""
+    """`s`, `GB`, `nats`, `packs`, `values` or `times`."""
     limit: float | None
     """The most that the value may be; None where a row is only shown."""
     limit_text: str = ""

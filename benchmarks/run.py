@@ -40,6 +40,7 @@ SECTIONS = (
     "adapters",
     "windows",
     "reading",
+    "chats",
     "offline",
     "fast_axolotl",
     "megatron",

@@ -30,6 +30,7 @@ TITLES = {
     "demo": "The demo",
     "windows": "Packing by windows",
     "reading": "Reading and tokenizing",
+    "chats": "Chats",
     "offline": "Packing files",
     "fast_axolotl": "fast-axolotl",
     "megatron": "Megatron",

@@ -1,0 +1,250 @@
+"""Chats: rendering, finding what is supervised, checking and encoding, beside transformers' rendering and encoding.
+
+Every template that TRL ships, on rows that it takes: chats of one to six turns, each of other texts, with tools,
+calls and thoughts where the template writes them; and the same with short texts, where rendering is most of the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.checks import WrongResultError
+from benchmarks.reading import source_texts, trained_tokenizer
+from benchmarks.rows import Limit, Row
+from benchmarks.step import Step
+from benchmarks.stopwatch import alternate
+from varlen.source.chats.template import chat_template
+from varlen.source.columns import Columns
+from varlen.source.documents import Documents, Encoding, encode_rows
+from varlen.source.rows import Rows
+from varlen.source.tokenize import load_tokenizer
+
+SECTION = "chats"
+NUM_ROWS = 192
+ROUNDS = 7
+SIZES = {"usual": 1.0, "short": 0.2}
+"""Length of the texts, as a share."""
+LIMIT = 1.15
+"""Times what transformers' rendering and the same encoding take on the same rows."""
+
+Chat = dict[str, Any]
+"""A row: `messages` and `tools`."""
+
+_SPECIAL = re.compile(
+    r"<\|[^|<>\s]{1,40}\|?>|<[a-z_]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<(?:start|end)_of_[a-z]+>|\[gMASK\]|<sop>|<image>"
+)
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|return|>", "<|endoftext|>", "<｜end▁of▁sentence｜>")
+_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]+[,.;:]?")
+_KINDS = ("plain", "thoughts", "tools", "tools and thoughts")
+
+
+def steps() -> list[Step]:
+    """Return what this section measures."""
+    if importlib.util.find_spec("trl") is None:
+        return [Step("templates of TRL", _no_trl)]
+    return [Step(path.stem, partial(_race, path.stem)) for path in template_paths()]
+
+
+def template_paths() -> list[Path]:
+    """Return the files of all templates that TRL ships, training twins included."""
+    found = importlib.util.find_spec("trl")
+    places = (found.submodule_search_locations if found else None) or []
+    return sorted(path for place in places for path in Path(place, "chat_templates").glob("*.jinja"))
+
+
+def contestants(name: str, size: str) -> tuple[Callable[[], Documents], Callable[[], int], int, int]:
+    """Return varlen's call and transformers' on the rows that one template takes.
+
+    Args:
+        name: of the template.
+        size: of the texts.
+
+    Returns:
+        Both calls, the rows that both take, and the rows that varlen alone refuses.
+    """
+    source = next(path for path in template_paths() if path.stem == name).read_text(encoding="utf-8")
+    tokenizer = _tokenizer(source)
+    chats = _rows(tokenizer, SIZES[size])
+    loaded = load_tokenizer(tokenizer)
+    specials = loaded.specials
+    template = chat_template(source, special_tokens=specials.texts, end_marks=specials.end_marks)
+    encoding = Encoding(tokenizer=loaded, template=template)
+    columns = Columns(kind="messages", names={"messages": "messages", "tools": "tools"})
+    taken = encode_rows(_as_rows(chats), columns, encoding)
+    refused = len(chats) - len(taken)
+    if refused:
+        kept = set(range(len(chats)) if taken.rows is None else taken.rows.tolist())
+        chats = [chat for number, chat in enumerate(chats) if number in kept]
+    if not chats:
+        raise WrongResultError(f"{name}: all {refused} rows are refused: {taken.faults[0]}")
+    rows, backend = _as_rows(chats), loaded.backend  # type: ignore[union-attr]
+
+    def ours() -> Documents:
+        return encode_rows(rows, columns, encoding)
+
+    def theirs() -> int:
+        texts = [
+            tokenizer.apply_chat_template(chat["messages"], tools=chat["tools"], tokenize=False)
+            for chat in chats
+        ]
+        return sum(len(one.ids) for one in backend.encode_batch_fast(texts, add_special_tokens=False))
+
+    return ours, theirs, len(chats), refused
+
+
+def _race(name: str) -> list[Row]:
+    return [_row(name, size) for size in SIZES]
+
+
+def _row(name: str, size: str) -> Limit:
+    ours, theirs, taken, refused = contestants(name, size)
+    tokens, others = len(ours().tokens), theirs()
+    if not 0.97 * others <= tokens <= 1.03 * others:
+        raise WrongResultError(f"{name}: {tokens:,} tokens of varlen, {others:,} of transformers")
+    mine, peer = alternate(ours, theirs, rounds=ROUNDS)
+    ratios = [
+        median(a / b for a, b in zip(one, other, strict=True))
+        for one, other in ((mine.wall_s, peer.wall_s), (mine.cpu_s, peer.cpu_s))
+    ]
+    said = f"; {refused:,} more are refused by varlen and left out of both" if refused else ""
+    return Limit(
+        section=SECTION,
+        what=f"chats with the mask, checks included, template {name}, {size} texts",
+        value=max(ratios),
+        unit="times",
+        limit=LIMIT,
+        limit_text="1.15 times apply_chat_template and encode_batch_fast on the same rows",
+        group=f"{SECTION}, {'twins' if name.endswith('_training') else 'originals'}, {size}",
+        samples=[*mine.wall_s, *peer.wall_s],
+        note=f"{taken:,} rows, {others:,} tokens, one thread, seconds of varlen and then of transformers{said}",
+    )
+
+
+def _as_rows(chats: list[Chat]) -> Rows:
+    columns = {key: [chat[key] for chat in chats] for key in ("messages", "tools")}
+    return Rows(columns=columns, numbers=list(range(1, len(chats) + 1)), path="chats")
+
+
+def _tokenizer(source: str) -> Any:
+    """Return a transformers tokenizer of 16,384 tokens that knows a template's special tokens."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(trained_tokenizer().to_str())
+    eos = next((text for text in _ENDS if text in source), "</s>")
+    texts = sorted({*_SPECIAL.findall(source), "<s>", "</s>", eos})
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
+    made.chat_template = source
+    return made
+
+
+def _rows(tokenizer: Any, share: float) -> list[Chat]:
+    """Return chats of the kinds that a template writes whole, in the form that it takes."""
+    forms = [
+        (kind, form)
+        for kind in _KINDS
+        for form in ({}, {"parts": True}, {"text_arguments": True}, {"null": True, "text_arguments": True})
+        if _writes(tokenizer, _chat(kind, random.Random(0), num_turns=2, **form))
+    ]
+    first = dict(reversed(forms))
+    if not first:
+        raise WrongResultError("transformers renders none of the kinds of chats with this template")
+    draw, kinds = random.Random(7), [kind for kind in _KINDS if kind in first]
+    # Half of the rows are plain; the others have what the template can write beside contents.
+    return [
+        _chat(kind, draw, share=share, **first[kind])
+        for number in range(NUM_ROWS)
+        for kind in [kinds[0] if number % 2 else kinds[(number // 2) % len(kinds)]]
+    ]
+
+
+def _writes(tokenizer: Any, chat: Chat) -> bool:
+    """Return whether a template writes all texts of a chat's last answer, and its tools."""
+    try:
+        text = tokenizer.apply_chat_template(chat["messages"], tools=chat["tools"], tokenize=False)
+    except Exception:  # a template refuses by whatever error it likes
+        return False
+    names = [tool["function"]["name"] for tool in chat["tools"] or ()]
+    last = chat["messages"][-1]
+    content = last["content"] if isinstance(last["content"], str) else last["content"][0]["text"]
+    called = [call["function"]["arguments"] for m in chat["messages"] for call in m.get("tool_calls", ())]
+    queries = [(json.loads(c) if isinstance(c, str) else c)["query"] for c in called]
+    return all(piece in text for piece in (*names, content, last.get("reasoning_content", ""), *queries))
+
+
+def _chat(
+    kind: str,
+    draw: random.Random,
+    *,
+    num_turns: int | None = None,
+    share: float = 1.0,
+    parts: bool = False,
+    text_arguments: bool = False,
+    null: bool = False,
+) -> Chat:
+    """Return a chat of one to six turns of a user and the assistant."""
+    messages: list[dict[str, Any]] = []
+    for number in range(num_turns or draw.randint(1, 6)):
+        messages.append({"role": "user", "content": _text(draw, 8, 60, share)})
+        if kind.startswith("tools") and number % 2 == 0:
+            arguments: Any = {"query": _text(draw, 2, 8), "limit": draw.randint(1, 99)}
+            called = {"name": "search", "arguments": json.dumps(arguments) if text_arguments else arguments}
+            call = {"id": f"call{len(messages):05d}", "type": "function", "function": called}
+            asked = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
+            if kind.endswith("thoughts"):
+                asked["reasoning_content"] = _text(draw, 10, 60, share)
+            result = {"role": "tool", "name": "search", "tool_call_id": call["id"]}
+            messages += [asked, result | {"content": _text(draw, 10, 80, share)}]
+        answer = {"role": "assistant", "content": _text(draw, 20, 200, share)}
+        if kind.endswith("thoughts"):
+            answer["reasoning_content"] = _text(draw, 20, 150, share)
+        messages.append(answer)
+    if parts:
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"] or ""}]
+    return {"messages": messages, "tools": _TOOLS if kind.startswith("tools") else None}
+
+
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the documents of the project.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "What to look for."},
+                    "limit": {"type": "integer", "description": "The most results."},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+]
+
+
+def _text(draw: random.Random, least: int, most: int, share: float = 1.0) -> str:
+    """Return so many words in a row, of real text."""
+    words, count = _words(), max(1, round(share * draw.randint(least, most)))
+    start = draw.randrange(len(words) - count)
+    return " ".join(words[start : start + count])
+
+
+@cache
+def _words() -> list[str]:
+    """Return the words of Python sources: names and what comments and docstrings say."""
+    return _WORDS.findall("\n".join(source_texts()[:2000]))
+
+
+def _no_trl() -> list[Row]:
+    raise ImportError("trl is not installed, whose templates are measured")
