@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.chats.messages import text_of
 from varlen.source.chats.skeleton import Turn
 from varlen.source.losses import Losses
 
@@ -33,7 +32,7 @@ class Lost:
     key: str
     text: str
     by_design: bool
-    """It is an earlier turn's thoughts, which are written where no later user's turn follows."""
+    """It is an earlier turn's, and is written where no later message follows: thoughts, mostly."""
 
 
 def lost_texts(
@@ -52,21 +51,22 @@ def lost_texts(
         said: text of each message's turn, where the rendering isn't the skeleton filled in; None where it is.
         alone: returns the text of the chat up to a message.
     """
-    last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number in sorted(trained):
         message, turn = messages[number], turns.get(number)
         missing = {slot.key if slot.call < 0 else "tool_calls" for slot in turn.missing} if turn else set()
-        is_earlier = number < last_user
+        is_earlier = number + 1 < len(messages)
         for key in sorted(missing):
             designed = turn is not None and all(
-                slot in turn.by_design for slot in turn.missing if slot.call < 0 and slot.key == key
+                slot in turn.by_design
+                for slot in turn.missing
+                if (slot.key if slot.call < 0 else "tool_calls") == key
             )
-            by_design = key == _THOUGHTS and is_earlier and designed
+            by_design = is_earlier and designed
             yield Lost(message=number, key=key, text=_text(message, key), by_design=by_design)
         if said is None or number not in said:
             continue
         for key, text in _unfound(message, said[number], missing):
-            by_design = key in (_THOUGHTS, _INLINE) and is_earlier and text.strip() in alone(number)
+            by_design = is_earlier and key != "tool_calls" and _stands_in(text, alone(number))
             yield Lost(message=number, key=key, text=text, by_design=by_design)
 
 
@@ -74,7 +74,7 @@ def _text(message: dict[str, Any], key: str) -> str:
     """Return the text under a key of a message, calls as JSON."""
     if key == "tool_calls":
         return "".join(_spelled(call) for call in message["tool_calls"])
-    return str(text_of(message[key]))
+    return str(message[key])
 
 
 def _spelled(call: dict[str, Any]) -> str:
@@ -86,10 +86,8 @@ def _spelled(call: dict[str, Any]) -> str:
 def _unfound(message: dict[str, Any], turn: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield key and text of what stands nowhere in a turn, but for what is known to be missing."""
     content, thoughts = message.get("content"), message.get(_THOUGHTS)
-    parts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
-    if "content" not in known:
-        for text in parts:
-            yield from _unfound_content(text, turn)
+    if content and "content" not in known:
+        yield from _unfound_content(content, turn)
     if thoughts and _THOUGHTS not in known and not _stands_in(thoughts, turn):
         yield _THOUGHTS, thoughts
     if "tool_calls" not in known:

@@ -8,6 +8,9 @@ from typing import Any
 
 from varlen.errors import VarlenError
 
+_TAG = re.compile(r"<[a-z_]+>")
+"""What opens a part of what an assistant says, such as its thoughts."""
+
 
 class EndMarks:
     """The texts that end a turn: a tokenizer's special tokens."""
@@ -23,8 +26,10 @@ class EndMarks:
         """Special tokens that a template writes for each answer of a tool."""
         self.headers: Collection[str] = ()
         """Special tokens of a generation prompt, none of which ends a turn."""
-        self.asks = False
-        """Whether the template writes a generation prompt at all."""
+        self.prompt = ""
+        """The generation prompt after a user's message; empty where the template writes none."""
+        self.opens = False
+        """Turns have no mark of their own, and end with the token that opens the next message."""
         self.is_known = False
         """Whether these have been looked for."""
         self._any = re.compile("|".join(map(re.escape, known))) if known else None
@@ -52,7 +57,13 @@ class EndMarks:
         stop = found.end() if found else 0
         while stop and (more := self.at(closing, stop)):
             stop = more.end()
-        return stop
+        # Phi-3 ends a chat with a line end and the EOS.
+        after = len(closing) - len(closing[stop:].lstrip())
+        return (
+            after + len(self.eos)
+            if stop and self.eos.strip() and closing.startswith(self.eos, after)
+            else stop
+        )
 
     def with_eos(self, text: str, stop: int) -> int:
         """Return where the EOS stops that follows a mark at once; `stop`, where none does."""
@@ -71,22 +82,24 @@ class EndMarks:
             plain, prompted = render(asked, False), render(asked, True)
         except VarlenError:
             return
-        self.asks = plain != prompted
-        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
-        self.headers = frozenset(mark for mark in self.known if mark in prompt)
+        self.prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+        self.headers = frozenset(mark for mark in self.known if mark in self.prompt)
 
-    def written_again(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> frozenset[str]:
-        """Return the special tokens that a template writes once more for a second answer of a tool.
+    def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
+        """Take note of how a template goes on after a turn of calls.
 
         Args:
             render: the template.
-            called: a chat that ends with two answers.
+            called: a chat of a user's message, calls, and two answers of tools.
         """
         try:
-            one, two = render(called[:-1], False), render(called, False)
+            none, one, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
-            return frozenset()
-        return frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+            return
+        self.of_answers = frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+        turn = none.rstrip()
+        token = self.at(two, len(turn)) if two.startswith(turn) and not self.end(turn) else None
+        self.opens = token is not None and token[0] not in self.of_answers
 
     def end(self, turn: str) -> bool:
         """Return whether a turn stops with a special token."""
@@ -94,7 +107,7 @@ class EndMarks:
 
 
 def opening_of(
-    plain: str | None, prompted: str | None, piece: str, slot: str, *, asks: bool
+    plain: str | None, prompted: str | None, piece: str, slot: str, usual: str
 ) -> tuple[str | None, int]:
     """Return a header that is nobody's, and how many characters before a turn's first slot are generated.
 
@@ -103,12 +116,12 @@ def opening_of(
         prompted: the same with a generation prompt.
         piece: what it writes between the last text of those and the turn's first.
         slot: the character that marks are made of.
-        asks: the template writes generation prompts, if not here.
+        usual: the generation prompt after a user's message.
     """
     if plain is None:
         return None, 0
     if prompted is not None and prompted != plain:
-        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
+        prompt = prompted[len(plain) :] if prompted.startswith(plain) else usual
         at = piece.rfind(prompt) if prompt else -1
         return None, len(piece) - at - len(prompt) if at >= 0 else _partly(plain, prompt, piece, slot)
     before = plain.rpartition(slot)[2]
@@ -117,22 +130,26 @@ def opening_of(
     if not piece.startswith(before):
         return None, 0
     opening = piece[len(before) :]
-    # Without a generation prompt the assistant is asked right after the message before, so a space is its own;
-    # and all of it is, where a turn goes on after the answer of a tool.
-    return (opening, 0) if opening.strip() and not asks else ("", len(opening))
+    if usual:  # a turn that goes on after the answer of a tool, with a header or without
+        return "", len(opening) - (len(usual) if opening.startswith(usual) else 0)
+    # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
+    return (opening, 0) if opening.strip() else ("", len(opening))
 
 
 def _partly(plain: str, prompt: str, piece: str, slot: str) -> int:
     r"""Return how many characters are generated where the text goes on otherwise than the end of the prompt.
 
-    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`.
+    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`: what is of the prompt alone
+    is the header before the tag.
     """
     before = plain.rpartition(slot)[2]
     if not prompt or not piece.startswith(before):
         return 0
     rest = piece[len(before) :]
     same = _common(rest, prompt)
-    if same < len(rest):
+    if tag := _TAG.search(rest, 0, same):
+        same = tag.start()
+    elif same < len(rest):
         same = max(rest.rfind(end, 0, same) + len(end) if end in rest[:same] else 0 for end in ("\n", ">"))
     return len(rest) - same if rest[:same].strip() else 0
 
@@ -155,6 +172,9 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
         return piece[:stop], stop
     if marks.eos.strip() and piece.startswith(marks.eos):  # written only where another message follows
         return marks.eos, len(marks.eos)
+    token = marks.at(piece, len(own.rstrip())) if marks.opens and piece.startswith(own.rstrip()) else None
+    if token and token[0] not in marks.headers:
+        return piece[: token.end()], token.end()
     same = _common(own, piece)
     word = re.match(r"\S+(?=\s)", own[:same])  # a mark, and not the beginning of two that differ
     return (word[0], word.end()) if word else (own if piece.startswith(own) else "", 0)

@@ -4,8 +4,7 @@ Each message is an object of these keys, whatever the row calls them:
 
 =====================  ===========================================================================================
 `role`                 `system`, `developer`, `user`, `assistant` or `tool`
-`content`              text; null where an assistant's message has none; parts of text stay a list where there are
-                       several, since a template may write something between them
+`content`              text, its parts joined; null where an assistant's message has none
 `reasoning_content`    an assistant's thoughts, as text (`reasoning` and `thinking` are the same)
 `tool_calls`           an assistant's calls, each `{"type": "function", "function": {"name", "arguments"}}`
 others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
@@ -62,18 +61,7 @@ class Chat:
 
 def as_messages(value: object) -> list[dict[str, Any]]:
     """Return a row's messages with content as text; flags stay. Arguments and errors as `as_chat` has them."""
-    messages = _messages(value)
-    if not any(type(message.get("content")) is list for message in messages):
-        return messages
-    return [
-        {**message, "content": text_of(message["content"])} if "content" in message else message
-        for message in messages
-    ]
-
-
-def text_of(content: Any) -> Any:
-    """Return a content as text, its parts joined; null stays null."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return _messages(value)
 
 
 def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -267,7 +255,7 @@ def _check_content(kept: dict[str, Any], number: int) -> None:
             raise SourceError(
                 f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have none"
             )
-    elif not isinstance(content, str | list):
+    elif not isinstance(content, str):
         raise SourceError(
             f"the content of message {number} ({role}) must be text or a list of parts of text, "
             f"found {_json_kind(content)}"
@@ -327,10 +315,7 @@ def _take_parts(kept: dict[str, Any], number: int) -> None:
             texts.append(_part_text(part, number))
     if thoughts and not any(kept.get(key) for key in THOUGHTS):
         kept["reasoning_content"] = "".join(thoughts)
-    if len(texts) > 1:
-        kept["content"] = [{"type": "text", "text": text} for text in texts]
-    else:
-        kept["content"] = "".join(texts) if texts or not thoughts else None
+    kept["content"] = "".join(texts) if texts or not thoughts else None
 
 
 def _joined_text(held: object, number: int) -> str:

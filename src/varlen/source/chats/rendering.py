@@ -163,11 +163,11 @@ class Rendering:
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
         marks.know_prompt(asked.render, _ASKED[:1])
+        called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
+        marks.know_answers(called.render, _CALLED)
         found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
         if found is not None and found.turns[0].has_mark:
             marks.usual = found.turns[0].closing[: found.turns[0].mark]
-        called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
-        marks.of_answers = marks.written_again(called.render, _CALLED)
 
     def _losses(
         self, trained: Sequence[int], turns: Mapping[int, Any], said: Mapping[int, str] | None, choice: Choice

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from varlen.source.chats.marks import EndMarks
-from varlen.source.chats.messages import text_of
 from varlen.source.chats.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
 
 
@@ -200,7 +199,7 @@ def by_frames(
         assistants' messages follow each other.
     """
     others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
-    contents = [text_of(messages[n]["content"]) for n in others]
+    contents = [messages[n]["content"] for n in others]
     if skeleton is None:
         return None
     slot = free_character(foreign + text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from varlen.errors import SourceError
 from varlen.source.chats.calls import Arguments
-from varlen.source.chats.messages import THOUGHTS, text_of
+from varlen.source.chats.messages import THOUGHTS
 
 if TYPE_CHECKING:
     from varlen.source.chats.sandbox import Program
@@ -47,8 +47,6 @@ class Wants:
     """How an empty content beside calls is given."""
     thoughts: tuple[str, ...]
     """Keys under which thoughts are given, beside those that transformers gives them under."""
-    joins: bool
-    """Parts of a content are written as their texts joined, so that they can be given as one text."""
     tools: Literal["wrapped", "bare"] | None
     """Tools as OpenAI has them, or what stands under `function` there alone; None: it writes no tools."""
 
@@ -76,7 +74,6 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
         null=null,
         empty=empty,
         thoughts=probe.thoughts(),
-        joins=probe.joins_parts(),
         tools="wrapped" if probe.writes_tools("wrapped") else "bare" if probe.writes_tools("bare") else None,
     )
 
@@ -102,8 +99,6 @@ def _handed(message: dict[str, Any], number: int, wants: Wants) -> dict[str, Any
     if len(message) == 2 and type(content) is str:
         return message
     given = dict(message)
-    if type(content) is list and wants.joins:
-        given["content"] = text_of(content)
     calls = message.get("tool_calls")
     if message["role"] == "assistant":
         if not content:
@@ -199,15 +194,6 @@ class _Probe:
             if _THOUGHT in self._render({"role": "assistant", "content": _SAID, **way}):
                 return tuple(key for key in way if key not in usual)
         return ()
-
-    def joins_parts(self) -> bool:
-        """Whether two parts are written as one text of both, or not taken at all."""
-        texts = (f" {_SAID} ", f" {_VALUE}\n")
-        parts = [{"type": "text", "text": text} for text in texts]
-        apart = self._render({"role": "assistant", "content": parts})
-        if _SAID not in apart or _VALUE not in apart or "{'" in apart or '{"type' in apart:
-            return True
-        return apart == self._render({"role": "assistant", "content": "".join(texts)})
 
     def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
         """Whether the name of a tool is written that is given in this form."""
