@@ -32,7 +32,7 @@ class Lost:
     key: str
     text: str
     by_design: bool
-    """It is an earlier turn's, and is written where no later message follows: thoughts, mostly."""
+    """It is an earlier turn's thoughts, which are written where no later user's turn follows."""
 
 
 def lost_texts(
@@ -51,22 +51,23 @@ def lost_texts(
         said: text of each message's turn, where the rendering isn't the skeleton filled in; None where it is.
         alone: returns the text of the chat up to a message.
     """
+    last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
     for number in sorted(trained):
         message, turn = messages[number], turns.get(number)
         missing = {slot.key if slot.call < 0 else "tool_calls" for slot in turn.missing} if turn else set()
-        is_earlier = number + 1 < len(messages)
+        is_earlier = number < last_user
         for key in sorted(missing):
             designed = turn is not None and all(
                 slot in turn.by_design
                 for slot in turn.missing
                 if (slot.key if slot.call < 0 else "tool_calls") == key
             )
-            by_design = is_earlier and designed
+            by_design = key == _THOUGHTS and is_earlier and designed
             yield Lost(message=number, key=key, text=_text(message, key), by_design=by_design)
         if said is None or number not in said:
             continue
         for key, text in _unfound(message, said[number], missing):
-            by_design = is_earlier and key != "tool_calls" and _stands_in(text, alone(number))
+            by_design = key in (_THOUGHTS, _INLINE) and is_earlier and _stands_in(text, alone(number))
             yield Lost(message=number, key=key, text=text, by_design=by_design)
 
 

@@ -30,6 +30,7 @@ class EndMarks:
         """The generation prompt after a user's message; empty where the template writes none."""
         self.opens = False
         """Turns have no mark of their own, and end with the token that opens the next message."""
+        self._usual_tokens: frozenset[str] = frozenset()
         self.is_known = False
         """Whether these have been looked for."""
         self._any = re.compile("|".join(map(re.escape, known))) if known else None
@@ -76,12 +77,14 @@ class EndMarks:
 
         Args:
             render: the template.
-            asked: a chat that ends with a user's message.
+            asked: a chat of a user's message and an answer.
         """
         try:
-            plain, prompted = render(asked, False), render(asked, True)
+            plain, prompted = render(asked[:1], False), render(asked[:1], True)
+            whole = render(asked, False)
         except VarlenError:
             return
+        self._usual_tokens = frozenset(mark for mark in self.known if mark in whole)
         self.prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
         self.headers = frozenset(mark for mark in self.known if mark in self.prompt)
 
@@ -96,7 +99,8 @@ class EndMarks:
             none, one, two = (render(called[:count], False) for count in (2, 3, 4))
         except VarlenError:
             return
-        self.of_answers = frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+        again = frozenset(mark for mark in self.known if two.count(mark) > one.count(mark) > 0)
+        self.of_answers = again - self._usual_tokens
         turn = none.rstrip()
         token = self.at(two, len(turn)) if two.startswith(turn) and not self.end(turn) else None
         self.opens = token is not None and token[0] not in self.of_answers
@@ -107,7 +111,7 @@ class EndMarks:
 
 
 def opening_of(
-    plain: str | None, prompted: str | None, piece: str, slot: str, usual: str
+    plain: str | None, prompted: str | None, piece: str, slot: str, marks: EndMarks
 ) -> tuple[str | None, int]:
     """Return a header that is nobody's, and how many characters before a turn's first slot are generated.
 
@@ -116,8 +120,9 @@ def opening_of(
         prompted: the same with a generation prompt.
         piece: what it writes between the last text of those and the turn's first.
         slot: the character that marks are made of.
-        usual: the generation prompt after a user's message.
+        marks: which know the generation prompt after a user's message.
     """
+    usual = marks.prompt
     if plain is None:
         return None, 0
     if prompted is not None and prompted != plain:
@@ -128,7 +133,8 @@ def opening_of(
     if not piece.startswith(before):
         before = before.rstrip()
     if not piece.startswith(before):
-        return None, 0
+        same = _common(before, piece)
+        return None, len(piece) - same if usual and marks.end(piece[:same]) else 0
     opening = piece[len(before) :]
     if usual:  # a turn that goes on after the answer of a tool, with a header or without
         return "", len(opening) - (len(usual) if opening.startswith(usual) else 0)
@@ -162,6 +168,8 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
         piece: what it writes where the next one does, with that one's header.
         marks: what ends a turn.
     """
+    for opener in marks.of_answers:
+        own = own.partition(opener)[0]
     for closing in (own, own.rstrip()):
         if piece.startswith(closing) and (mark := marks.stop(closing)):
             return closing, mark

@@ -162,7 +162,7 @@ class Rendering:
         marks = self._template.marks
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
-        marks.know_prompt(asked.render, _ASKED[:1])
+        marks.know_prompt(asked.render, _ASKED)
         called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
         marks.know_answers(called.render, _CALLED)
         found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)

@@ -325,7 +325,7 @@ class _Builder:
             if place == 0:
                 earlier = self.marked[:number]
                 plain, prompted = (try_render(self.render, earlier, prompts) for prompts in (False, True))
-                opening, lead = opening_of(plain, prompted, self.pieces[run[0]], self.slot, self.marks.prompt)
+                opening, lead = opening_of(plain, prompted, self.pieces[run[0]], self.slot, self.marks)
             else:  # the turn goes on after others' messages
                 until = max(self.slots[n].message for n in self.order[: run[0]])
                 alone = try_render(self.render, self.marked[: until + 1], False) or ""

@@ -12,7 +12,8 @@ too, because the template rewrites what was said before, a turn is what stands b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +96,22 @@ def _said(skeleton: Skeleton, pieces: Sequence[str], values: Sequence[str], text
     return said
 
 
-def _places(pieces: Sequence[str], values: Iterable[str], text: str) -> list[tuple[int, int]] | None:
-    """Walk through the text, content by content, each as it is or trimmed."""
+def _places(pieces: Sequence[str], values: Sequence[str], text: str) -> list[tuple[int, int]] | None:
+    """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
     if not text.startswith(pieces[0]):
         return None
+    return _walk(pieces, values, text, _forms) or _walk(pieces, values, text, _json_forms)
+
+
+def _walk(
+    pieces: Sequence[str], values: Sequence[str], text: str, forms: Callable[[str], Iterable[str]]
+) -> list[tuple[int, int]] | None:
+    """Walk through the text, content by content."""
     reached: dict[int, Any] = {len(pieces[0]): None}  # a position, and the places on the way to it
     for value, piece in zip(values, pieces[1:]):
         following: dict[int, Any] = {}
         for position, way in reached.items():
-            for form in _forms(value):
+            for form in forms(value):
                 stop = position + len(form)
                 if text.startswith(form, position) and text.startswith(piece, stop):
                     following.setdefault(stop + len(piece), (way, position, stop))
@@ -124,6 +132,12 @@ def _forms(content: str) -> Iterator[str]:
         lines = (content.strip("\n"), content.lstrip("\n"), content.rstrip("\n"))
         trimmed = dict.fromkeys((content.strip(), content.lstrip(), content.rstrip(), *lines))
         yield from (form for form in trimmed if form != content)
+
+
+def _json_forms(content: str) -> Iterator[str]:
+    """Yield a content as templates write it, those that write JSON among them."""
+    yield from _forms(content)
+    yield from dict.fromkeys(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))
 
 
 def by_prefixes(
