@@ -122,7 +122,8 @@ def of_last_turn(name: str, chat: Chat) -> Expected:
     plain, prompt = (render(name, source, before, prompts=some) or "" for some in (False, True))
     first = len(prompt) if whole.text.startswith(prompt) else common(plain, whole.text)
     # Another answer in the place of the last one tells which spans are its own.
-    other = chat.messages[number] | {"content": _OTHER}
+    last = chat.messages[number]
+    other = last | {"reasoning_content" if "reasoning_content" in last else "content": _OTHER}
     another = Chat(messages=[*chat.messages[:number], other], tools=chat.tools)
     own = common(render(name, source, native(another, family, twin=False)) or "", whole.text)
     spans = tuple((max(start, min(first, own)), stop) for start, stop in whole.spans if stop >= own)
