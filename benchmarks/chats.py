@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,14 +22,16 @@ from benchmarks.reading import source_texts, trained_tokenizer
 from benchmarks.rows import Limit, Row
 from benchmarks.step import Step
 from benchmarks.stopwatch import alternate
-from varlen.source.chats.template import chat_template
+from varlen.source.chats.template import ChatTemplate, chat_template
 from varlen.source.columns import Columns
-from varlen.source.documents import Documents, Encoding, encode_rows
+from varlen.source.documents import Encoding, encode_rows
 from varlen.source.rows import Rows
 from varlen.source.tokenize import load_tokenizer
 
 SECTION = "chats"
-NUM_ROWS = 192
+NUM_ROWS = 96
+BATCHES = 8
+"""Calls that take other rows, so that nothing is known of a chat but what another one taught."""
 ROUNDS = 7
 SIZES = {"usual": 1.0, "short": 0.2}
 """Length of the texts, as a share."""
@@ -60,7 +63,7 @@ def template_paths() -> list[Path]:
     return sorted(path for place in places for path in Path(place, "chat_templates").glob("*.jinja"))
 
 
-def contestants(name: str, size: str) -> tuple[Callable[[], Documents], Callable[[], int], int, int]:
+def contestants(name: str, size: str) -> tuple[Callable[[], int], Callable[[], int], int, int]:
     """Return varlen's call and transformers' on the rows that one template takes.
 
     Args:
@@ -72,32 +75,41 @@ def contestants(name: str, size: str) -> tuple[Callable[[], Documents], Callable
     """
     source = next(path for path in template_paths() if path.stem == name).read_text(encoding="utf-8")
     tokenizer = _tokenizer(source)
-    chats = _rows(tokenizer, SIZES[size])
     loaded = load_tokenizer(tokenizer)
     specials = loaded.specials
     template = chat_template(source, special_tokens=specials.texts, end_marks=specials.end_marks)
     encoding = Encoding(tokenizer=loaded, template=template)
     columns = Columns(kind="messages", names={"messages": "messages", "tools": "tools"})
-    taken = encode_rows(_as_rows(chats), columns, encoding)
-    refused = len(chats) - len(taken)
-    if refused:
-        kept = set(range(len(chats)) if taken.rows is None else taken.rows.tolist())
-        chats = [chat for number, chat in enumerate(chats) if number in kept]
-    if not chats:
-        raise WrongResultError(f"{name}: all {refused} rows are refused: {taken.faults[0]}")
-    rows, backend = _as_rows(chats), loaded.backend  # type: ignore[union-attr]
+    batches, refused = [], 0
+    for chats in _batches(tokenizer, SIZES[size]):
+        taken = encode_rows(_as_rows(chats), columns, encoding)
+        kept = range(len(chats)) if taken.rows is None else taken.rows.tolist()
+        refused += len(chats) - len(kept)
+        batches.append([chats[number] for number in kept])
+    if not all(batches):
+        raise WrongResultError(f"{name}: all rows are refused: {taken.faults[0]}")
+    fresh = Encoding(tokenizer=loaded, template=_anew(template))
+    rows, others = cycle(map(_as_rows, batches)), cycle(batches)
+    backend = loaded.backend  # type: ignore[union-attr]
 
-    def ours() -> Documents:
-        return encode_rows(rows, columns, encoding)
+    def ours() -> int:
+        return len(encode_rows(next(rows), columns, fresh).tokens)
 
     def theirs() -> int:
         texts = [
             tokenizer.apply_chat_template(chat["messages"], tools=chat["tools"], tokenize=False)
-            for chat in chats
+            for chat in next(others)
         ]
         return sum(len(one.ids) for one in backend.encode_batch_fast(texts, add_special_tokens=False))
 
-    return ours, theirs, len(chats), refused
+    return ours, theirs, sum(map(len, batches)), refused
+
+
+def _anew(template: ChatTemplate) -> ChatTemplate:
+    """Return a template that has seen no chat yet."""
+    return chat_template(
+        template.source, special_tokens=template.special_tokens, end_marks=template.end_marks
+    )
 
 
 def _race(name: str) -> list[Row]:
@@ -106,7 +118,7 @@ def _race(name: str) -> list[Row]:
 
 def _row(name: str, size: str) -> Limit:
     ours, theirs, taken, refused = contestants(name, size)
-    tokens, others = len(ours().tokens), theirs()
+    tokens, others = ours(), theirs()
     if not 0.97 * others <= tokens <= 1.03 * others:
         raise WrongResultError(f"{name}: {tokens:,} tokens of varlen, {others:,} of transformers")
     mine, peer = alternate(ours, theirs, rounds=ROUNDS)
@@ -147,8 +159,8 @@ def _tokenizer(source: str) -> Any:
     return made
 
 
-def _rows(tokenizer: Any, share: float) -> list[Chat]:
-    """Return chats of the kinds that a template writes whole, in the form that it takes."""
+def _batches(tokenizer: Any, share: float) -> list[list[Chat]]:
+    """Return batches of chats of the kinds that a template writes whole, in the form that it takes."""
     forms = [
         (kind, form)
         for kind in _KINDS
@@ -160,11 +172,8 @@ def _rows(tokenizer: Any, share: float) -> list[Chat]:
         raise WrongResultError("transformers renders none of the kinds of chats with this template")
     draw, kinds = random.Random(7), [kind for kind in _KINDS if kind in first]
     # Half of the rows are plain; the others have what the template can write beside contents.
-    return [
-        _chat(kind, draw, share=share, **first[kind])
-        for number in range(NUM_ROWS)
-        for kind in [kinds[0] if number % 2 else kinds[(number // 2) % len(kinds)]]
-    ]
+    mixed = [kinds[0] if n % 2 else kinds[(n // 2) % len(kinds)] for n in range(NUM_ROWS)]
+    return [[_chat(kind, draw, share=share, **first[kind]) for kind in mixed] for _ in range(BATCHES)]
 
 
 def _writes(tokenizer: Any, chat: Chat) -> bool:
@@ -211,26 +220,27 @@ def _chat(
     if parts:
         for message in messages:
             message["content"] = [{"type": "text", "text": message["content"] or ""}]
-    return {"messages": messages, "tools": _TOOLS if kind.startswith("tools") else None}
+    return {"messages": messages, "tools": _tools(draw, share) if kind.startswith("tools") else None}
 
 
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Search the documents of the project.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string", "description": "What to look for."},
-                    "limit": {"type": "integer", "description": "The most results."},
-                },
-                "required": ["query"],
-            },
-        },
+def _tools(draw: random.Random, share: float) -> list[Any]:
+    """Return tools of their own for each chat, the first of which is called."""
+    names = ["search", *draw.sample(("open_page", "run_code", "send_mail", "get_weather", "list_files"), 3)]
+    properties = {
+        "query": {"type": "string", "description": _text(draw, 3, 12, share)},
+        "limit": {"type": "integer", "description": "The most results."},
     }
-]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": _text(draw, 5, 25, share),
+                "parameters": {"type": "object", "properties": properties, "required": ["query"]},
+            },
+        }
+        for name in names[: draw.randint(1, 4)]
+    ]
 
 
 def _text(draw: random.Random, least: int, most: int, share: float = 1.0) -> str:

@@ -37,6 +37,8 @@ class Family:
     bos: str = "<s>"
     takes_parts: bool = False
     """Contents must be lists of parts."""
+    trims_parts: bool = False
+    """It trims each part of a content, so that parts are not what they are joined."""
     thoughts: str = "reasoning_content"
     """The key under which it reads thoughts."""
     text_arguments: tuple[bool, bool] = (False, False)
@@ -44,7 +46,7 @@ class Family:
     null_content: bool = False
     """A call without a content must have it as null, not as an empty text."""
     before: tuple[str, ...] = ()
-    """What the twin labels at the start of a turn though the prompt ends with it: the longest that fits."""
+    """What the twin labels at the start of a turn though the prompt has written it: the longest that fits."""
     after: tuple[tuple[str, str], ...] = (("<|im_end|>\n", "<|im_end|>"),)
     """What the twin labels at the end of a turn, and what of it the model must write to stop."""
     stop: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class Family:
 
 
 _EOT, _IM_END = "<|END_OF_TURN_TOKEN|>", "<|im_end|>"
-_THINKING: dict[str, Any] = {"eos": _IM_END, "before": ("<think>\n",)}
+_THINKING: dict[str, Any] = {"eos": _IM_END, "before": ("<think>\n", "<think>")}
 _DEEPSEEK: dict[str, Any] = {
     "bos": "<｜begin▁of▁sentence｜>",
     "eos": "<｜end▁of▁sentence｜>",
@@ -61,7 +63,12 @@ _DEEPSEEK: dict[str, Any] = {
     "after": (),
 }
 _GEMMA_END = (("<end_of_turn>\n", "<end_of_turn>"),)
-_GEMMA4: dict[str, Any] = {"bos": "<bos>", "eos": "<eos>", "after": (("<turn|>\n", "<turn|>"),)}
+_GEMMA4: dict[str, Any] = {
+    "bos": "<bos>",
+    "eos": "<eos>",
+    "after": (("<turn|>\n", "<turn|>"),),
+    "trims_parts": True,
+}
 _PHI: dict[str, Any] = {"eos": "<|endoftext|>", "after": (("<|end|>\n", "<|end|>"),)}
 _UTTERANCE = (("<end_of_utterance>\n", "<end_of_utterance>"),)
 _LLAMA: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>", "after": ()}
@@ -73,7 +80,7 @@ _TABLE: dict[str, dict[str, Any]] = {
     "deepseekv3": _DEEPSEEK | {"text_arguments": (True, False)},
     "diffusion_gemma": _GEMMA4,
     "gemma": {"bos": "<bos>", "eos": "<eos>", "after": _GEMMA_END},
-    "gemma3": {"bos": "<bos>", "eos": "<eos>", "after": _GEMMA_END},
+    "gemma3": {"bos": "<bos>", "eos": "<eos>", "after": _GEMMA_END, "trims_parts": True},
     "gemma4": _GEMMA4,
     "gemma4_v2": _GEMMA4,
     "gemma4_v3": _GEMMA4,
@@ -111,7 +118,7 @@ _TABLE: dict[str, dict[str, Any]] = {
     "qwen2_5": {"eos": _IM_END, "before": ("\n",)},
     "qwen2_5_vl": {"eos": _IM_END},
     "qwen3": {"eos": _IM_END},
-    "qwen3_5_nothink": {"eos": _IM_END, "before": ("<think>\n\n</think>\n\n",)},
+    "qwen3_5_nothink": {"eos": _IM_END, "before": ("<think>\n\n</think>\n\n", "<think>\n")},
     "qwen3_5_think": _THINKING,
     "qwen3_6": _THINKING,
     "qwen3_8": _THINKING,
@@ -214,7 +221,7 @@ def native(chat: Chat, family: Family, *, twin: bool) -> Chat:
     for message in chat.messages:
         own = dict(message)
         content = own.get("content")
-        if isinstance(content, list):
+        if isinstance(content, list) and not family.trims_parts:
             content = "".join(part["text"] for part in content)
         if own.get("tool_calls"):
             content = content or (None if family.null_content else "")
@@ -280,23 +287,35 @@ def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return whole
 
 
-def lost(name: str, source: str, chat: Chat, *, twin: bool) -> list[str]:
-    """Return what of the assistant's messages the template doesn't write in their own turns, and unwritten tools."""
+def lost(name: str, source: str, chat: Chat, *, twin: bool, last_alone: bool = False) -> list[str]:
+    """Return what a template doesn't write of the assistant's messages, or of its last one, and of the tools."""
     family, missing = FAMILIES[name], []
     text = render(name, source, native(chat, family, twin=twin)) or ""
     if chat.tools and any(tool["function"]["name"] not in text for tool in chat.tools):
         missing.append("tools")
+    last_user = max(n for n, message in enumerate(chat.messages) if message["role"] == "user")
     for number, message in enumerate(chat.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or (last_alone and number < last_answer(chat)):
             continue
         until = render(name, source, native(chat.up_to(number + 1), family, twin=twin)) or ""
         before = render(name, source, native(chat.up_to(number), family, twin=twin)) or ""
         own = until[common(until, before) :]
-        forms = ((piece.strip(), json.dumps(piece, ensure_ascii=False)[1:-1]) for piece in _pieces(message))
-        missing += [
-            f"{number}: {plain!r}" for plain, quoted in forms if plain not in own and quoted not in own
-        ]
+        contents, thoughts = _pieces(message)
+        missing += [f"{number}: {piece!r}" for piece in contents + thoughts if not _is_in(piece, own)]
+        # Thoughts may go once the user speaks again, and nothing else may.
+        kept = contents + (thoughts if number > last_user else [])
+        missing += [f"{number}, later: {piece!r}" for piece in kept if not _is_in(piece, text)]
     return missing
+
+
+def last_answer(chat: Chat) -> int:
+    """Return the number of the assistant's last message."""
+    return max(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
+
+
+def _is_in(piece: str, text: str) -> bool:
+    """Return whether a text is written, as it is or within JSON."""
+    return piece.strip() in text or json.dumps(piece, ensure_ascii=False)[1:-1] in text
 
 
 def common(one: str, other: str) -> int:
@@ -304,12 +323,12 @@ def common(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _pieces(message: dict[str, Any]) -> list[str]:
-    """Return the texts of a message."""
+def _pieces(message: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the texts of a message: content and calls, and thoughts."""
     content = message.get("content") or ""
-    whole = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    pieces = [whole, message.get("reasoning_content") or ""]
+    pieces = [content] if isinstance(content, str) else [part["text"] for part in content]
     for call in message.get("tool_calls") or ():
         pieces.append(call["function"]["name"])
         pieces += [v for v in call["function"]["arguments"].values() if isinstance(v, str)]
-    return [piece for piece in pieces if piece.strip()]
+    thoughts = message.get("reasoning_content") or ""
+    return [piece for piece in pieces if piece.strip()], [thoughts] if thoughts.strip() else []

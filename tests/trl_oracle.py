@@ -13,6 +13,7 @@ from tests.trl_chats import (
     Marked,
     common,
     contract,
+    last_answer,
     lost,
     marked,
     native,
@@ -24,6 +25,9 @@ from tests.trl_chats import (
 
 _THOUGHTS = re.compile(r"<think>\n.*?\n</think>\n\n", re.DOTALL)
 """What the twins of Qwen keep in earlier turns, and the originals leave out."""
+
+
+_OTHER = "\U000f0000"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +97,13 @@ def of_twin(name: str, chat: Chat) -> Expected:
     return Expected(text=text, spans=tuple(found[1]))
 
 
-def of_original(name: str, chat: Chat) -> Expected:
-    """Return what the original must give."""
+def of_original(name: str, chat: Chat, *, last_alone: bool = False) -> Expected:
+    """Return what the original must give; it must write the last answer, or all."""
     family, source = FAMILIES[name], source_of(name)
     text = render(name, source, native(chat, family, twin=False))
     if text is None:
         return Expected(refused="transformers refuses it")
-    if missing := lost(name, source, chat, twin=False):
+    if missing := lost(name, source, chat, twin=False, last_alone=last_alone):
         return Expected(refused=f"not written: {missing}")
     rewritten = not preserves(name, chat)
     found = _twins(name, chat)
@@ -112,12 +116,17 @@ def of_original(name: str, chat: Chat) -> Expected:
 
 def of_last_turn(name: str, chat: Chat) -> Expected:
     """Return what the original must give where the last turn of the assistant alone is trained."""
-    whole = of_original(name, chat)
-    number = max(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
-    before = native(chat.up_to(number), FAMILIES[name], twin=False)
-    plain, prompt = (render(name, source_of(name), before, prompts=some) or "" for some in (False, True))
+    whole = of_original(name, chat, last_alone=True)
+    number, family, source = last_answer(chat), FAMILIES[name], source_of(name)
+    before = native(chat.up_to(number), family, twin=False)
+    plain, prompt = (render(name, source, before, prompts=some) or "" for some in (False, True))
     first = len(prompt) if whole.text.startswith(prompt) else common(plain, whole.text)
-    spans = tuple((max(start, first), stop) for start, stop in whole.spans if stop > first)
+    # Another answer in the place of the last one tells which spans are its own.
+    last = chat.messages[number]
+    other = last | {"reasoning_content" if "reasoning_content" in last else "content": _OTHER}
+    another = Chat(messages=[*chat.messages[:number], other], tools=chat.tools)
+    own = common(render(name, source, native(another, family, twin=False)) or "", whole.text)
+    spans = tuple((max(start, min(first, own)), stop) for start, stop in whole.spans if stop >= own)
     return replace(whole, spans=spans)
 
 
@@ -187,4 +196,4 @@ def by_prompts(name: str, chat: Chat, text: str) -> tuple[list[tuple[int, int]],
         assert text.startswith(until), (name, number, until, text)
         assert until.startswith(prompt), (name, number, prompt, until)
         spans.append((len(prompt), len(until)))
-    return contract(family, (text, spans))[1], False
+    return contract(family, (text, spans))[1], bool(family.stop) and chat.messages[-1]["role"] == "assistant"
