@@ -88,7 +88,8 @@ def _unfound(message: dict[str, Any], turn: str, known: Collection[str]) -> Iter
     """Yield key and text of what stands nowhere in a turn, but for what is known to be missing."""
     content, thoughts = message.get("content"), message.get(_THOUGHTS)
     if content and "content" not in known:
-        yield from _unfound_content(content, turn)
+        for text in [part["text"] for part in content] if isinstance(content, list) else [content]:
+            yield from _unfound_content(text, turn)
     if thoughts and _THOUGHTS not in known and not _stands_in(thoughts, turn):
         yield _THOUGHTS, thoughts
     if "tool_calls" not in known:

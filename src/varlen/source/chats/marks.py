@@ -8,9 +8,6 @@ from typing import Any
 
 from varlen.errors import VarlenError
 
-_TAG = re.compile(r"<[a-z_]+>")
-"""What opens a part of what an assistant says, such as its thoughts."""
-
 
 class EndMarks:
     """The texts that end a turn: a tokenizer's special tokens."""
@@ -128,7 +125,7 @@ def opening_of(
     if prompted is not None and prompted != plain:
         prompt = prompted[len(plain) :] if prompted.startswith(plain) else usual
         at = piece.rfind(prompt) if prompt else -1
-        return None, len(piece) - at - len(prompt) if at >= 0 else _partly(plain, prompt, piece, slot)
+        return None, len(piece) - at - len(prompt) if at >= 0 else _partly(plain, prompt, piece, slot, marks)
     before = plain.rpartition(slot)[2]
     if not piece.startswith(before):
         before = before.rstrip()
@@ -142,20 +139,20 @@ def opening_of(
     return (opening, 0) if opening.strip() else ("", len(opening))
 
 
-def _partly(plain: str, prompt: str, piece: str, slot: str) -> int:
+def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> int:
     r"""Return how many characters are generated where the text goes on otherwise than the end of the prompt.
 
-    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`: what is of the prompt alone
-    is the header before the tag.
+    `<think>\n` asks for thoughts, and a turn without any is written as `<think></think>`, of which the prompt has
+    written `<think>`. DeepSeek-V3 writes no header before calls after the first ones of a chat.
     """
     before = plain.rpartition(slot)[2]
     if not prompt or not piece.startswith(before):
         return 0
     rest = piece[len(before) :]
+    if marks.headers and not any(mark in rest for mark in marks.headers):
+        return len(rest)
     same = _common(rest, prompt)
-    if tag := _TAG.search(rest, 0, same):
-        same = tag.start()
-    elif same < len(rest):
+    if same < len(rest):
         same = max(rest.rfind(end, 0, same) + len(end) if end in rest[:same] else 0 for end in ("\n", ">"))
     return len(rest) - same if rest[:same].strip() else 0
 

@@ -4,7 +4,8 @@ Each message is an object of these keys, whatever the row calls them:
 
 =====================  ===========================================================================================
 `role`                 `system`, `developer`, `user`, `assistant` or `tool`
-`content`              text, its parts joined; null where an assistant's message has none
+`content`              text; null where an assistant's message has none; parts of text stay a list where there are
+                       several, since a template may write something between them
 `reasoning_content`    an assistant's thoughts, as text (`reasoning` and `thinking` are the same)
 `tool_calls`           an assistant's calls, each `{"type": "function", "function": {"name", "arguments"}}`
 others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
@@ -61,7 +62,18 @@ class Chat:
 
 def as_messages(value: object) -> list[dict[str, Any]]:
     """Return a row's messages with content as text; flags stay. Arguments and errors as `as_chat` has them."""
-    return _messages(value)
+    messages = _messages(value)
+    return joined(messages) if any(type(message.get("content")) is list for message in messages) else messages
+
+
+def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are text, parts of text joined."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if type(message.get("content")) is list
+        else message
+        for message in messages
+    ]
 
 
 def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -255,7 +267,7 @@ def _check_content(kept: dict[str, Any], number: int) -> None:
             raise SourceError(
                 f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have none"
             )
-    elif not isinstance(content, str):
+    elif not isinstance(content, str | list):
         raise SourceError(
             f"the content of message {number} ({role}) must be text or a list of parts of text, "
             f"found {_json_kind(content)}"
@@ -315,7 +327,10 @@ def _take_parts(kept: dict[str, Any], number: int) -> None:
             texts.append(_part_text(part, number))
     if thoughts and not any(kept.get(key) for key in THOUGHTS):
         kept["reasoning_content"] = "".join(thoughts)
-    kept["content"] = "".join(texts) if texts or not thoughts else None
+    if len(texts) > 1:
+        kept["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        kept["content"] = "".join(texts) if texts or not thoughts else None
 
 
 def _joined_text(held: object, number: int) -> str:

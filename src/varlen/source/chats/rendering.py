@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from varlen.errors import SourceError
 from varlen.source.chats.conserve import Lost, losses_of, lost_texts
 from varlen.source.chats.generation import after_prompt, between, of_messages
-from varlen.source.chats.messages import Chat, apart_thoughts, well_formed
+from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
 from varlen.source.chats.skeleton import Skeleton, free_character, shape_of, skeleton_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
@@ -53,9 +53,11 @@ class Rendering:
             variables,
         )
         self._off = chat.off
+        if any(type(message.get("content")) is list for message in chat.messages):
+            self._messages = joined(chat.messages) if template.wants(variables).joins else chat.messages
         self._program = template.program
         self._is_plain = tools is None and all(
-            len(message) == 2 and type(message.get("content")) is str for message in chat.messages
+            len(message) == 2 and type(message.get("content")) is str for message in self._messages
         )
         if tools:
             from varlen.source.chats.wants import hand_tools

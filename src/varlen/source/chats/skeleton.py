@@ -334,7 +334,7 @@ class _Builder:
         return Turn(
             message=number,
             regions=tuple(regions),
-            has_mark=self._ends(closing[:mark], runs[-1][-1]),
+            has_mark=self._ends(closing[:mark], runs[-1][-1]) or self._asks_a_tool(alone, runs[-1][-1]),
             opening=opening,
             closing=closing,
             mark=mark,
@@ -367,6 +367,11 @@ class _Builder:
         if self.slots[self.order[last]].key == "content":
             return bool(closing)
         return self.marks.end(closing) or bool(self.marks.usual and closing.endswith(self.marks.usual))
+
+    def _asks_a_tool(self, alone: str, last: int) -> bool:
+        """Whether the template opens a tool's answer after the turn, which so has ended."""
+        rest = alone.rpartition(f"{self.slot}{self.order[last]}{self.slot}")[2]
+        return rest.startswith(tuple(self.marks.of_answers))
 
     def _region(self, run: list[int], lead: int, mark: int) -> Region:
         """Return a region in pieces that are counted without the slots of arguments."""

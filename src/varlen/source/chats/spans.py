@@ -214,7 +214,7 @@ def by_frames(
     """
     others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
     contents = [messages[n]["content"] for n in others]
-    if skeleton is None:
+    if skeleton is None or not all(isinstance(content, str) for content in contents):
         return None
     slot = free_character(foreign + text)
     framing = [

@@ -47,6 +47,8 @@ class Wants:
     """How an empty content beside calls is given."""
     thoughts: tuple[str, ...]
     """Keys under which thoughts are given, beside those that transformers gives them under."""
+    joins: bool
+    """Parts of a content are written as their texts joined, or not taken at all, so that they are given as one."""
     tools: Literal["wrapped", "bare"] | None
     """Tools as OpenAI has them, or what stands under `function` there alone; None: it writes no tools."""
 
@@ -74,6 +76,7 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
         null=null,
         empty=empty,
         thoughts=probe.thoughts(),
+        joins=probe.joins_parts(),
         tools="wrapped" if probe.writes_tools("wrapped") else "bare" if probe.writes_tools("bare") else None,
     )
 
@@ -194,6 +197,25 @@ class _Probe:
             if _THOUGHT in self._render({"role": "assistant", "content": _SAID, **way}):
                 return tuple(key for key in way if key not in usual)
         return ()
+
+    def joins_parts(self) -> bool:
+        """Whether two parts are written as one text of both, or not taken at all."""
+        texts = (f" {_SAID} ", f" {_VALUE}\n")
+        parts = [{"type": "text", "text": text} for text in texts]
+        for role in ("user", "assistant"):
+            messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _NAME}]
+            apart, one = (self._chat(messages, role, content) for content in (parts, "".join(texts)))
+            if _SAID in apart and _VALUE in apart and "type" not in apart and apart != one:
+                return False
+        return True
+
+    def _chat(self, messages: list[dict[str, Any]], role: str, content: Any) -> str:
+        """Render a chat in which a role has a content."""
+        given = [{**one, "content": content} if one["role"] == role else one for one in messages]
+        try:
+            return self._program.run(given, None, variables=self._variables)
+        except SourceError:
+            return ""
 
     def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
         """Whether the name of a tool is written that is given in this form."""
