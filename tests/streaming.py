@@ -84,7 +84,8 @@ def new_arrays() -> None:
 
 
 def run(feed: StreamingFeed, state: FeedState | None = None) -> list[Made]:
-    return list(feed.batches(state or FeedState(), new_arrays))
+    """The batches that follow a state, without what comes behind them."""
+    return [one for one in feed.batches(state or FeedState(), new_arrays) if isinstance(one, Made)]
 
 
 def side_by_side(source: Source, ranks: int, state: FeedState, meets: bool, **more: Any) -> list[list[Made]]:

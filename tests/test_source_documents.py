@@ -197,9 +197,9 @@ def test_all_that_is_skipped_is_listed_with_its_file_and_row(tmp_path):
         "a.jsonl line 4 is not valid J",
         "a.jsonl line 5 is a JSON arra",
         "b.csv line 4 has 1 fields, bu",
-        "b.csv (what is left of it): l",
+        "b.csv line 6 is not valid CSV",
         "c.json value 2 is a JSON numb",
-        "c.json (what is left of it): ",
+        "c.json value 4 is not valid J",
         "d.parquet (what is left of it",
     ]
 
@@ -277,7 +277,7 @@ def test_a_mask_that_only_later_rows_have_or_two_masks_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({**row, "assistant_masks": [0]}))
 
     with pytest.raises(
-        SourceError, match=r"line 2 has `completion_mask`, which the file's first row has not"
+        SourceError, match=r"line 2 has `completion_mask`, which the file's first rows haven't"
     ):
         read_all(open_source(tmp_path / "a.jsonl"))
     with pytest.raises(SourceError, match=r"has `completion_mask`, `assistant_masks`, two masks .* name one"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from varlen.errors import SourceError
 from varlen.source.documents import Documents
+from varlen.source.losses import Losses
 from varlen.source.rows import Fault
 from varlen.source.shard import Shard, ShardWriter, shard_counts
 from varlen.source.store import TokenStore, open_store
@@ -30,6 +31,7 @@ def documents_of(batch: Batch, faults: int = 0) -> Documents:
         offsets=np.cumsum([0, *(len(ids) for ids, _ in batch)]).astype(np.int64),
         loss_mask=np.array(marks, dtype=np.uint8) if has_mask else None,
         faults=tuple(Fault(where=f"a.jsonl line {n}", why="is bad") for n in range(faults)),
+        losses=Losses(records=faults),
     )
 
 
@@ -136,6 +138,7 @@ COUNTS = {
     "num_skipped": 0,
     "dtype": "uint16",
     "has_mask": True,
+    "losses": Losses().to_json(),
 }
 
 

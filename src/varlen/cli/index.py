@@ -92,16 +92,24 @@ def index(
 
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
-    """Say what the store holds, and what to do with it."""
+    """Say what the store doesn't hold, what it does, and what to do with it."""
+    from varlen.source.losses import stored
+
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
+    losses = stored(manifest)
+    for said in losses.stretches():
+        print(said)
     print(
         f"{many(manifest['num_documents'], 'document')}, {many(manifest['num_tokens'], 'token')} in "
         f"{many(len(manifest['shards']), 'shard')}, {many(manifest['num_targets'], 'token')} to train on"
     )
     if manifest.get("grown") and not was_there:
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
-    if manifest["num_skipped"]:
-        print(f"  {many(manifest['num_skipped'], 'record')} skipped, listed in skipped.log of each shard")
+    if losses.of_reading:
+        were = f"{many(losses.records, 'record')} skipped, " if losses.records else ""
+        print(f"  {were}listed in skipped.log of each shard")
+    for said in losses.texts():
+        print(f"  {said}")
     print(f"To pack it:      varlen pack {folder} -o packed --capacity 8192")
     print("To train on it:  varlen train --init config.toml")

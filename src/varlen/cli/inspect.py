@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from varlen.cli.options import (
     Tokenizer,
 )
 from varlen.counts import many
+
+if TYPE_CHECKING:
+    from varlen.source.losses import Losses
 
 MEASURING = "Measuring"
 _SHOWN_SKIPS = 5
@@ -115,16 +118,17 @@ def inspect_data(
             are_bytes=found.are_bytes,
             on_progress=on_progress,
         )
+    _print_lost(found.losses, found.skipped)
     if output is not None:
         from varlen.report.inspect_page import inspect_page
 
         write_page(output, inspect_page(inspection))
     if as_json:
-        json.dump(inspection.to_json() | {"skipped": list(found.skipped)}, sys.stdout, indent=1)
+        said = {"skipped": list(found.skipped), "losses": found.losses.to_json()}
+        json.dump(inspection.to_json() | said, sys.stdout, indent=1)
         print()
     else:
         _print_table(inspection, output, were_named=bool(capacity))
-    _print_skipped(found.skipped)
 
 
 def _title(data: list[str]) -> str:
@@ -150,12 +154,18 @@ def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> N
         console.print("--capacity N, repeated, looks at the row lengths that your model and memory can take.")
 
 
-def _print_skipped(skipped: Sequence[str]) -> None:
-    """Say on standard error what was left out, the first few by name."""
-    if not skipped:
-        return
-    more = len(skipped) - _SHOWN_SKIPS
-    tail = f"; and {more:,} more" if more > 0 else ""
-    shown = "; ".join(skipped[:_SHOWN_SKIPS])
-    how_many = many(len(skipped), "record that could not be read was", "records that could not be read were")
-    print(f"varlen: {how_many} left out: {shown}{tail}", file=sys.stderr)
+def _print_lost(losses: Losses, skipped: Sequence[str]) -> None:
+    """Say on standard error what the lengths don't hold, what can't be read first; the first few by name."""
+    said = losses.stretches()
+    if losses.records:
+        were = many(
+            losses.records, "record that could not be read was", "records that could not be read were"
+        )
+        said.append(f"{were} left out")
+    if said:
+        more = len(skipped) - _SHOWN_SKIPS
+        tail = [f"and {more:,} more"] if more > 0 else []
+        shown = "; ".join([*skipped[:_SHOWN_SKIPS], *tail])
+        print(f"varlen: {'; '.join(said)}" + (f": {shown}" if shown else ""), file=sys.stderr)
+    for text in losses.texts():
+        print(f"varlen: {text}", file=sys.stderr)

@@ -48,6 +48,7 @@ from varlen.counts import many
 
 if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
+    from varlen.source.losses import Losses
 
 PACKING = "Packing"
 _BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
@@ -209,12 +210,17 @@ def _packer(**settings: Any) -> Callable[..., PackedSet]:
 
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
-    """Say what was packed, what became of every token, and how to read it."""
+    """Say what can't be read, what was packed, what became of every token, and how to read it."""
+    from varlen.source.losses import stored
+
     ledger, settings = manifest["ledger"], manifest["settings"]
     is_megatron = manifest["kind"] != "packed"
     capacity, unit = (settings["pack_size"], "position") if is_megatron else (settings["capacity"], "token")
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
+    losses = stored(manifest)
+    for said in losses.stretches():
+        print(said)
     print(
         f"{many(ledger['documents_in'], 'document')}, {many(ledger['tokens_in'], unit)} -> "
         f"{many(manifest['num_packs'], 'row')} of "
@@ -234,16 +240,25 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
             print(f"  {many(ledger[key], 'document')} {words}")
     if manifest["packs_without_target"]:
         print(f"  {many(manifest['packs_without_target'], 'row')} with nothing to train on")
-    if manifest["num_skipped"]:
-        print(f"  {many(manifest['num_skipped'], 'record')} skipped:")
-        with (folder / "skipped.log").open(encoding="utf-8") as listed:
-            for _, line in zip(range(10), listed):
-                print(f"    {line.rstrip()}")
-        if manifest["num_skipped"] > 10:
-            print(f"    all of them in {folder / 'skipped.log'}")
+    for said in losses.texts():
+        print(f"  {said}")
+    _print_skipped(losses, folder / "skipped.log")
     if is_megatron:
         print_reading(manifest, folder)
         return
     name = settings["format"]
     print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
     print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')
+
+
+def _print_skipped(losses: Losses, log: Path) -> None:
+    """List what can't be read, the first ten by name."""
+    if not losses.of_reading:
+        return
+    print(f"  {many(losses.records, 'record')} skipped:" if losses.records else "  what can't be read:")
+    with log.open(encoding="utf-8") as listed:
+        lines = [line.rstrip() for _, line in zip(range(11), listed)]
+    for line in lines[:10]:
+        print(f"    {line}")
+    if len(lines) > 10:
+        print(f"    all of them in {log}")

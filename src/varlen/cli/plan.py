@@ -270,10 +270,8 @@ def _lengths(
     from varlen.cli.reading import lengths_of
 
     found = counted(data) or lengths_of(data, on_progress, 0, **reading)
-    if found.skipped:
-        print(
-            f"varlen: {many(len(found.skipped), 'record')} that could not be read left out", file=sys.stderr
-        )
+    for said in found.losses.sentences():
+        print(f"varlen: {said}", file=sys.stderr)
     return found.lengths, found.are_bytes
 
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from varlen.batch.collate import Out, collate
 from varlen.batch.packed import Layout, PackedBatch
-from varlen.errors import SourceError
+from varlen.errors import InputError, OverlongDocumentError, SourceError
 from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.feed.unreadable import Pieces
 from varlen.feed.vocabulary import check_ids, where_of
 from varlen.pack.api import DEFAULT_WORK
+from varlen.source.losses import Losses, nothing_left
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import FloatArray, IntArray, Ledger, Packing
 
@@ -97,6 +98,20 @@ def check_heard(passes: int, heard: int) -> None:
             "the data holds nothing to train on: in a whole epoch no token has a label. A document of one token has "
             "none, nor has what a loss mask or `supervise` leaves out"
         )
+
+
+def no_batch(ledger: Ledger, losses: Losses, capacity: int) -> InputError:
+    """Return the error of data of which no batch is left, which says what became of everything.
+
+    Args:
+        ledger: of all documents.
+        losses: of their source.
+        capacity: tokens of a pack.
+    """
+    said = f"the data holds nothing to train on, and no batch is left of it: {nothing_left(ledger, losses, capacity)}"
+    if ledger.dropped_documents:
+        return OverlongDocumentError(f'{said}; pass overlong="split" or "truncate", or raise capacity')
+    return SourceError(said)
 
 
 def plan_step(store: ReadableTokens, packs: StorePacks, number: int, settings: BatchSettings) -> Step:

@@ -16,7 +16,7 @@ from typing import Any
 
 from varlen.batch.packed import PackedBatch
 from varlen.batch.torch import import_torch
-from varlen.feed.feed import Made, Worker
+from varlen.feed.feed import Ended, Made, Worker
 from varlen.feed.state import FeedState
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class DeviceWorker:
         self._is_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._coming: _Sent | None = None
-        self._is_over = False
+        self._is_over, self._end = False, Ended()
         self._in_flight: deque[_Sent] = deque()
         """Whose slots may still be read by the copy."""
         self._pinned = self._pin()
@@ -70,11 +70,11 @@ class DeviceWorker:
 
     def start(self, state: FeedState) -> None:
         """Begin after a state, whatever was made before."""
-        self._coming, self._is_over = None, False
+        self._coming, self._is_over, self._end = None, False, Ended()
         self._worker.start(state)
 
-    def take(self, deadline_s: float) -> tuple[Made | None, int]:
-        """Return the next batch, or None at the end, and how many were ready; errors as the worker's own.
+    def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
+        """Return the next batch, or the end, and how many were ready; errors as the worker's own.
 
         Args:
             deadline_s: longest wait.
@@ -84,7 +84,7 @@ class DeviceWorker:
             self._coming = self._sent(deadline_s)
         sent, self._coming = self._coming, None
         if sent is None:
-            return None, ready
+            return self._end, ready
         if self._is_cuda and self._worker.ready and not self._is_over:
             self._coming = self._sent(deadline_s)
         return replace(sent.made, batch=self._arrived(sent)), ready
@@ -92,8 +92,8 @@ class DeviceWorker:
     def _sent(self, deadline_s: float) -> _Sent | None:
         """Take a batch and have it copied."""
         made, _ = self._worker.take(deadline_s)
-        if made is None:
-            self._is_over = True
+        if isinstance(made, Ended):
+            self._is_over, self._end = True, made
             return None
         if not self._is_cuda:
             return _Sent(made=made, batch=made.batch.to_torch(self._device), event=None)

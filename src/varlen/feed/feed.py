@@ -11,6 +11,7 @@ import numpy as np
 from varlen.batch.collate import Out
 from varlen.batch.packed import PackedBatch
 from varlen.feed.state import FeedState
+from varlen.source.losses import Losses
 from varlen.types import Ledger
 
 Buffers = Callable[[], Out | None]
@@ -63,9 +64,21 @@ class Made:
     ledger: Ledger | None = None
     """What became of the tokens of the window that begins with this batch, over all ranks; None where none does."""
     skipped: int = 0
-    """Records of that window that couldn't be read, over all ranks; or pieces of this batch that couldn't."""
+    """Pieces of this batch that couldn't be read."""
+    losses: Losses | None = None
+    """Of documents in streaming: what was lost of the sources of that window, over all ranks; None where nothing."""
     counts: BatchCounts | None = None
     """What the batch holds; workers enter it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The end of the last epoch, and what no batch has told."""
+
+    ledger: Ledger | None = None
+    """What became of the tokens of windows that gave no batch, over all ranks."""
+    losses: Losses | None = None
+    """What was lost of their sources."""
 
 
 class Feed(Protocol):
@@ -81,8 +94,10 @@ class Feed(Protocol):
             StateError: of another one.
         """
 
-    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
+    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, to the end of the last epoch; the same bytes whenever it is asked.
+
+        Behind them comes what no batch has told, if there is anything.
 
         Args:
             state: of which the first batch is the next.
@@ -108,8 +123,8 @@ class Worker(Protocol):
     def start(self, state: FeedState) -> None:
         """Begin after a state, whatever was made before."""
 
-    def take(self, deadline_s: float) -> tuple[Made | None, int]:
-        """Return the next batch, or None at the end, and how many were ready when it was asked for.
+    def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
+        """Return the next batch, or the end, and how many were ready when it was asked for.
 
         Args:
             deadline_s: longest wait.

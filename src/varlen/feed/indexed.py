@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from varlen.errors import StateError
-from varlen.feed.batches import BatchSettings, Step, check_heard, make_batch, numbers_of, plan_step
-from varlen.feed.feed import Buffers, Made
+from varlen.errors import InputError, StateError
+from varlen.feed.batches import (
+    BatchSettings,
+    Step,
+    check_heard,
+    make_batch,
+    no_batch,
+    numbers_of,
+    plan_step,
+)
+from varlen.feed.feed import Buffers, Ended, Made
 from varlen.feed.packs import StorePacks
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
 from varlen.feed.unreadable import ReadPieces, Unreadable
 from varlen.feed.vocabulary import where_of
+from varlen.source.losses import Losses
 from varlen.source.source import OnError
 from varlen.types import IntArray, Ledger
 
@@ -24,10 +33,23 @@ class IndexedFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time."""
 
     def __init__(
-        self, stream: Stream, settings: BatchSettings, rank: int, on_error: OnError = "raise"
+        self,
+        stream: Stream,
+        settings: BatchSettings,
+        rank: int,
+        on_error: OnError = "raise",
+        losses: Callable[[], Losses] = Losses,
     ) -> None:
-        """Take the packs of all epochs, which rank this is, and what becomes of documents that can't be read."""
-        self._stream, self._settings, self._rank = stream, settings, rank
+        """Take the packs of all epochs, and how one rank's batches are made of them.
+
+        Args:
+            stream: the packs.
+            settings: of the batches.
+            rank: among the data-parallel ranks.
+            on_error: what becomes of documents that can't be read.
+            losses: says what was lost when the tokens were made.
+        """
+        self._stream, self._settings, self._rank, self.losses = stream, settings, rank, losses
         self._unreadable = Unreadable(on_error, settings.pad_id)
 
     @property
@@ -58,10 +80,11 @@ class IndexedFeed:
         """Say where a document lies, as batches that follow a state name it."""
         return where_of(self._stream.tokens(self.position(state)), document_id)
 
-    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger]]:
+    def steps(self, state: FeedState) -> Iterator[tuple[Step, FeedState, FeedState, Ledger] | Ledger]:
         """Yield the steps from the one that a state is in, the states before and after each, and its ledger.
 
-        A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
+        A step without any target trains nothing: it is left out, on every rank alike, though it is counted. What is
+        counted behind the last step comes at the end, alone.
 
         Raises:
             StateError: the state is none of a token store.
@@ -69,22 +92,30 @@ class IndexedFeed:
             SourceError: the store is damaged, or holds nothing to train on.
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
+        has_begun = number > 0 or state.micro_batch > 0
         heard = self._stream.passes(position)
         while True:
             before = FeedState(step=number, at=self._stream.at(position))
             packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
+                if not has_begun:
+                    raise self._nothing(ledger)
+                yield ledger
                 return
             step = plan_step(self._stream.tokens(position), packs, number, self._settings)
             number += 1
             if step.num_targets:
                 yield step, before, FeedState(step=number, at=self._stream.at(position)), ledger
-                ledger, heard = _NOTHING, self._stream.passes(position)
+                ledger, heard, has_begun = _NOTHING, self._stream.passes(position), True
             check_heard(self._stream.passes(position), heard)
 
-    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
-        """Yield the batches that follow a state.
+    def _nothing(self, ledger: Ledger) -> InputError:
+        """Return the error of data of which nothing is left to train on."""
+        return no_batch(ledger, self.losses(), self._settings.capacity)
+
+    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
+        """Yield the batches that follow a state, and what they haven't told of.
 
         Args:
             state: of which the first batch is the next.
@@ -99,7 +130,12 @@ class IndexedFeed:
         first = state.micro_batch
         pieces = ReadPieces(self._stream.tokens(self.position(state)), self._unreadable)
         ledger: Ledger | None
-        for step, before, after, entered in self.steps(state):
+        for found in self.steps(state):
+            if isinstance(found, Ledger):
+                if found != _NOTHING:
+                    yield Ended(ledger=found)
+                return
+            step, before, after, entered = found
             ledger = None if first else entered  # of a step that was begun it is known
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches

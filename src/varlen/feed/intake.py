@@ -15,6 +15,7 @@ from varlen.feed.claims import Claim
 from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, Arrival, arrival_of, joined
 from varlen.feed.record import LaneRecord
 from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
+from varlen.source.losses import Losses
 from varlen.source.source import Source
 from varlen.types import IntArray
 
@@ -33,6 +34,8 @@ class Brought:
     arrival: Arrival
     faults: tuple[str, ...]
     """Sentences about records that couldn't be read."""
+    losses: Losses
+    """What these stand for, and what chat templates left out."""
 
 
 class Intake:
@@ -91,8 +94,14 @@ class Intake:
             arrival = arrival_of(read, claim.chunk.block, claim.chunk.number)
         except Exception as error:
             return error
-        faults = tuple(map(str, read.documents.faults))
-        return Brought(claim=claim, path=raw.path, arrival=arrival, faults=faults)
+        documents = read.documents
+        return Brought(
+            claim=claim,
+            path=raw.path,
+            arrival=arrival,
+            faults=tuple(map(str, documents.faults)),
+            losses=documents.losses,
+        )
 
     def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:
         """Read chunks; those that are parts of one stretch one after the other."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import OverlongDocumentError, SourceError
+from varlen.feed.state import MOST
+from varlen.pack.lengths import as_count
 from varlen.pack.passes import Passes, arrived
 from varlen.pack.pieces import slots_of
 from varlen.pack.rounds import take, take_all
 from varlen.pack.waiting import Waiting
 from varlen.source.block_reader import Read
+from varlen.source.losses import Losses
 from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
 
@@ -108,8 +111,8 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     claims: int = 0
-    skipped: int = 0
-    """Records that couldn't be read."""
+    losses: Losses = field(default_factory=Losses)
+    """What can't be read, or isn't written by a chat template."""
     empty_documents: int = 0
     split_documents: int = 0
     truncated: int = 0
@@ -118,9 +121,28 @@ class Counts:
     dropped: int = 0
     dropped_documents: int = 0
 
-    def plus(self, more: Mapping[str, int]) -> Counts:
+    def plus(self, more: Mapping[str, Any]) -> Counts:
         """Return the sums."""
         return replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {**asdict(self), "losses": self.losses.to_json()}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Counts:
+        """Return what `to_json` gave; states of version 0.1.0 have the number of skipped records instead of losses.
+
+        Raises:
+            VarlenError: a number that can't be.
+            KeyError: one is missing.
+        """
+        names = [one.name for one in fields(cls) if one.name != "losses"]
+        old = {"records": found["skipped"]} if "losses" not in found else {}
+        losses = Losses.from_json(found.get("losses", old))
+        for number in losses.numbers():
+            as_count(number, "losses", 0, MOST)
+        return cls(**{name: as_count(found[name], name, 0, MOST) for name in names}, losses=losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -239,8 +261,8 @@ class Lane:
         """What has been taken in."""
         return self._counts
 
-    def add(self, arrival: Arrival, epoch: int, path: str, skipped: int) -> None:
-        """Take in what a claim brought.
+    def add(self, arrival: Arrival, epoch: int, path: str, losses: Losses) -> None:
+        """Take in what a claim brought, and what was lost of it.
 
         Raises:
             OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
@@ -252,7 +274,7 @@ class Lane:
                 "documents": len(lengths),
                 "tokens": int(lengths.sum()),
                 "claims": 1,
-                "skipped": skipped,
+                "losses": losses,
                 "empty_documents": int((lengths == 0).sum()),
             }
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.device import DeviceWorker
-from varlen.feed.feed import Worker
+from varlen.feed.feed import Ended, Worker
 from varlen.feed.lookup import StepDocuments
 from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
@@ -258,20 +258,22 @@ class PackedLoader:
             StopIteration: all epochs are over.
             StalledError: no batch came within `deadline_s`.
             WorkerDiedError: the worker dies again and again.
-            VarlenError: what keeps a batch from being made, such as a bad record.
+            VarlenError: what keeps a batch from being made, such as a bad record; or nothing is left of the data.
         """
         if not self._is_running:
             self.start_prefetch()
         begun = time.perf_counter()
         try:
-            made, ready = (None, 0) if self._is_over else self._take(self._deadline_s)
+            made, ready = (Ended(), 0) if self._is_over else self._take(self._deadline_s)
         except BaseException:
             self._is_running = False  # the next call begins after the last batch that was taken
             raise
-        if made is None:
+        if isinstance(made, Ended):
             self._is_over, self._is_running = True, False
+            self._meter.end(made)
             raise StopIteration
-        self._noted.append((made.counts, time.perf_counter() - begun, ready, made.skipped, made.ledger))
+        took = time.perf_counter() - begun
+        self._noted.append((made.counts, took, ready, made.skipped, made.ledger, made.losses))
         if len(self._noted) >= MOST_NOTED:
             self._meter.add_up()
         self._state = made.state
@@ -370,7 +372,7 @@ class PackedLoader:
 
     def stats(self) -> LoaderStats:
         """Return counts and times since the loader was made."""
-        return self._meter.stats(copies=self._worker.copies, restarts=self._worker.restarts)
+        return self._meter.stats(self._worker, self._opened.losses())
 
     def close(self) -> None:
         """Leave no process, thread, memory or file behind; batches that are held keep their bytes."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.feed.feed import new_arrays
+from varlen.feed.feed import Ended, new_arrays
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.mixed_table import MixedTable
 from varlen.feed.mixing import MixedStream
@@ -207,6 +207,8 @@ class StreamingLookup:
                 f"{state.step:,}; what was in others isn't remembered"
             )
         for made in self._feed.alone().batches(replace(at, micro_batch=0), new_arrays):
+            if isinstance(made, Ended):
+                break
             batch = made.batch
             if int(batch.pack_ids[0]) // self._feed.step_packs != step:
                 break  # it had no targets, and was left out

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from varlen.counts import many
-from varlen.errors import OverlongDocumentError, SettingError, SourceError
+from varlen.errors import SettingError, SourceError
 from varlen.feed.agree import Agreement, job_store, name_of
 from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
 from varlen.feed.cached import indexed_in_cache
+from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label
 from varlen.feed.exchange import Exchanges
 from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
@@ -26,10 +25,10 @@ from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
-from varlen.feed.vocabulary import check_first_ids
 from varlen.feed.windows import WindowSettings
 from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
+from varlen.source.losses import Losses
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
 from varlen.source.source import Source, open_source
@@ -41,8 +40,6 @@ _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32
 _FEWEST_THREADS, _MOST_THREADS = 2, 8
 """That read and tokenize blocks side by side; a tokenizer may have more of its own."""
-_CHECKED = 1 << 20
-"""Documents whose lengths are looked at in one go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +53,10 @@ class Opened:
     belongs_to: dict[str, Any]
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
+
+    def losses(self) -> Losses:
+        """Return what was lost when tokens were made; documents tell as they are read."""
+        return self.feed.losses() if isinstance(self.feed, IndexedFeed) else Losses()
 
     def lookup(self) -> IndexedLookup | StreamingLookup:
         """Return what finds steps."""
@@ -125,6 +126,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     if settings.epochs is None and mixture.until != "endless":
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
     places: list[Data] = []
+    gives_labels = False
     for name, data in mixture.sources.items():
         tokens = open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
         if tokens is None:
@@ -132,10 +134,15 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
         else:
-            _check_tokens(tokens, settings)
+            check_tokens(tokens, settings)
         if settings.overlong == "error" and settings.method != "wrapped":
-            _check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
+            check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
+        gives_labels = gives_labels or has_label(
+            opened(data, settings.patience_s, settings.on_error), settings
+        )
         places.append(data)
+    if not gives_labels:
+        raise SourceError(NO_LABEL.format(count=many(len(places), "source")))
     spec = MixtureSpec(
         sources=tuple(places),
         windows=window_settings(settings, settings.window or _WINDOW),
@@ -230,9 +237,9 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         SettingError: settings that don't go with the store.
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
-    _check_tokens(tokens, settings)
+    check_tokens(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
-        _check_lengths(tokens, settings.capacity, str(data))
+        check_lengths(tokens, settings.capacity, str(data))
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
@@ -269,51 +276,6 @@ def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
         document_multiple_of=settings.document_multiple_of,
         seed=settings.order_seed,
     )
-
-
-def _check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
-    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at.
-
-    Raises:
-        SettingError: the vocabulary of a store is larger.
-        ModelError: some of the first are beyond the model's; batches tell of others.
-        SourceError: a file is damaged.
-    """
-    if isinstance(tokens, TokenStore):
-        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
-        if made_by.get("vocab_size") is not None:
-            check_vocabulary(made_by["vocab_size"], made_by.get("name", "of the store"), settings)
-            return
-    if settings.vocab_size is None:
-        return
-    try:
-        check_first_ids(tokens, settings.vocab_size)
-    except SourceError:
-        if settings.on_error == "raise":  # else what can't be read is masked
-            raise
-
-
-def _check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
-    """Refuse documents longer than a pack before training, and not in the midst of it, as far as they are there.
-
-    Raises:
-        OverlongDocumentError: there are some; names the first.
-    """
-    first, count = "", 0
-    for shard, documents in enumerate(tokens.documents.tolist()):
-        for start in range(0, documents, _CHECKED):
-            numbers = np.arange(start, min(start + _CHECKED, documents))
-            lengths = tokens.lengths(np.full(len(numbers), shard), numbers)
-            long = np.flatnonzero(lengths > capacity)
-            count += len(long)
-            if len(long) and not first:
-                where = f"document {start + int(long[0]):,} of shard {shard:,}"
-                first = f"{where} of {data} has {int(lengths[long[0]]):,} tokens"
-    if first:
-        raise OverlongDocumentError(
-            f"{first}, more than the capacity {capacity:,} ({many(count, 'such document')} in all); pass "
-            'overlong="split", "truncate" or "drop", or a larger capacity'
-        )
 
 
 def open_streaming(source: Source, settings: LoaderSettings) -> Opened:

@@ -27,11 +27,11 @@ from typing import IO, Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
 from varlen.feed.exchange import Exchange, Exchanges
-from varlen.feed.feed import Made
+from varlen.feed.feed import Ended, Made
 from varlen.feed.ring import Bytes, Ring
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.wire import read_made
+from varlen.feed.wire import read_ended, read_made
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import NOT_FOUND, receive, send
 
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 _MOST_DEATHS = 3
 """Deaths one after the other, without a batch between them, after which it is no accident."""
 _PATIENCE_S = 5.0
-_Entry = tuple[Made | BaseException | None, int, bytes]
-"""A batch, its slot and its message; or an error, or None for the end."""
+_Entry = tuple[Made | Ended | BaseException, int, bytes]
+"""A batch, its slot and its message; or an error, or the end."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -136,8 +136,8 @@ class ProcessWorker:
         if not was_read:  # workers died again and again, and the trainer tries once more
             self._reader = _at_work(_read, line)
 
-    def take(self, deadline_s: float) -> tuple[Made | None, int]:
-        """Return the next batch, or None at the end, and how many were ready when it was asked for.
+    def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
+        """Return the next batch, or the end, and how many were ready when it was asked for.
 
         Raises:
             StalledError: none came in time.
@@ -155,9 +155,9 @@ class ProcessWorker:
             except Empty:
                 raise StalledError(_stalled(line, deadline_s)) from None
         if not isinstance(made, Made):
-            if made is not None:
+            if not isinstance(made, Ended):
                 raise made
-            return None, ready
+            return made, ready
         lent = line.lent
         if len(lent) < self._most_lent:
             lent.add(slot)
@@ -300,11 +300,11 @@ def _read(line: _Line) -> None:
         line.is_over, line.is_read = True, False
 
 
-def _end(line: _Line, run: int, error: BaseException | None) -> None:
+def _end(line: _Line, run: int, end: Ended | BaseException) -> None:
     """Say that no batch of a run follows, and why, if it isn't the run before."""
     with line.lock:
         if run == line.run:
-            line.batches.put((error, -1, b""))
+            line.batches.put((end, -1, b""))
             line.is_over = True
 
 
@@ -370,7 +370,7 @@ def _listen(line: _Line, process: subprocess.Popen[bytes]) -> bool:
             if kind == b"fail":
                 _end(line, *pickle.loads(content))
             elif kind == b"last":
-                _end(line, int.from_bytes(content, "little"), None)
+                _end(line, int.from_bytes(content[:8], "little"), read_ended(content[8:]))
             elif kind == b"made":
                 _received(line, content, at)
     return heard

@@ -11,10 +11,9 @@ Where documents wait in that order, it isn't stored, as sorting them again gives
 from __future__ import annotations
 
 import base64
-import binascii
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
 from varlen.types import Int32Array, IntArray
 
+_MALFORMED = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, zlib.error)
+"""What reading a state raises that somebody has changed."""
 _COLUMNS, _WIDTH = 4, 8
 _MOST_RATIO = 1100
 """Bytes that a byte of zlib's can become, at most."""
@@ -75,7 +76,7 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
         "waiting": base64.b64encode(zlib.compress(planes.transpose(0, 2, 1).tobytes())).decode(),
         "epoch": epoch,
         "masked": carried.mask is not None and not bool(carried.mask.all()),
-        "counts": asdict(counts),
+        "counts": counts.to_json(),
     }
 
 
@@ -99,12 +100,10 @@ def from_record(record: Mapping[str, Any], seed: int | None) -> LaneRecord:
     try:
         count, tokens = (as_count(record[name], name, 0, MOST) for name in ("documents", "tokens"))
         epoch = None if record["epoch"] is None else as_count(record["epoch"], "epoch", 0, MOST)
-        counts = Counts(
-            **{f.name: as_count(record["counts"][f.name], f.name, 0, MOST) for f in fields(Counts)}
-        )
+        counts = Counts.from_json(record["counts"])
         table = _unpacked(record["waiting"], count, _COLUMNS + (epoch is None))
         is_masked = record["masked"] is not False
-    except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
+    except _MALFORMED as error:
         if isinstance(error, StateError):
             raise
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None

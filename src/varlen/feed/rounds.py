@@ -36,6 +36,7 @@ from varlen.feed.record import from_record, to_record
 from varlen.feed.resumed import Unread, unread
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
 from varlen.source.block_reader import Chunk
+from varlen.source.losses import Losses, total
 from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)
@@ -86,8 +87,8 @@ class Round:
     """Where the round begins, and the next one: the same on every rank."""
 
     @property
-    def news(self) -> tuple[Ledger, int]:
-        """What became of the tokens that left the lanes in this round, over all lanes, and the records skipped."""
+    def news(self) -> tuple[Ledger, Losses]:
+        """What became of the tokens that left the lanes in this round, over all lanes, and what was lost of files."""
         (counts, waiting), (counts_before, waiting_before) = map(_totals, (self.after, self.before))
         new = {name: counts[name] - counts_before[name] for name in counts}
         settled = new["tokens"] + waiting_before - waiting
@@ -99,7 +100,7 @@ class Round:
             documents_in=new["documents"],
             **{name: new[name] for name in _OF_DOCUMENTS},
         )
-        return ledger, new["skipped"]
+        return ledger, _losses(self.after) - _losses(self.before)
 
     def between(self, start: int, stop: int, step_packs: int) -> Round:
         """Return the steps [start, stop) alone; views of these."""
@@ -117,9 +118,14 @@ class Round:
 
 def _totals(at: Mapping[str, Any]) -> tuple[dict[str, int], int]:
     """Return what all lanes have counted, and the tokens that wait in them."""
-    names = [field.name for field in fields(Counts)]
+    names = [field.name for field in fields(Counts) if field.name != "losses"]
     counts = {name: sum(record["counts"][name] for record in at["lanes"]) for name in names}
     return counts, sum(record["tokens"] for record in at["lanes"])
+
+
+def _losses(at: Mapping[str, Any]) -> Losses:
+    """Return what all lanes have lost."""
+    return total(Counts.from_json(record["counts"]).losses for record in at["lanes"])
 
 
 class Rounds:
@@ -168,6 +174,9 @@ class Rounds:
             claimed, has_ended = self._fill(place, lanes)
             made = self._pack(place, claimed, lanes, has_ended)
             if made is None:
+                return
+            if made[0].num_steps == 0:
+                yield made[0]
                 return
             yield from self._wanted(made[0], made[2], missing, step)
             missing = None
@@ -276,7 +285,7 @@ class Rounds:
                     if isinstance(one, Exception):
                         raise one
                     self._tell(one)
-                    lane.add(one.arrival, one.claim.epoch, one.path, len(one.faults))
+                    lane.add(one.arrival, one.claim.epoch, one.path, one.losses)
                 told[number] = asdict(lane.held)
             except Exception as error:
                 told[number] = error
@@ -313,7 +322,7 @@ class Rounds:
     def _pack(
         self, place: Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
     ) -> tuple[Round, Place, dict[int, Arrival]] | None:
-        """Pack the lanes; None where nothing is left."""
+        """Pack the lanes; None where nothing is left, and nothing has come since."""
         settings, steps = self._settings, self._settings.steps(place.number)
         made = {
             number: lane.pack(None if has_ended else steps * settings.step_packs)
@@ -332,8 +341,6 @@ class Rounds:
         each = [heard[lane]["targets"] for lane in range(settings.lanes)]
         if has_ended:
             steps = -(-max(map(len, each)) // settings.step_packs)
-            if steps == 0:
-                return None
         size = settings.step_packs
         next_ = replace(
             place,
@@ -342,6 +349,8 @@ class Rounds:
             claimed=claimed,
             records=[heard[lane]["record"] for lane in range(settings.lanes)],
         )
+        if steps == 0 and next_.records == place.records:
+            return None
         result = Round(
             step=place.step,
             num_steps=steps,

@@ -20,9 +20,10 @@ from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import Windows, WindowSettings
 from varlen.source.files import Data
 from varlen.source.joined_tokens import JoinedTokens
+from varlen.source.losses import Losses, total
 from varlen.source.open_tokens import open_tokens
 from varlen.source.order import hashed
-from varlen.source.partial import PATIENCE_S
+from varlen.source.partial import PATIENCE_S, PartialStore
 from varlen.source.source import OnError, Source
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
@@ -75,7 +76,7 @@ class IndexedSpec:
             parts = _PartsNow(tokens, self.first_parts, self.rank, exchanges)
         windows = grouped(tokens, self.windows, self.parts_a_group)
         stream = PackStream(windows, self.epochs, parts)
-        return IndexedFeed(stream, self.batches, self.rank, self.on_error)
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error, lambda: _losses_of(tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +111,13 @@ class MixtureSpec:
             streams.append(PackStream(grouped(tokens, windows), epochs, grows=False))
         joined = JoinedTokens(sets)
         stream = MixedStream(joined, streams, self.windows, self.mix)
-        return IndexedFeed(stream, self.batches, self.rank, self.on_error)
+        losses = lambda: total(map(_losses_of, sets))  # noqa: E731
+        return IndexedFeed(stream, self.batches, self.rank, self.on_error, losses)
+
+
+def _losses_of(tokens: TokenDocuments) -> Losses:
+    """Return what was lost when tokens were made; of those that others made nobody knows."""
+    return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else Losses()
 
 
 def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:

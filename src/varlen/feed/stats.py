@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from varlen.feed.feed import BatchCounts
+from varlen.feed.feed import BatchCounts, Ended, Worker
+from varlen.source.losses import Losses
 from varlen.types import Ledger
 
 
@@ -37,8 +38,11 @@ class LoaderStats:
     restarts: int = 0
     """Workers that died and were replaced."""
     skipped: int = 0
-    """Of documents in streaming: records that couldn't be read, over all ranks. Of tokens: pieces of documents that
+    """Of documents in streaming: rows that couldn't be read, over all ranks. Of tokens: pieces of documents that
     this rank couldn't read, and has masked in its batches, where they count as tokens; ranks add up."""
+    losses: Losses
+    """What the source holds that no token stands for, over all ranks: in streaming of all that was read since the
+    loader was made, in each epoch anew; of a token store all that it lost when it was made."""
     ledger: Ledger
     """What became of the tokens of all windows begun since the loader was made, over all ranks."""
 
@@ -61,9 +65,9 @@ class LoaderStats:
 _OF_BATCHES = tuple(field.name for field in fields(BatchCounts))
 MOST_NOTED = 64
 """Batches whose counts are added up at a time, by whoever notes them."""
-Note = tuple[BatchCounts | None, float, int, int, Ledger | None]
+Note = tuple[BatchCounts | None, float, int, int, Ledger | None, Losses | None]
 """Of a batch: what it holds, the seconds that it was waited for, the batches that were ready when it was asked for,
-the records skipped and what became of tokens, as `Made` has them."""
+the pieces skipped, what became of tokens and what was lost, as `Made` has them."""
 
 
 class Meter:
@@ -75,16 +79,16 @@ class Meter:
 
     def __init__(self) -> None:
         """Begin at nothing."""
-        names = [field.name for field in fields(LoaderStats) if field.name != "ledger"]
+        names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
-        self._ledger = Ledger(tokens_in=0, packed=0)
+        self._ledger, self._losses = Ledger(tokens_in=0, packed=0), Losses()
         self.noted: list[Note] = []
         """For whoever takes batches to append to; a call of its own would take longer."""
 
     def add_up(self) -> None:
         """Add up what was noted."""
         counts = self._counts
-        for found, waited_s, ready, skipped, ledger in self.noted:
+        for found, waited_s, ready, skipped, ledger, losses in self.noted:
             is_first = counts["batches"] == 0
             counts["batches"] += 1
             for name in _OF_BATCHES:
@@ -93,12 +97,33 @@ class Meter:
             counts["first_s" if is_first else "waited_s"] += waited_s
             counts["late"] += ready == 0 and not is_first
             counts["skipped"] += skipped
-            if ledger is not None:
-                self._ledger = self._ledger.and_then(ledger)
+            self._enter(ledger, losses)
         self.noted.clear()
 
-    def stats(self, *, copies: int, restarts: int) -> LoaderStats:
-        """Return what was entered so far, beside what the worker counts."""
+    def end(self, ended: Ended) -> None:
+        """Enter what no batch has told."""
         self.add_up()
+        self._enter(ended.ledger, ended.losses)
+
+    def _enter(self, ledger: Ledger | None, losses: Losses | None) -> None:
+        if ledger is not None:
+            self._ledger = self._ledger.and_then(ledger)
+        if losses is not None:
+            self._losses += losses
+            self._counts["skipped"] += losses.num_rows
+
+    def stats(self, worker: Worker, before: Losses) -> LoaderStats:
+        """Return what was entered so far, beside what the worker counts.
+
+        Args:
+            worker: makes the batches.
+            before: what was lost when the tokens were made.
+        """
+        self.add_up()
+        counted = {"copies": worker.copies, "restarts": worker.restarts}
         whole = {name: value if name.endswith("_s") else int(value) for name, value in self._counts.items()}
-        return LoaderStats(**{**whole, "copies": copies, "restarts": restarts}, ledger=self._ledger)  # type: ignore[arg-type]
+        return LoaderStats(
+            **{**whole, **counted},  # type: ignore[arg-type]
+            losses=before + self._losses,
+            ledger=self._ledger,
+        )

@@ -15,11 +15,11 @@ import numpy as np
 
 from varlen.errors import SettingError, StateError
 from varlen.feed.ahead import Ahead, AheadSettings
-from varlen.feed.batches import BatchSettings, Contents, check_heard, fill_batch, work_of
+from varlen.feed.batches import BatchSettings, Contents, check_heard, fill_batch, no_batch, work_of
 from varlen.feed.claims import ChunkSequence
 from varlen.feed.deal import deal
 from varlen.feed.exchange import Exchanges, Solo
-from varlen.feed.feed import Buffers, Made
+from varlen.feed.feed import Buffers, Ended, Made
 from varlen.feed.intake import Intake
 from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
 from varlen.feed.place import check_place
@@ -28,8 +28,11 @@ from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
 from varlen.source.block_reader import BlockReader, Chunk
 from varlen.source.blocks import cut_blocks, read_by_all
+from varlen.source.losses import Losses
 from varlen.source.source import Source
-from varlen.types import FloatArray, IntArray, Method, Overlong
+from varlen.types import FloatArray, IntArray, Ledger, Method, Overlong
+
+_NOTHING = Ledger(tokens_in=0, packed=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +150,8 @@ class StreamingFeed:
         check_place(state.at, self._settings.lanes, self._settings.seed)
         return state
 
-    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made]:
-        """Yield the batches that follow a state.
+    def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
+        """Yield the batches that follow a state, and what they haven't told of.
 
         A step without any target trains nothing: it is left out, on every rank alike, though it is counted.
 
@@ -172,14 +175,24 @@ class StreamingFeed:
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
         heard, silent_rounds = _passes(state.at), 0
+        ledger, losses, has_begun = _NOTHING, Losses(), state.step > 0 or state.micro_batch > 0
         try:
             for one in ahead:
                 if any(one.targets):
-                    heard, silent_rounds = _passes(one.after), 0
+                    heard, silent_rounds, has_begun = _passes(one.after), 0, True
                 silent_rounds += 1
                 if silent_rounds > self._settings.max_age + 1:  # what had waited has come
                     check_heard(_passes(one.after), heard)
-                yield from self._of_round(one, state, buffers)
+                if (state.step, state.micro_batch) <= (one.step, 0) and one.step == one.bounds[0]:
+                    new_ledger, new_losses = one.news
+                    ledger, losses = ledger.and_then(new_ledger), losses + new_losses
+                for made in self._of_round(one, state, buffers):
+                    yield replace(made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None)
+                    ledger, losses = _NOTHING, Losses()
+            if not has_begun:
+                raise no_batch(ledger, losses, self._batch.capacity)
+            if ledger != _NOTHING or losses:
+                yield Ended(ledger=ledger, losses=losses)
         finally:
             ahead.close()
             intake.close()
@@ -187,8 +200,6 @@ class StreamingFeed:
     def _of_round(self, one: Round, state: FeedState, buffers: Buffers) -> Iterator[Made]:
         """Yield the batches of a round that follow a state."""
         micro_batches = self._batch.micro_batches
-        begins_here = (state.step, state.micro_batch) <= (one.step, 0) and one.step == one.bounds[0]
-        news = one.news if begins_here else None
         works = {
             lane: work_of(packs.stops - packs.starts, packs.offsets, self._batch.work)
             for lane, packs in one.packs.items()
@@ -209,9 +220,7 @@ class StreamingFeed:
                 contents = self._contents(one, number, numbers)
                 batch = fill_batch(contents, num_targets, self._batch, buffers(), self.where)
                 now = after if is_last else replace(here, micro_batch=micro_batch + 1)
-                ledger, skipped = news or (None, 0)
-                yield Made(batch=batch, state=now, ledger=ledger, skipped=skipped)
-                news = None
+                yield Made(batch=batch, state=now)
 
     def _dealt(self, works: Mapping[int, FloatArray], step: int) -> IntArray:
         """Return this rank's packs of a step, those of most work first: their numbers among all of the step.

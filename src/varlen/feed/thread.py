@@ -10,7 +10,7 @@ from queue import Empty, Full, Queue
 
 from varlen.errors import StalledError
 from varlen.feed.exchange import Exchange, Exchanges
-from varlen.feed.feed import Feed, Made, counts_of, new_arrays
+from varlen.feed.feed import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 
@@ -20,7 +20,7 @@ _LOOK_S = 0.1
 _PATIENCE_S = 5.0
 """How long a thread that is to end is waited for: one that stands in a read of its storage can't be woken."""
 
-_End = tuple[Made | None, BaseException | None]
+_End = tuple[Made | Ended | None, BaseException | None]
 
 
 class _Runs:
@@ -76,7 +76,7 @@ class ThreadWorker:
     def ready(self) -> int:
         """Batches that are waiting to be taken."""
         with self._queue.mutex:  # an error, or the end, is none
-            return sum(made is not None for made, _ in self._queue.queue)
+            return sum(isinstance(made, Made) for made, _ in self._queue.queue)
 
     @property
     def restarts(self) -> int:
@@ -100,8 +100,8 @@ class ThreadWorker:
         )
         self._thread.start()
 
-    def take(self, deadline_s: float) -> tuple[Made | None, int]:
-        """Return the next batch, or None at the end, and how many were ready when it was asked for.
+    def take(self, deadline_s: float) -> tuple[Made | Ended, int]:
+        """Return the next batch, or the end, and how many were ready when it was asked for.
 
         Raises:
             StalledError: none came in time.
@@ -116,10 +116,10 @@ class ThreadWorker:
                         f"the loader's thread has made no batch for {deadline_s:,.0f} s"
                     ) from None
                 continue
-            if error is not None:
-                raise error
+            if made is None:
+                raise error or StalledError("the loader's thread has ended")
             return made, ready
-        return None, 0
+        return Ended(), 0
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""
@@ -147,7 +147,7 @@ class ThreadWorker:
 def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event) -> None:
     """Fill a queue until it is over."""
 
-    def put(made: Made | None, error: BaseException | None) -> bool:
+    def put(made: Made | Ended | None, error: BaseException | None) -> bool:
         while not stop.is_set():
             try:
                 queue.put((made, error), timeout=_LOOK_S)
@@ -156,12 +156,14 @@ def _run(feed: Feed, state: FeedState, queue: Queue[_End], stop: threading.Event
             return True
         return False
 
-    batches = feed.batches(state, new_arrays)
+    batches, end = feed.batches(state, new_arrays), Ended()
     try:
         for made in batches:
-            if not put(replace(made, counts=counts_of(made.batch)), None):
+            if isinstance(made, Ended):
+                end = made
+            elif not put(replace(made, counts=counts_of(made.batch)), None):
                 return
-        put(None, None)
+        put(end, None)
     except BaseException as error:  # it belongs to the trainer
         put(None, error)
     finally:

@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.packed import PackedBatch
-from varlen.feed.feed import BatchCounts, Made, counts_of
+from varlen.feed.feed import BatchCounts, Ended, Made, counts_of
 from varlen.feed.ring import Bytes
 from varlen.feed.state import FeedState
+from varlen.source.losses import Losses
 from varlen.types import Ledger
 
 _BY_POSITION = ("input_ids", "labels", "position_ids", "segment_ids")
@@ -86,7 +87,7 @@ class Slot:
         said = {
             "arrays": arrays,
             "numbers": numbers,
-            "ledger": None if ledger is None else {name: getattr(ledger, name) for name in _LEDGER},
+            "told": _told(ledger, made.losses),
             "skipped": made.skipped,
             "counts": [getattr(counts, name) for name in _COUNTS],
         }
@@ -121,8 +122,39 @@ def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
         else:  # counted from the message's end, since its length wasn't known; and it is not to be kept alive
             flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
             found[name] = flat.reshape(shape).copy()
-    ledger = None if said["ledger"] is None else Ledger(**said["ledger"])
+    ledger, losses = _heard(said["told"])
     counts = BatchCounts(**dict(zip(_COUNTS, said["counts"])))
     return Made(
-        batch=PackedBatch.of(found), state=state, ledger=ledger, skipped=said["skipped"], counts=counts
+        batch=PackedBatch.of(found),
+        state=state,
+        ledger=ledger,
+        skipped=said["skipped"],
+        losses=losses,
+        counts=counts,
+    )
+
+
+def ended_message(ended: Ended) -> bytes:
+    """Return what says that no batch follows."""
+    return json.dumps(_told(ended.ledger, ended.losses)).encode()
+
+
+def read_ended(message: bytes) -> Ended:
+    """Return what a message of `ended_message` says."""
+    ledger, losses = _heard(json.loads(message))
+    return Ended(ledger=ledger, losses=losses)
+
+
+def _told(ledger: Ledger | None, losses: Losses | None) -> list[Any]:
+    return [
+        None if ledger is None else {name: getattr(ledger, name) for name in _LEDGER},
+        None if losses is None else losses.to_json(),
+    ]
+
+
+def _heard(told: list[Any]) -> tuple[Ledger | None, Losses | None]:
+    ledger, losses = told
+    return (
+        None if ledger is None else Ledger(**ledger),
+        None if losses is None else Losses.from_json(losses),
     )

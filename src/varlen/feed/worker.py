@@ -16,11 +16,11 @@ from typing import IO, Any
 from varlen import jit
 from varlen.batch.collate import Out
 from varlen.errors import StalledError
-from varlen.feed.feed import Feed
+from varlen.feed.feed import Ended, Feed
 from varlen.feed.ring import Ring
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.wire import Slot
+from varlen.feed.wire import Slot, ended_message
 from varlen.offline.tasks import receive, send
 from varlen.pack.api import pack
 
@@ -110,8 +110,8 @@ def main() -> None:
                 spec: Spec = pickle.loads(head)
                 feed = spec.open((lambda _: _Relay(desk, mouth, desk.run)) if are_several else None)
                 gc.freeze()
-            _run(feed, run, state, ring, desk, mouth)
-            mouth.say(b"last" + run.to_bytes(8, "little"))
+            end = _run(feed, run, state, ring, desk, mouth)
+            mouth.say(b"last" + run.to_bytes(8, "little") + ended_message(end))
         except _SupersededError:
             continue
         except BrokenPipeError:
@@ -126,8 +126,8 @@ def _load_kernels() -> None:
     pack([1, 2, 3], 4, "best_fit", seed=0)
 
 
-def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> None:
-    """Make the batches that follow a state.
+def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth: _Mouth) -> Ended:
+    """Make the batches that follow a state; returns what comes behind them.
 
     Raises:
         _SupersededError: there is another state to begin with.
@@ -149,9 +149,12 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
         return slot.arrays
 
     at: object = None
-    batches = feed.batches(state, buffers)
+    batches, end = feed.batches(state, buffers), Ended()
     try:
         for made in batches:
+            if isinstance(made, Ended):
+                end = made
+                continue
             number, slot = taken.pop()
             after = made.state
             if after.at is not at:
@@ -165,6 +168,7 @@ def _run(feed: Feed, run: int, state: FeedState, ring: Ring, desk: _Desk, mouth:
             close()
         for number, _ in taken:
             ring.free(number)
+    return end
 
 
 def _pickled(run: int, error: BaseException) -> bytes:

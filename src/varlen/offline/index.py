@@ -32,6 +32,7 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.source.fingerprints import fingerprint
+from varlen.source.losses import stored, total
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, TokenStore, open_store
@@ -179,6 +180,7 @@ def build_store(
             "num_tokens": sum(shard["num_tokens"] for shard in every),
             "num_targets": sum(shard["num_targets"] for shard in every),
             "num_skipped": sum(shard["num_skipped"] for shard in every),
+            "losses": total(map(stored, every)).to_json(),
             "shards": every,
         }
         if there is None:
@@ -218,11 +220,9 @@ def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:
     first = source.files[0].path
     more = f" and {many(len(source.files) - 1, 'more file')}" if len(source.files) > 1 else ""
     documents = sum(shard["num_documents"] for shard in shards)
-    skipped = sum(shard["num_skipped"] for shard in shards)
     why = many(documents, "empty document") if documents else "no document"
-    return f"{first}{more} hold{'' if more else 's'} {why}" + (
-        f"; {many(skipped, 'record was', 'records were')} skipped" if skipped else ""
-    )
+    lost = total(map(stored, shards)).sentences()
+    return "; ".join([f"{first}{more} hold{'' if more else 's'} {why}", *lost])
 
 
 def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int, list[dict[str, Any]]]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from varlen import __version__
-from varlen.counts import many
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, build_store, look_at, quiet
@@ -24,6 +23,7 @@ from varlen.offline.places import (
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.offline.write import PartCounts, opened_store, write_part
+from varlen.source.losses import nothing_left
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
@@ -190,9 +190,8 @@ def _write(
         on_progress(done, total, "packing")
     parts.sort(key=lambda counts: (len(counts.name), counts.name))
     if not parts:
-        were = many(int(store.manifest["num_documents"]), "document is", "documents are")
         raise OverlongDocumentError(
-            f"no document is left to pack: {were} longer than {settings.capacity:,} tokens and dropped; pass "
+            f"no document is left to pack; {nothing_left(plan.ledger, store.losses, settings.capacity)}; pass "
             "--overlong split, or a larger --capacity"
         )
     ledger = plan.ledger.check()
@@ -213,6 +212,7 @@ def _write(
         "fill_ratio": packed / (packs * settings.capacity),
         "packs_without_target": sum(p.packs_without_target for p in parts),
         "num_skipped": int(store.manifest["num_skipped"]),
+        "losses": store.losses.to_json(),
         "ledger": asdict(ledger),
         "parts": [asdict(p) for p in parts],
     }
@@ -220,7 +220,7 @@ def _write(
 
 def _gather_skipped(store: TokenStore, path: Path) -> None:
     """Put the lists of what was skipped together."""
-    if not store.manifest["num_skipped"]:
+    if not store.losses.of_reading:
         return
     with path.open("wb") as gathered:
         for shard in store.shards:

@@ -15,12 +15,14 @@ import numpy as np
 from varlen.errors import SourceError
 from varlen.source.blocks import SPREAD, Blocks
 from varlen.source.columns import Columns
-from varlen.source.cursors import StreamCursor, TableCursor, until_fault
-from varlen.source.documents import Documents, encode_rows
+from varlen.source.cursors import StreamCursor, TableCursor
+from varlen.source.documents import Documents, encode_rows, none_of
 from varlen.source.formats import tables
+from varlen.source.formats.lost import rest_of
 from varlen.source.formats.reading import columns_of, rows_in
+from varlen.source.losses import total
 from varlen.source.opening import compression_of
-from varlen.source.rows import Fault, Rows
+from varlen.source.rows import Rows, faulty
 from varlen.source.source import Source
 from varlen.types import IntArray
 
@@ -45,9 +47,7 @@ class Raw:
     path: str
     rows: tuple[Rows, ...]
     columns: Columns | None
-    """What they hold; None where there are none."""
-    error: SourceError | None = None
-    """Why what follows can't be read."""
+    """What they hold; None where there are none but faults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,39 +69,34 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
         wanted: records to be encoded, ascending; None for all. Those that the chunk hasn't are left out.
 
     Raises:
-        SourceError: a record can't be read, and `on_error` is "raise".
+        SourceError: something can't be read, and `on_error` is "raise".
         SettingError: the tokenizer fails.
     """
     parts: list[Documents] = []
     records: list[IntArray] = []
-    faults: list[Fault] = []
     before = 0
     is_ready = raw.columns is not None and raw.columns.kind == "tokens"
     for some in raw.rows:
-        assert raw.columns is not None
         rows, known = some, np.arange(len(some))
         if wanted is not None and not is_ready:
             known = wanted[(wanted >= before) & (wanted < before + len(some))] - before
             rows = some.chosen(known.tolist())
-        documents = encode_rows(rows, raw.columns, source.encoding)
+        if raw.columns is None or not len(rows):
+            documents = none_of(rows.faults)
+        else:
+            documents = encode_rows(rows, raw.columns, source.encoding)
         if documents.faults and source.on_error == "raise":
-            raise SourceError(str(documents.faults[0]))
-        faults += documents.faults
+            raise documents.faults[0].raised()
         of = known if documents.rows is None else known[documents.rows]
         # Of ready tokens a row may be several documents, and encoding them all costs little.
         records.append(before + (np.arange(len(documents)) if is_ready else of))
         before += len(documents) if is_ready else len(some)
         parts.append(documents)
-    if raw.error is not None:
-        if source.on_error == "raise":
-            raise raw.error
-        said = str(raw.error).removeprefix(f"{raw.path} ")
-        faults.append(Fault(where=raw.path, why=f"(what is left of it): {said}"))
-    read = Read(documents=_end_to_end(parts, tuple(faults)), records=_joined(records))
+    read = Read(documents=_end_to_end(parts), records=_joined(records))
     return _only(read, wanted) if wanted is not None and is_ready else read
 
 
-def _end_to_end(parts: Sequence[Documents], faults: tuple[Fault, ...]) -> Documents:
+def _end_to_end(parts: Sequence[Documents]) -> Documents:
     """Put documents one after the other."""
     masks = None
     if any(part.loss_mask is not None for part in parts):
@@ -112,7 +107,8 @@ def _end_to_end(parts: Sequence[Documents], faults: tuple[Fault, ...]) -> Docume
         tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         loss_mask=masks,
-        faults=faults,
+        faults=tuple(fault for part in parts for fault in part.faults),
+        losses=total(part.losses for part in parts),
     )
 
 
@@ -195,14 +191,13 @@ class BlockReader:
             for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
         )
         if of_parts == 0:
-            rows, error = self._streams[block].chunk(chunk.number)
+            rows = self._streams[block].chunk(chunk.number)
         elif of_parts == 1:
-            rows, error = until_fault(self._rows_of(index, start, stop))
+            rows = list(self._rows_of(index, start, stop))
         else:
-            rows, error = self._table(index, start, stop).part(part, of_parts)
+            rows = self._table(index, start, stop).part(part, of_parts)
         path = self._source.files[index].path
-        columns = self._columns.get(index)
-        return Raw(chunk=chunk, path=path, rows=tuple(rows), columns=columns, error=error)
+        return Raw(chunk=chunk, path=path, rows=tuple(rows), columns=self._columns.get(index))
 
     def forget(self) -> None:
         """Let go of chunks that were asked for, and of tables that haven't been asked for lately."""
@@ -235,16 +230,25 @@ class BlockReader:
         return table
 
     def _rows_of(self, index: int, start: int = 0, stop: int = -1) -> Iterator[Rows]:
-        """Yield the rows of a stretch of a file.
+        """Yield the rows of a stretch of a file, none but a fault behind those that can be read."""
+        file, end = self._source.files[index], None if stop < 0 else stop
+        try:
+            columns = self._columns_of(index)
+        except SourceError as error:
+            yield faulty(rest_of(file, error, start=start, stop=end))
+            return
+        if columns is not None:
+            yield from rows_in(file, columns, self._source.text_cut, start, end)
+
+    def _columns_of(self, index: int) -> Columns | None:
+        """Return what the rows of a file hold.
 
         Raises:
-            SourceError: it can't be read any further.
+            SourceError: nobody knows.
         """
         file = self._source.files[index]
         if index not in self._columns:
             if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
                 raise SourceError(f"{file.path} is compressed, though its name doesn't say so; rename it")
             self._columns[index] = columns_of(file, self._source.encoding.columns)
-        columns = self._columns[index]
-        if columns is not None:
-            yield from rows_in(file, columns, self._source.text_cut, start, None if stop < 0 else stop)
+        return self._columns[index]

@@ -88,7 +88,7 @@ class Fields:
     optional: tuple[str, ...] = ()
     """None where a row has none."""
     refused: frozenset[str] = frozenset()
-    """The first row has none, so no other may: a mask that were overlooked would be worse than an error."""
+    """The rows that told have none, so no other may: a mask that were overlooked would be worse than an error."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,20 +10,6 @@ from varlen.errors import SourceError
 from varlen.source.rows import Column, Rows
 from varlen.types import IntArray
 
-Stretch = tuple[list[Rows], SourceError | None]
-"""Rows, and why those that should follow can't be read."""
-
-
-def until_fault(rows: Iterator[Rows]) -> Stretch:
-    """Return rows up to where a file can't be read any further, and why it can't."""
-    found: list[Rows] = []
-    try:
-        for some in rows:
-            found.append(some)
-    except SourceError as error:
-        return found, error
-    return found, None
-
 
 class TableCursor:
     """Row groups or record batches whose rows are asked for part by part; in order they are read once."""
@@ -38,45 +24,46 @@ class TableCursor:
         self._reading = self._open()
         self._held: list[Rows] = []
         self._first = self._read = 0  # rows before those held, and before those not yet read
-        self._error: SourceError | None = None
+        self._is_over = False
 
-    def part(self, number: int, of: int) -> Stretch:
-        """Return one of so many parts of the rows, about equal in their number."""
+    def part(self, number: int, of: int) -> list[Rows]:
+        """Return one of so many parts of the rows, about equal in their number.
+
+        Faults of rows that can't be read are in the part in which these begin; those of bytes are in the one in which
+        they are found, the first where rows can't be counted.
+        """
         if self._total is None:
             try:
                 self._total = self._count()
-            except SourceError as error:
-                return [], error
+            except SourceError:
+                return list(self._reading) if number == 0 else []
         start, stop = (self._total * n // of for n in (number, number + 1))
         if start < self._first:
             self.close()
             self._begin()
-        while self._read < stop and self._error is None:
-            self._step()
+        is_last = number + 1 == of
+        while self._read < stop or (is_last and not self._is_over):
+            self._step(self._total)
             if not self._is_kept:
-                while self._held and self._first + _covers(self._held[0]) <= start:
-                    self._first += _covers(self._held.pop(0))
-        return self._between(start, stop), self._error if self._read < stop else None
+                while self._held and self._first + max(self._held[0].covers, 1) <= start:
+                    self._first += self._held.pop(0).covers
+        return self._between(start, stop, stop + is_last)
 
-    def _step(self) -> None:
-        try:
-            some = next(self._reading, None)
-        except SourceError as error:
-            self._error = error
-            return
+    def _step(self, total: int) -> None:
+        some = next(self._reading, None)
         if some is None:
-            self._error = SourceError("holds fewer rows than it says")
+            self._read, self._is_over = total, True  # a fault has told of the rest
             return
         self._held.append(some)
-        self._read += _covers(some)
+        self._read += some.covers
 
-    def _between(self, start: int, stop: int) -> list[Rows]:
+    def _between(self, start: int, stop: int, stop_of_bytes: int) -> list[Rows]:
         found, at = [], self._first
         for some in self._held:
-            a, b = max(start - at, 0), min(stop - at, _covers(some))
-            if a < b:
-                found.append(_share(some, a, b))
-            at += _covers(some)
+            a, b = max(start - at, 0), min(stop - at, some.covers)
+            if a < b or (some.covers == 0 and start <= at < stop_of_bytes):
+                found.append(_share(some, a, b) if some.covers else some)
+            at += some.covers
         return found
 
     def close(self) -> None:
@@ -86,16 +73,14 @@ class TableCursor:
             close()
 
 
-def _covers(rows: Rows) -> int:
-    """Count the rows of the file that these stand for: those that can't be read too."""
-    return len(rows) + len(rows.faults)
-
-
 def _share(rows: Rows, start: int, stop: int) -> Rows:
     """Return a part of rows by their places among those that can be read and those that can't: these come first."""
-    faults = rows.faults[start:stop]
-    before = len(rows.faults)
-    return rows.between(max(start - before, 0), max(stop - before, 0), faults)
+    at, faults = 0, []
+    for fault in rows.faults:
+        if start <= at < stop:
+            faults.append(fault)
+        at += fault.covers
+    return rows.between(max(start - at, 0), max(stop - at, 0), tuple(faults))
 
 
 class StreamCursor:
@@ -111,9 +96,9 @@ class StreamCursor:
                 may still be wanted.
         """
         self._rows, self._chunk_bytes = rows, chunk_bytes
-        self._chunks: dict[int, Stretch] = {}
+        self._chunks: dict[int, Rows] = {}
         """Those that were read and not let go of, by number."""
-        self._before: dict[int, Stretch] = {} if before is None else {**before._before, **before._chunks}
+        self._before: dict[int, Rows] = {} if before is None else {**before._before, **before._chunks}
         self.first = 0
         """Chunks before it are gone."""
         self._found = self._asked = 0
@@ -124,26 +109,22 @@ class StreamCursor:
     def has(self, number: int) -> bool:
         """Whether there is such a chunk; reads on to it."""
         while self._found <= number and not self._is_read:
-            try:
-                some = next(self._rows, None)
-            except SourceError as error:
-                self._add(([], error))
-                some = None
+            some = next(self._rows, None)
             if some is None:
                 self._is_read = True
                 break
             bounds = _chunk_bounds(some, self._chunk_bytes)
             for start, stop in zip(bounds, bounds[1:]):
-                self._add(([some.between(start, stop, some.faults if start == 0 else ())], None))
+                self._add(some.between(start, stop, some.faults if start == 0 else ()))
         self._asked = max(self._asked, number + 1)
         self.is_over = number >= self._found
         return not self.is_over
 
-    def chunk(self, number: int) -> Stretch:
+    def chunk(self, number: int) -> list[Rows]:
         """Return a chunk that was found, by this cursor or the one before."""
-        return self._chunks[number] if number in self._chunks else self._before[number]
+        return [self._chunks[number] if number in self._chunks else self._before[number]]
 
-    def _add(self, chunk: Stretch) -> None:
+    def _add(self, chunk: Rows) -> None:
         self._chunks[self._found] = chunk
         self._found += 1
 

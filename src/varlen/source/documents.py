@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
+from varlen.source.cells import NotJson, refuse
 from varlen.source.chats.calls import from_json
 from varlen.source.chats.instructions import instruction_messages
 from varlen.source.chats.messages import Chat, as_chat, without_nulls
@@ -19,14 +20,17 @@ from varlen.source.chats.template import ChatTemplate, check_variables, prompt_a
 from varlen.source.columns import Columns
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
-from varlen.source.rows import Fault, Rows, as_list, json_kind
+from varlen.source.rows import Fault, Rows, as_list, json_kind, losses_of
 from varlen.source.tokenizer import FastTokenizer, Tokenizer
 from varlen.types import Int32Array, IntArray
 
 Mask = npt.NDArray[np.uint8]
 Supervise = Literal["assistant", "last", "all"]
-_NESTED = ("messages", "tools", "prompt", "completion", "chat_template_kwargs")
-"""Roles whose values may hold objects."""
+_PRUNE = {
+    role: partial(without_nulls, is_chat=role not in ("tools", "chat_template_kwargs"))
+    for role in ("messages", "tools", "prompt", "completion", "chat_template_kwargs")
+}
+"""Of roles whose values may hold objects, what takes away the keys that a table gives to all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,18 +107,35 @@ def encode_rows(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     Raises:
         SettingError: the tokenizer can't do it: no EOS, or it fails.
     """
+    documents = _encoded(rows, columns, encoding)
+    if not documents.faults:
+        return documents
+    return replace(documents, losses=documents.losses + losses_of(documents.faults))
+
+
+def none_of(faults: tuple[Fault, ...]) -> Documents:
+    """Return no documents, and why."""
+    return Documents(
+        tokens=np.zeros(0, dtype=np.int32),
+        offsets=np.zeros(1, dtype=np.int64),
+        faults=faults,
+        losses=losses_of(faults),
+    )
+
+
+def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
+    """Turn rows into documents, of whose losses those of faults are still to be counted."""
     if columns.kind == "tokens":
         taken = {role: rows.columns[name] for role, name in columns.names.items()}
         tokens, offsets, mask, wrong = ready_documents(taken, len(rows), encoding.vocab_size)
         return Documents(tokens=tokens, offsets=offsets, loss_mask=mask, faults=rows.blame(wrong))
-    values = {role: as_list(rows.columns[name]) for role, name in columns.names.items()}
+    values = {role: as_list(rows.columns[name], _PRUNE.get(role)) for role, name in columns.names.items()}
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
-    for role, column in values.items():
-        if role in _NESTED and not isinstance(rows.columns[columns.names[role]], list):
-            is_chat = role not in ("tools", "chat_template_kwargs")
-            values[role] = [without_nulls(value, is_chat=is_chat) for value in column]
     steps = _steps(columns, values, len(rows), encoding)
+    for role, column in values.items():
+        for index in (index for index, cell in enumerate(column) if type(cell) is NotJson):
+            steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].said}")
     # What a template renders has a beginning of its own; a prompt that is plain text has none.
     is_plain = [
         columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
+from varlen.source.losses import Losses
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
 from varlen.source.watch import Watch
@@ -35,6 +35,8 @@ class Lengths:
     """How some documents begin, by their number."""
     skipped: Sequence[str]
     """Records that couldn't be read."""
+    losses: Losses = field(default_factory=Losses)
+    """What these stand for, and what chat templates left out."""
     are_bytes: bool = False
     """Whether bytes were counted, for want of a tokenizer."""
     are_counted: bool = False
@@ -56,6 +58,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     lengths: list[IntArray] = []
     targets: list[IntArray] = []
     skipped: list[str] = []
+    losses = Losses()
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0
@@ -70,16 +73,17 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             targets.append(targets_of(documents))
             has_mask |= documents.loss_mask is not None
             skipped += map(str, documents.faults)
+            losses += documents.losses
         watch.finish(number)
     if not any(some.any() for some in lengths):
         first = source.files[0].path
-        were = f"; {many(len(skipped), 'record was', 'records were')} skipped" if skipped else ""
-        raise SourceError(f"{first} holds no document with tokens{were}")
+        raise SourceError("; ".join([f"{first} holds no document with tokens", *losses.sentences()]))
     return Lengths(
         lengths=np.concatenate(lengths),
         targets=np.concatenate(targets) if has_mask else None,
         excerpts=excerpts,
         skipped=skipped,
+        losses=losses,
         are_bytes=source.counts_bytes(),
     )
 
@@ -104,6 +108,7 @@ def stored_lengths(store: TokenStore) -> Lengths:
         targets=np.concatenate([shard.targets() for shard in shards]) if has_mask else None,
         excerpts={},
         skipped=(),
+        losses=store.losses,
     )
 
 

@@ -19,12 +19,14 @@ import fcntl
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.documents import Mask
+from varlen.source.losses import Losses
 from varlen.source.store import TokenStore, open_store
 from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
 from varlen.types import Int32Array, IntArray
@@ -95,6 +97,13 @@ class PartialStore:
     def tables(self) -> Path | None:
         """Folder for what is computed from the lengths once and kept, once the store is finished."""
         return self._store.tables if self._is_whole else None
+
+    @property
+    def losses(self) -> Losses:
+        """What the source of the finished parts holds that no token of them stands for."""
+        with suppress(SourceError):  # who reads them is told
+            self._look()
+        return self._store.losses
 
     def fingerprint_at(self, num_parts: int) -> str | None:
         """Return the fingerprint of the first parts alone: that of all, as it hasn't grown yet."""

@@ -39,6 +39,8 @@ def read_texts(data: Data) -> Iterator[str]:
     found_any = False
     for file in files:
         for rows, columns in rows_of(file, {}, "paragraph" if len(files) == 1 else "file"):
+            if columns is None:
+                raise rows.faults[0].raised()
             for text in _texts(rows, columns):
                 if text.strip():
                     found_any = True
@@ -55,7 +57,7 @@ def _texts(rows: Rows, columns: Columns) -> Iterator[str]:
         SourceError: a row is faulty, or holds ready tokens.
     """
     if rows.faults:
-        raise SourceError(str(rows.faults[0]))
+        raise rows.faults[0].raised()
     if columns.kind == "tokens":
         raise SourceError(f"{rows.path} holds ready tokens (`input_ids`), but its text is needed here")
     roles = [role for role in _READ[columns.kind] if role in columns.names]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from varlen.errors import SourceError
+from varlen.source.cells import NotJson, decode_column
 from varlen.source.lists import flat_values
+from varlen.source.losses import Losses, total
 
 Column = Any
 """Values of one column, one a row: a list of Python values or an Arrow array."""
@@ -15,9 +18,12 @@ MOST_LISTED = 12
 """Names of columns that a sentence lists before it stops."""
 
 
+_RECORD = Losses(records=1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """A record, or the rest of a file, that can't be read."""
+    """A record, a stretch of rows, or the rest of a file, that can't be read."""
 
     where: str
     """File and row."""
@@ -25,10 +31,28 @@ class Fault:
     """Goes on from there: "is not valid JSON: ..."."""
     number: int = 0
     """Of the row in its file, to list faults in order; 0 where it isn't one row's."""
+    losses: Losses = _RECORD
+    """What it stands for, in the unit of the loss."""
+    raises: str = ""
+    """What the error says where nothing may be skipped; the sentence unless given."""
 
     def __str__(self) -> str:
         """Join both to a sentence."""
         return f"{self.where} {self.why}"
+
+    def raised(self) -> SourceError:
+        """Return the error to be raised where nothing may be skipped."""
+        return SourceError(self.raises or str(self))
+
+    @property
+    def covers(self) -> int:
+        """Rows of the file that it stands for, as far as they are known."""
+        return self.losses.num_rows
+
+
+def losses_of(faults: Iterable[Fault]) -> Losses:
+    """Return what faults stand for, together."""
+    return total(fault.losses for fault in faults)
 
 
 def zero() -> int:
@@ -83,6 +107,11 @@ class Rows:
         }
         return replace(self, columns=columns, numbers=[self.numbers[index] for index in indexes], faults=())
 
+    @property
+    def covers(self) -> int:
+        """Rows of the file that these stand for: those that can't be read too."""
+        return len(self) + sum(fault.covers for fault in self.faults)
+
     def where(self, index: int) -> str:
         """Name the file and a row's place in it.
 
@@ -106,6 +135,16 @@ class Rows:
         return tuple(sorted([*self.faults, *found], key=lambda fault: fault.number))
 
 
+def faulty(fault: Fault, names: Sequence[str] = ()) -> Rows:
+    """Return no row but a fault.
+
+    Args:
+        fault: of rows that can't be read.
+        names: of the columns.
+    """
+    return Rows(columns={name: [] for name in names}, numbers=(), path=fault.where, faults=(fault,))
+
+
 def _some(column: Column, start: int, stop: int) -> Column:
     return column[start:stop] if isinstance(column, list) else column.slice(start, stop - start)
 
@@ -121,14 +160,25 @@ def place(path: str, unit: str, number: int) -> str:
     return f"{path} {unit} {number:,}" if unit else path
 
 
-def as_list(column: Column) -> list[Any]:
-    """Return a column as Python values; what Arrow can't turn into one stays as it is, to be refused by row."""
+def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[Any]:
+    """Return a column as the Python values that its type means.
+
+    What Arrow can't turn into one stays as it is, and a cell of JSON type that holds none is `NotJson`; both
+    are to be refused by row.
+
+    Args:
+        column: of rows.
+        prune: takes away what a cell of a table holds only since other rows do, such as keys without a value.
+    """
     if isinstance(column, list):
         return column
     try:
-        return _numbers(column) if str(column.type) in _LISTS else list(column.to_pylist())
+        if str(column.type) in _LISTS:
+            return _numbers(column)
+        values = list(column.to_pylist())
     except Exception:  # text that isn't UTF-8, dates beyond Python's, keys that stand twice in an object
-        return [_value(value) for value in column]
+        values = [_value(value) for value in column]
+    return decode_column(column.type, values, prune)
 
 
 _LISTS = {
@@ -176,4 +226,6 @@ def json_kind(value: object) -> str:
         int: "number",
         float: "number",
     }
+    if isinstance(value, NotJson):
+        return value.said
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, Mask, targets_of
+from varlen.source.losses import Losses
 from varlen.source.writing import sync
 from varlen.types import IntArray
 
@@ -33,8 +35,11 @@ class ShardCounts:
     num_tokens: int
     num_targets: int
     num_skipped: int
+    """Rows lost, each a record or one of a stretch that can't be read."""
     dtype: str
     has_mask: bool
+    losses: Mapping[str, Any] | None = None
+    """As `Losses` has them; None in shards of version 0.1.0, which know `num_skipped` alone."""
 
 
 class ShardWriter:
@@ -51,6 +56,7 @@ class ShardWriter:
         self._lengths: list[IntArray] = []
         self._targets: list[IntArray] = []
         self._skipped: list[str] = []
+        self._losses = Losses()
         self.num_tokens = 0
 
     def append(self, documents: Documents) -> None:
@@ -69,6 +75,8 @@ class ShardWriter:
         self._lengths.append(lengths)
         self._targets.append(targets_of(documents))
         self._skipped += map(str, documents.faults)
+        if documents.losses:
+            self._losses += documents.losses
         self.num_tokens += len(tokens)
 
     def _widen(self) -> None:
@@ -96,9 +104,10 @@ class ShardWriter:
             num_documents=len(targets),
             num_tokens=self.num_tokens,
             num_targets=int(targets.sum()),
-            num_skipped=len(self._skipped),
+            num_skipped=self._losses.num_rows,
             dtype=np.dtype(self._dtype).name,
             has_mask=self._mask is not None,
+            losses=self._losses.to_json(),
         )
         (self._partial / "shard.json").write_text(json.dumps(asdict(counts)))
         for file in self._partial.iterdir():

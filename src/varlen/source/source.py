@@ -7,20 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.chatml import CHATML
 from varlen.source.chats.template import chat_template as make_template
 from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
-from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of
+from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
 from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
-from varlen.source.formats.reading import cut_points, rows_of
+from varlen.source.formats.reading import columns_of, cut_points, rows_of
 from varlen.source.retry import Retry
-from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import ByteTokenizer, digest
 from varlen.source.written import split_documents
@@ -140,11 +137,11 @@ class Source:
         """Yield what the rows of the first files hold, of those that can be read."""
         for file in self.files[:_LOOKED_AT]:
             try:
-                for _, columns in rows_of(file, self.encoding.columns, self.text_cut):
-                    yield columns
-                    break
+                columns = columns_of(file, self.encoding.columns)
             except SourceError:
                 continue
+            if columns is not None:
+                yield columns
 
     def read(self, part: Part) -> Iterator[Documents]:
         """Yield the documents of a part, in the order of the files, a few megabytes at a time.
@@ -158,17 +155,14 @@ class Source:
 
     def _read_span(self, span: Span) -> Iterator[Documents]:
         file = self.files[span.file]
-        try:
-            for rows, columns in rows_of(file, self.encoding.columns, self.text_cut, span.start, span.stop):
+        for rows, columns in rows_of(file, self.encoding.columns, self.text_cut, span.start, span.stop):
+            if columns is None or not len(rows):
+                documents = none_of(rows.faults)
+            else:
                 documents = encode_rows(rows, columns, self.encoding)
-                if documents.faults and self.on_error == "raise":
-                    raise SourceError(str(documents.faults[0]))
-                yield documents
-        except SourceError as error:
-            if self.on_error == "raise":
-                raise
-            text = str(error).removeprefix(f"{file.path} ")
-            yield _nothing(Fault(where=file.path, why=f"(what is left of it): {text}"))
+            if documents.faults and self.on_error == "raise":
+                raise documents.faults[0].raised()
+            yield documents
 
 
 def open_source(
@@ -267,11 +261,6 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
                 f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
                 "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
             )
-
-
-def _nothing(fault: Fault) -> Documents:
-    """Return no documents, and why."""
-    return Documents(tokens=np.zeros(0, dtype=np.int32), offsets=np.zeros(1, dtype=np.int64), faults=(fault,))
 
 
 def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:

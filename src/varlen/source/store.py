@@ -24,6 +24,7 @@ import numpy as np
 
 from varlen.errors import SourceError
 from varlen.source.documents import Mask
+from varlen.source.losses import Losses, stored, total
 from varlen.source.pieces import Reader
 from varlen.source.shard import Shard
 from varlen.source.written import read_manifest
@@ -77,6 +78,12 @@ class TokenStore:
     def fingerprint(self) -> str:
         """Changes with the tokens, whatever they were made from."""
         return str(self.manifest["fingerprint"])
+
+    @property
+    def losses(self) -> Losses:
+        """What its source holds that no token of it stands for."""
+        is_whole = "losses" in self.manifest or "num_skipped" in self.manifest
+        return stored(self.manifest) if is_whole else total(map(stored, self.manifest["shards"]))
 
     def fingerprint_at(self, num_parts: int) -> str | None:
         """Return the fingerprint that the store had with its first parts alone; None: it never had just these."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.counts import many
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count
 from varlen.source.files import File, Format, find_files
@@ -78,7 +78,7 @@ def _batches(files: Sequence[File], size: int, on_error: OnError) -> Iterator[di
     for file in files:
         for columns, faults in all_columns(file):
             if faults and on_error == "raise":
-                raise SourceError(str(faults[0]))
+                raise faults[0].raised()
             skipped += map(str, faults)
             if waiting and waiting.keys() != columns.keys():
                 yield waiting

@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from varlen.source.losses import Losses
 from varlen.source.rows import Fault, Rows, place, zero
 
 Found = tuple[int, int, list[Any] | str | None]
 """A row's number, its size, and its values by column; or why it can't be read; or None where it is blank."""
 
+
+class Lost(str):
+    """Why more than a row can't be read, and what is lost."""
+
+    losses: Losses
+
+    @classmethod
+    def of(cls, why: str, losses: Losses) -> Lost:
+        """Return both."""
+        lost = cls(why)
+        lost.losses = losses
+        return lost
+
+
 BATCH_SIZE = 1 << 20
 """Bytes or characters of rows that make a batch large enough."""
 _MOST_ROWS = 4096
+_RECORD = Losses(records=1)
 
 
 def gather(
@@ -53,7 +69,8 @@ def gather(
                 numbers.append(number)
             elif values is not None:
                 at = base() + number
-                faults.append(Fault(where=place(path, unit, at), why=values, number=at))
+                losses = values.losses if isinstance(values, Lost) else _RECORD
+                faults.append(Fault(where=place(path, unit, at), why=str(values), number=at, losses=losses))
             count = len(numbers) + len(faults) if count_faults else len(numbers)
             if size >= BATCH_SIZE or count >= most_rows:
                 yield rows()

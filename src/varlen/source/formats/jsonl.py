@@ -25,8 +25,12 @@ MOST_RECORD_BYTES = 256 << 20
 """A line longer than this is a mistake (a file without line ends), and would fill the memory."""
 
 
-def column_names(file: File) -> list[str]:
-    """Return the names that the first row has, of those that can be read; none where there is no row.
+def row_names(file: File, most: int) -> list[tuple[str, ...]]:
+    """Return the names that the first rows have, of those that can be read; none where there is no row.
+
+    Args:
+        file: to be looked into.
+        most: rows that are wanted.
 
     Raises:
         SourceError: the file can't be read, or none of its first rows is an object.
@@ -36,28 +40,40 @@ def column_names(file: File) -> list[str]:
         rows = (
             (place(file.path, "line", number), _parse(line)) for number, line in lines if line.strip(_BLANKS)
         )
-        return first_names(rows, file.path)
+        return first_names(rows, file.path, most)
 
 
-def first_names(rows: Iterator[tuple[str, dict[str, Any] | str]], path: str) -> list[str]:
-    """Return the names that the first row in order has; none where there is no row.
+def first_names(
+    rows: Iterator[tuple[str, dict[str, Any] | str]], path: str, most: int
+) -> list[tuple[str, ...]]:
+    """Return the names that the first rows in order have; none where there is no row.
 
     Args:
         rows: where each stands, and the row or why it is none.
         path: of the file.
+        most: rows that are wanted.
 
     Raises:
-        SourceError: none of the first thousand is in order and has a field; says what is wrong with the first.
+        SourceError: none of the first thousand is in order and has a field, says what is wrong with the first; or
+            the file can't be read up to one.
     """
     first_fault = ""
-    for where, row in islice(rows, _MOST_TRIED):
-        if row and not isinstance(row, str):
-            return list(row)
-        said = f"{where} {row}" if row else f"{path} begins with an object without any field"
-        first_fault = first_fault or said
-    if first_fault:
+    found: list[tuple[str, ...]] = []
+    try:
+        for where, row in islice(rows, _MOST_TRIED):
+            if row and not isinstance(row, str):
+                found.append(tuple(row))
+                if len(found) == most:
+                    break
+                continue
+            said = f"{where} {row}" if row else f"{path} begins with an object without any field"
+            first_fault = first_fault or said
+    except SourceError:
+        if not found:
+            raise
+    if first_fault and not found:
         raise SourceError(first_fault)
-    return []
+    return found
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
@@ -160,7 +176,7 @@ def as_object(row: Any) -> dict[str, Any] | str:
 
 
 def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
-    """Return the values of a row, or which needed fields it lacks, or has though the first row has none."""
+    """Return the values of a row, or which needed fields it lacks, or has though the first rows have none."""
     if isinstance(row, str):
         return row
     absent = [name for name in fields.needed if name not in row]
@@ -168,7 +184,7 @@ def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
         return f"has no {listed(absent)}; it has {listed(list(row))}"
     extra = [name for name in row if name in fields.refused]
     if extra:
-        return f"has {listed(extra)}, which the file's first row has not; give it to all rows or to none"
+        return f"has {listed(extra)}, which the file's first rows haven't; give it to all rows or to none"
     return [row.get(name) for name in fields.names]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,19 +12,27 @@ from varlen.errors import SourceError
 from varlen.source.columns import Columns, Fields, find_columns
 from varlen.source.files import File
 from varlen.source.formats import arrays, delimited, json_values, jsonl, plain_text, tables
+from varlen.source.formats.lost import rest_of
 from varlen.source.formats.plain_text import Cut
-from varlen.source.rows import Fault, Rows, as_list
+from varlen.source.rows import Fault, Rows, as_list, faulty
+
+_LOOKED_AT, _MOST_LOOKED_AT = 8, 1000
+"""Rows that tell what a file holds, and as many where none of these can be used."""
 
 
 def rows_of(
     file: File, named: Mapping[str, str], text_cut: Cut, start: int = 0, stop: int | None = None
-) -> Iterator[tuple[Rows, Columns]]:
+) -> Iterator[tuple[Rows, Columns | None]]:
     """Yield the rows of a file, or a stretch of it, and what they hold.
 
-    Raises:
-        SourceError: the file can't be read, or has no column of documents.
+    Where nothing more can be read, or there is no column of documents, the last rows are none but a fault; in the
+    second case there are no columns either.
     """
-    columns = columns_of(file, named)
+    try:
+        columns = columns_of(file, named)
+    except SourceError as error:
+        yield faulty(rest_of(file, error, start=start, stop=stop)), None
+        return
     if columns is not None:
         for rows in rows_in(file, columns, text_cut, start, stop):
             yield rows, columns
@@ -33,19 +41,47 @@ def rows_of(
 def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     """Return what a file's rows hold, and in which columns; None where it has no row to tell.
 
+    Rows that are objects may differ. What most of the first ones hold is what all of the file are to hold, and others
+    are faults.
+
     Raises:
         SourceError: the file can't be read, or has no column of documents.
     """
+    if file.format in ("jsonl", "json"):
+        for most in (_LOOKED_AT, _MOST_LOOKED_AT):
+            rows = _row_names(file, most)
+            columns = _of_most(rows, named, file.path, is_last=most == _MOST_LOOKED_AT or len(rows) < most)
+            if columns is not None or not rows:
+                return columns
     names = column_names(file)
-    if not names and file.format in ("jsonl", "json", "csv", "tsv"):
+    if not names and file.format in ("csv", "tsv"):
         return None  # without a row there is no name of a column
-    return find_columns(
-        names,
-        named,
-        file.path,
-        are_fields=file.format in ("jsonl", "json"),
-        are_a_line=file.format in ("csv", "tsv"),
-    )
+    return find_columns(names, named, file.path, are_a_line=file.format in ("csv", "tsv"))
+
+
+def _of_most(
+    rows: Sequence[tuple[str, ...]], named: Mapping[str, str], path: str, *, is_last: bool
+) -> Columns | None:
+    """Return what most rows hold, the first of those that are as many; None where none can be used.
+
+    Raises:
+        SourceError: none can, and these are the last; says what is wrong with the first.
+    """
+    found: dict[str, tuple[int, Columns]] = {}
+    first: SourceError | None = None
+    for names in rows:
+        try:
+            columns = find_columns(names, named, path, are_fields=True)
+        except SourceError as error:
+            first = first or error
+            continue
+        key = repr((columns.kind, sorted(columns.names.items())))
+        found[key] = found.get(key, (0, columns))[0] + 1, found.get(key, (0, columns))[1]
+    if found:
+        return max(found.values(), key=lambda one: one[0])[1]
+    if first is not None and is_last:
+        raise first
+    return None
 
 
 def rows_in(
@@ -53,29 +89,49 @@ def rows_in(
 ) -> Iterator[Rows]:
     """Yield the rows of a file, or of a stretch of it, whose columns are known.
 
-    Raises:
-        SourceError: the file can't be read any further.
+    Where nothing more can be read, the last rows are none but a fault.
     """
-    if file.format == "text":
-        return _placed(plain_text.read(file, text_cut))
-    return _read(file, columns.fields, start, stop)
+    return _to_the_fault(file, columns.fields, text_cut, start, stop)
+
+
+def _to_the_fault(
+    file: File, fields: Fields, text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[Rows]:
+    """Yield rows, and in place of an error the fault of what can't be read."""
+    covered = read_to = at = 0
+
+    def note(path: str, first: int, last: int) -> None:
+        nonlocal at
+        at = max(at, last)
+        if file.on_read is not None:
+            file.on_read(path, first, last)
+
+    noted = file if file.is_remote else replace(file, on_read=note)
+    try:
+        read = (
+            _placed(plain_text.read(noted, text_cut))
+            if file.format == "text"
+            else _read(noted, fields, start, stop)
+        )
+        for rows in read:
+            yield rows
+            covered, read_to = covered + rows.covers, at
+    except SourceError as error:
+        yield faulty(
+            rest_of(file, error, rows=covered, read_to=read_to, start=start, stop=stop), fields.names
+        )
 
 
 def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:
     """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read.
 
     Raises:
-        SourceError: the file can't be read any further.
+        SourceError: the file can't be opened.
     """
     names = column_names(file)
     if not names:
         return
-    is_text = file.format == "text"
-    for rows in (
-        _placed(plain_text.read(file, "line"))
-        if is_text
-        else _read(file, Fields(needed=tuple(names)), 0, None)
-    ):
+    for rows in _to_the_fault(file, Fields(needed=tuple(names)), "line"):
         yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
 
 
@@ -122,9 +178,10 @@ def column_names(file: File) -> list[str]:
 
 
 def _column_names(file: File) -> list[str]:
+    if file.format in ("jsonl", "json"):
+        found = _names_of_rows(file, _LOOKED_AT)
+        return list(max(found, key=found.count)) if found else []
     readers = {
-        "jsonl": jsonl.column_names,
-        "json": json_values.column_names,
         "parquet": tables.column_names,
         "arrow": tables.column_names,
         "npz": arrays.column_names,
@@ -138,6 +195,24 @@ def _column_names(file: File) -> list[str]:
 def _column_names_by_mark(file: File) -> tuple[str, ...]:
     """Remember a remote file's columns by the server's mark of its content: each of its parts asks for them."""
     return tuple(_column_names(file))
+
+
+def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the first rows that are objects with some.
+
+    Raises:
+        SourceError: the file can't be read, or none of its first rows is one.
+    """
+    if file.mark is None:
+        return _names_of_rows(file, most)
+    return _row_names_by_mark(replace(file, on_read=None), most)
+
+
+def _names_of_rows(file: File, most: int) -> tuple[tuple[str, ...], ...]:
+    return tuple((jsonl if file.format == "jsonl" else json_values).row_names(file, most))
+
+
+_row_names_by_mark = lru_cache(maxsize=1 << 14)(_names_of_rows)
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:

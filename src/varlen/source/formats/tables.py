@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
+from varlen.source.formats.arrow_blocks import MAGIC, blocks_of, stream_rows
+from varlen.source.losses import Losses
 from varlen.source.opening import compression_of, open_seekable
 from varlen.source.retry import first_line
-from varlen.source.rows import Fault, Rows, place
+from varlen.source.rows import Fault, Rows, faulty, place
 
 _BATCH_BYTES = 4 << 20
 _MOST_BATCH_ROWS = 8192
-_MAGIC = b"ARROW1"
+_NO_MEMORY = 1 << 42
+"""Bytes that no machine has."""
 
 
 def column_names(file: File) -> list[str]:
@@ -85,20 +92,25 @@ def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
         return sizes
 
 
-def count_rows(file: File, start: int, stop: int) -> int:
-    """Count the rows of row groups, or record batches, [start, stop); of Arrow files they must be read.
+def count_rows(file: File, start: int, stop: int | None) -> int:
+    """Count the rows of row groups, or record batches, [start, stop), by what the file says of itself.
 
     Raises:
-        SourceError: the file isn't such a table, or is damaged.
+        SourceError: the file isn't such a table, or is damaged; or it is a stream.
     """
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format == "parquet":
-            return sum(table.metadata.row_group(group).num_rows for group in range(start, stop))
-        return sum(table.get_batch(index).num_rows for index in range(start, stop))
+            groups = range(start, table.num_row_groups if stop is None else stop)
+            return sum(table.metadata.row_group(group).num_rows for group in groups)
+        if not hasattr(table, "num_record_batches"):
+            raise SourceError(f"{file.path} is a stream, which doesn't say how many rows it holds")
+        return sum(block.num_rows or 0 for block in blocks_of(stored)[start:stop])
 
 
 def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = None) -> Iterator[Rows]:
     """Yield the rows of a table, a few megabytes at a time, as Arrow arrays.
+
+    A row group or record batch that is damaged is a fault, and those after it are read.
 
     Args:
         file: to be read.
@@ -113,13 +125,56 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
     row = 0
     try:
         with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
-            batches = (_parquet if file.format == "parquet" else _arrow)(table, list(wanted), start, stop)
-            for batch in batches:
+            if file.format == "parquet":
+                found = _parquet(table, list(wanted), start, stop)
+            else:
+                found = _arrow(table, stored, list(wanted), start, stop)
+            for batch in found:
+                if isinstance(batch, _Damaged):
+                    fault = batch.fault(file, base() + row)
+                    yield faulty(fault, wanted)
+                    row += fault.covers
+                    continue
                 yield _rows(batch, file, row, base)
                 row += batch.num_rows
     except SourceError as error:
         after = base() + row
         raise SourceError(f"{error} (after row {after:,})" if after else str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Damaged:
+    """A row group or record batch that can't be read, or what is left of it."""
+
+    name: str
+    error: Exception
+    num_rows: int | None
+    """None where the file doesn't tell."""
+    num_bytes: int = 0
+    is_cut: bool = False
+    """Whether the file ends within it."""
+
+    def fault(self, file: File, before: int) -> Fault:
+        """Return the fault of its rows, of which so many stand before it in the file."""
+        why = f"can't be read, as it is damaged: {first_line(self.error)}"
+        if self.num_rows is None:
+            losses = Losses(num_bytes=max(self.num_bytes, 1), cut_files=int(self.is_cut))
+            return Fault(where=f"{file.path} {self.name}", why=why, number=before + 1, losses=losses)
+        rows = f"rows {before + 1:,} to {before + self.num_rows:,}"
+        where = place(file.path, "row", before + 1) if self.num_rows == 1 else f"{file.path} {rows}"
+        return Fault(
+            where=where,
+            why=f"({self.name}) {why}",
+            number=before + 1,
+            losses=Losses(rows=self.num_rows, cut_files=int(self.is_cut)),
+        )
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a failure is the file's, and neither the disk's nor the network's nor this machine's."""
+    if isinstance(error, MemoryError):  # a damaged length asks for more than there is anywhere
+        return any(int(size) >= _NO_MEMORY for size in re.findall(r"\d+", str(error)))
+    return not isinstance(error, VarlenError) and getattr(error, "errno", None) is None
 
 
 def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
@@ -158,36 +213,101 @@ def _alone(row: Any) -> list[Any]:
 
 
 def _rows_before(file: File, start: int) -> int:
-    """Count the rows before a row group or record batch, for a message: of Arrow files all must be read."""
+    """Count the rows before a row group or record batch, for a message."""
     return count_rows(file, 0, start) if start else 0
 
 
 def _parquet(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
-    """Yield batches of a few megabytes."""
+    """Yield batches, and of row groups that can't be read what is left of each."""
     for group in range(start, table.num_row_groups if stop is None else stop):
-        shape = table.metadata.row_group(group)
-        if shape.num_rows == 0:
+        done = 0
+        try:
+            for batch in _group(table, wanted, group):
+                yield batch
+                done += batch.num_rows
+            failed: Exception = SourceError("it holds fewer rows than it says")
+        except Exception as error:
+            if not _is_damage(error):
+                raise
+            failed = error
+        left = table.metadata.row_group(group).num_rows - done
+        if left > 0:
+            yield _Damaged(name=f"row group {group + 1:,}", error=failed, num_rows=left)
+
+
+def _group(table: Any, wanted: list[str], group: int) -> Iterator[Any]:
+    """Yield the batches of a row group, of a few megabytes."""
+    shape = table.metadata.row_group(group)
+    if shape.num_rows == 0:
+        return
+    row_bytes = shape.total_byte_size / shape.num_rows
+    rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
+    yield from table.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
+
+
+def _arrow(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
+    """Yield batches, cut where they are large, and those that can't be read."""
+    is_file = hasattr(table, "num_record_batches")
+    for batch in _file_batches(table, stored, start, stop) if is_file else _stream_batches(table, stored):
+        if isinstance(batch, _Damaged):
+            yield batch
             continue
-        row_bytes = shape.total_byte_size / shape.num_rows
-        rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
-        yield from table.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
-
-
-def _arrow(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
-    """Yield batches, cut where they are large."""
-    count = getattr(table, "num_record_batches", None)
-    batches = (
-        table
-        if count is None
-        else (table.get_batch(index) for index in range(start, count if stop is None else stop))
-    )
-    for batch in batches:
         chosen = batch.select(wanted)
-        chosen.validate()
+        try:
+            chosen.validate()
+        except Exception as error:
+            yield _Damaged(name="a record batch", error=error, num_rows=batch.num_rows)
+            continue
         row_bytes = chosen.nbytes / max(batch.num_rows, 1)
         rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
         for at in range(0, batch.num_rows, rows):
             yield chosen.slice(at, rows)
+
+
+def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
+    """Yield the record batches of a file."""
+    for index in range(start, table.num_record_batches if stop is None else stop):
+        try:
+            batch = table.get_batch(index)
+        except Exception as error:
+            blocks = blocks_of(stored)
+            if not _is_damage(error) or len(blocks) <= index:
+                raise
+            yield _Damaged(
+                name=f"record batch {index + 1:,}",
+                error=error,
+                num_rows=blocks[index].num_rows,
+                num_bytes=blocks[index].num_bytes,
+            )
+        else:
+            yield batch
+
+
+def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
+    """Yield the record batches of a stream; one whose values alone are damaged is passed over."""
+    for number in itertools.count(1):
+        before = stored.tell()
+        try:
+            batch = table.read_next_batch()
+        except StopIteration:
+            return
+        except Exception as error:
+            if not _is_damage(error):
+                raise
+            num_rows = stream_rows(stored, before)
+            if num_rows is None:  # nobody can tell where the next one begins
+                left = stored.seek(0, os.SEEK_END) - before
+                yield _Damaged(
+                    name=f"all from record batch {number:,} on", error=error, num_rows=None, num_bytes=left
+                )
+                return
+            name, passed = f"record batch {number:,}", stored.tell() - before
+            is_cut = any(said in str(error) for said in ("to be able to read", "but only read"))
+            yield _Damaged(name=name, error=error, num_rows=num_rows, num_bytes=passed, is_cut=is_cut)
+            if is_cut:
+                return
+        else:
+            yield batch
 
 
 @contextmanager
@@ -204,7 +324,7 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
         ) as table:
             yield table
         return
-    is_file = stored.read(len(_MAGIC)) == _MAGIC
+    is_file = stored.read(len(MAGIC)) == MAGIC
     stored.seek(0)
     with pa.ipc.open_file(stored) if is_file else pa.ipc.open_stream(stored) as table:
         yield table

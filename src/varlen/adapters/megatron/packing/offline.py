@@ -29,6 +29,7 @@ from varlen.offline.index import OnProgress, quiet
 from varlen.offline.pack import PackedSet, make_set
 from varlen.offline.places import disk_faults, write_json
 from varlen.offline.write import opened_store
+from varlen.source.losses import nothing_left
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
 from varlen.source.written import WORK
@@ -117,8 +118,9 @@ def _written(
     packing = plan_rows(store, settings)
     if not packing.num_packs:
         raise DocumentsError(
-            "no document is left to pack: all were dropped, or have a single token and so nothing to predict; "
-            "pass --overlong split, or a larger --capacity"
+            "no document is left to pack: all were dropped, or have a single token and so nothing to predict ("
+            f"{nothing_left(packing.ledger, store.losses, settings.pack_size)}); pass --overlong split, or a larger "
+            "--capacity"
         )
     pad_id = _pad_id(store, settings)
     targets = _row_targets(store, packing)
@@ -141,6 +143,7 @@ def _written(
         "fill_ratio": packing.fill_ratio,
         "packs_without_target": int((targets == 0).sum()),
         "num_skipped": int(store.manifest["num_skipped"]),
+        "losses": store.losses.to_json(),
         "ledger": asdict(packing.ledger),
         "metadata": metadata.name,
     }
