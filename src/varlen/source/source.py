@@ -22,7 +22,7 @@ from varlen.source.formats.reading import cut_points, rows_of
 from varlen.source.retry import Retry
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import ByteTokenizer, digest
+from varlen.source.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
 from varlen.source.written import split_documents
 
 OnError = Literal["raise", "skip"]
@@ -247,12 +247,18 @@ def open_source(
     cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
-    deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
+    deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
     # What is left out or allowed decides which records are refused.
     settings = (*deciding, encoding.vocab_size, *(["allow_unwritten"] if allow_unwritten else []))
     return Source(
         files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
     )
+
+
+def _reading(tokenizer: Tokenizer) -> str:
+    """Return what changes with the ids of documents, their ends among them."""
+    eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
+    return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:

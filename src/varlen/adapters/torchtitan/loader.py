@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from varlen.pack.lengths import as_count
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer, digest
+from varlen.source.tokenizer import FastTokenizer
+from varlen.source.wrapped import put_before
 from varlen.types import Method, Overlong
 
 _KEY = "varlen"
@@ -308,5 +309,4 @@ def _as_tokenizer(trainers: Any) -> Any:
     begin = getattr(trainers, "bos_id", None)
     if begin is None or made.specials.prefix_ids or not isinstance(made, FastTokenizer):
         return made
-    marks = replace(made.specials, prefix_ids=(int(begin),))
-    return replace(made, specials=marks, fingerprint=digest(f"{made.fingerprint} bos {begin}"))
+    return put_before(made, [int(begin)])
