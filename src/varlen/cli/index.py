@@ -93,6 +93,8 @@ def index(
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
     """Say what the store holds, and what to do with it."""
+    from varlen.source.identity import made_by
+
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")
     print(
@@ -101,6 +103,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
     )
     if manifest.get("grown") and not was_there:
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
+    if (mark := made_by(manifest)) is not None and mark.are_bytes:
+        print("  tokens are bytes, for want of a --tokenizer: for a model with one, index again and name it")
     if manifest["num_skipped"]:
         print(f"  {many(manifest['num_skipped'], 'record')} skipped, listed in skipped.log of each shard")
     print(f"To pack it:      varlen pack {folder} -o packed --capacity 8192")

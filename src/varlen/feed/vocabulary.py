@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import ModelError
+from varlen.errors import ModelError, SourceError
+from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.unreadable import Pieces, place_of
+from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 from varlen.types import IntArray
 
@@ -78,3 +80,29 @@ def where_of(store: Pieces, document_id: int) -> str:
     before = np.concatenate([[0], np.cumsum(store.documents)])
     shard = int(np.searchsorted(before, document_id, side="right")) - 1
     return place_of(store, shard, document_id - int(before[shard]))
+
+
+def check_tokens(tokens: TokenDocuments, settings: LoaderSettings) -> None:
+    """Refuse tokens that the model doesn't know; where nobody says how many there are, the first are looked at.
+
+    Args:
+        tokens: the documents.
+        settings: with the model, if one was given.
+
+    Raises:
+        SettingError: the vocabulary of a store is larger.
+        ModelError: some of the first are beyond the model's; batches tell of others.
+        SourceError: a file is damaged.
+    """
+    if isinstance(tokens, TokenStore):
+        made_by = tokens.manifest.get("source", {}).get("tokenizer", {})
+        if made_by.get("vocab_size") is not None:
+            check_vocabulary(made_by["vocab_size"], made_by.get("name", "of the store"), settings)
+            return
+    if settings.vocab_size is None:
+        return
+    try:
+        check_first_ids(tokens, settings.vocab_size)
+    except SourceError:
+        if settings.on_error == "raise":  # else what can't be read is masked
+            raise

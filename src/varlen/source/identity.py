@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,13 @@ class TokenizerMark:
     name: str
     fingerprint: str | None
     """None where varlen 0.1.0 wrote one that its library's version went into."""
+    vocab_size: int | None = None
+    """All ids are below."""
     eos_id: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for a state."""
-        return {"name": self.name, "fingerprint": self.fingerprint, "eos_id": self.eos_id}
+        """Return it for a manifest or a state."""
+        return asdict(self)
 
     @property
     def are_bytes(self) -> bool:
@@ -85,6 +87,7 @@ def mark_of(tokenizer: Tokenizer) -> TokenizerMark:
     return TokenizerMark(
         name=Path(tokenizer.name).name or tokenizer.name,
         fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.specials.eos_id,
     )
 
@@ -97,13 +100,27 @@ def mark_in(said: object) -> TokenizerMark | None:
     """
     if not isinstance(said, Mapping) or not said:
         return None
-    found, eos = said.get("fingerprint"), said.get("eos_id")
+    found, size, eos = (said.get(key) for key in ("fingerprint", "vocab_size", "eos_id"))
+    if found is None and said.get("name") == "bytes":
+        found = f"{_BYTES}1"
     is_known = isinstance(found, str) and found.startswith((_IDS, _FUNCTION, _BYTES))
     return TokenizerMark(
         name=str(said.get("name", "of another name")),
         fingerprint=str(found).partition(" ")[0] if is_known else None,  # 0.1.0 wrote "bytes:1 eos 7"
+        vocab_size=size if isinstance(size, int) else None,
         eos_id=eos if isinstance(eos, int) else None,
     )
+
+
+def made_by(tokens: object) -> TokenizerMark | None:
+    """Return the tokenizer that made a store's or a packed set's tokens, by its manifest; None where it names none.
+
+    Args:
+        tokens: what is open, or a manifest.
+    """
+    manifest = tokens if isinstance(tokens, Mapping) else getattr(tokens, "manifest", None)
+    source = manifest.get("source") if isinstance(manifest, Mapping) else None
+    return mark_in(source.get("tokenizer")) if isinstance(source, Mapping) else None
 
 
 def check_same(where: str, made_by: TokenizerMark | None, meant: TokenizerMark, out: str) -> None:

@@ -19,11 +19,12 @@ from varlen.source.documents import Documents, Encoding, Supervise, encode_rows,
 from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import cut_points, rows_of
+from varlen.source.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.source.retry import Retry
 from varlen.source.rows import Fault
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
-from varlen.source.written import split_documents
+from varlen.source.written import read_manifest, split_documents
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]
@@ -56,6 +57,8 @@ class Source:
     on_error: OnError = "raise"
     text_cut: Cut = "file"
     """What a document is in text files."""
+    packed_by: TokenizerMark | None = None
+    """Of packed sets among the files: the tokenizer that their manifests name."""
     fingerprint: str = field(default="", compare=False)
     """Changes with whatever decides the tokens, but for the files' contents."""
 
@@ -122,6 +125,16 @@ class Source:
         if encoding.template.source is not CHATML or isinstance(encoding.tokenizer, ByteTokenizer):
             return False
         return any(columns.kind in ("messages", "instruction") for columns in self._first_columns())
+
+    def made_by(self) -> TokenizerMark | None:
+        """Return the tokenizer that makes the tokens, or made those that are there; None where nobody says which.
+
+        Looks at the columns of the first files only, where no tokenizer is given.
+        """
+        tokenizer = self.encoding.tokenizer
+        if not isinstance(tokenizer, ByteTokenizer) or self.counts_bytes():
+            return mark_of(tokenizer)
+        return self.packed_by
 
     def check_eos(self) -> None:
         """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
@@ -234,7 +247,9 @@ def open_source(
         end_marks=specials.end_marks,
         variables=chat_template_kwargs,
     )
-    known = made.vocab_size if tokenizer is not None and tokenizer != "bytes" else None
+    is_given = tokenizer is not None and tokenizer != "bytes"
+    packed_by = _packed_by(files, made if is_given else None)
+    known = made.vocab_size if is_given else None
     encoding = Encoding(
         tokenizer=made,
         template=template,
@@ -251,7 +266,12 @@ def open_source(
     # What is left out or allowed decides which records are refused.
     settings = (*deciding, encoding.vocab_size, *(["allow_unwritten"] if allow_unwritten else []))
     return Source(
-        files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
+        files=files,
+        encoding=encoding,
+        on_error=on_error,
+        text_cut=cut,
+        packed_by=packed_by,
+        fingerprint=digest(repr(settings)),
     )
 
 
@@ -273,6 +293,34 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
                 f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
                 "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
             )
+
+
+def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark | None:
+    """Return the tokenizer that made the packed sets among files; None where none of them says.
+
+    Args:
+        files: to be read.
+        given: the tokenizer that ready tokens are taken to be of; None where none is.
+
+    Raises:
+        SettingError: another one made them, or they were made by several.
+    """
+    found: tuple[Path, TokenizerMark] | None = None
+    for folder in sorted({Path(file.path).parent for file in files if not file.is_remote}):
+        manifest = read_manifest(folder)
+        mark = made_by(manifest)
+        if manifest is None:
+            continue
+        if given is not None:
+            check_same(
+                str(folder), mark, mark_of(given), "leave the tokenizer out, or pack the data with that one"
+            )
+        if mark is None:
+            continue
+        if found is not None:
+            check_same(str(folder), mark, found[1], f"which made those in {found[0]}: read the two apart")
+        found = found or (folder, mark)
+    return None if found is None else found[1]
 
 
 def _nothing(fault: Fault) -> Documents:

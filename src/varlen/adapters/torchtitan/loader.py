@@ -14,6 +14,7 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
 from varlen.pack.lengths import as_count
+from varlen.source.identity import check_same, made_by, mark_of
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.tokenize import load_tokenizer
@@ -287,10 +288,16 @@ def _tokenizer_for(config: PackedDataLoader.Config, trainers: Any) -> Any:
     """
     if config.text_tokenizer is not None:
         return config.text_tokenizer
-    is_mixture = isinstance(config.source, Mixture)
-    if trainers is None or (not is_mixture and open_tokens(config.source, check_tokens=False) is not None):
+    if trainers is None:
         return None
-    return _as_tokenizer(trainers)
+    tokens = None if isinstance(config.source, Mixture) else open_tokens(config.source, check_tokens=False)
+    if tokens is None:
+        return _as_tokenizer(trainers)
+    mark = made_by(tokens)
+    if mark is not None and hasattr(getattr(trainers, "tokenizer", trainers), "encode_batch_fast"):
+        out = "index the documents with the trainer's, or set model.hf_assets_path to those of that tokenizer"
+        check_same(str(config.source), mark, mark_of(_as_tokenizer(trainers)), out)
+    return None
 
 
 def _as_tokenizer(trainers: Any) -> Any:
