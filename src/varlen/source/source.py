@@ -337,10 +337,10 @@ def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mappi
     """
     if chosen is None:
         return own
-    return training_twin(own.get("default")) if chosen == TWIN else _template_text(chosen)
+    return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
 
 
-def _template_text(template: str | Path) -> str:
+def template_text(template: str | Path) -> str:
     """Return a chat template's text: what is given, or what stands in the file that it names.
 
     Raises:

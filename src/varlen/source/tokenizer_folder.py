@@ -79,6 +79,24 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Keys of a configuration that no ids depend on."""
 _OTHER_FORMS = ("tekken.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
+_PATTERNS = (
+    "tokenizer*.*",
+    "tokenization*.json",
+    _MAP,
+    _ADDED,
+    _TEMPLATE,
+    _TEMPLATES,
+    _PROCESSORS,
+    "vocab*",
+    "merges*.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "bpe.codes",
+    "emoji.json",
+)
+"""Names of the files that tokenizers of transformers are read from."""
 _PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -108,6 +126,21 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
             '(org/name), or "bytes"'
         )
     return _by_transformers(str(path), "is a name on the hub")
+
+
+def holds_tokenizer(path: str | Path) -> bool:
+    """Return whether a model's folder holds a tokenizer too; of a name on a hub it is taken for granted."""
+    place = Path(path).expanduser()
+    return not place.is_dir() or any(
+        file.name not in (_TEMPLATE, _TEMPLATES, _PROCESSORS, _MAP) for file in tokenizer_files(place)
+    )
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that belong to a tokenizer, and the folder of its templates."""
+    return sorted(
+        {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.suffix != ".safetensors"}
+    )
 
 
 def _from_file(path: Path) -> Tokenizer:
