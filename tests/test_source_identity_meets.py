@@ -1,4 +1,4 @@
-"""Where tokens meet a tokenizer: stores, packed sets, mixtures and states name theirs, and another is refused by name."""
+"""Where tokens meet a tokenizer: stores, packed sets, mixtures and states name theirs, and refuse another by name."""
 
 from __future__ import annotations
 
@@ -203,8 +203,9 @@ def test_a_store_of_old_without_such_a_mark_is_read(texts, folders, tmp_path):
 def test_tokens_that_are_bytes_are_told_and_no_others(texts, folders, tmp_path, mode, caplog):
     settings = {"mode": mode, "cache": tmp_path / "cache"}
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+    ids = tmp_path / "ids.jsonl"
     for data, tokenizer, are_bytes in (
-        (texts, None, True), (texts, "bytes", True), (texts, folders["one"], False), (tmp_path / "ids.jsonl", None, False),
+        (texts, None, True), (texts, "bytes", True), (texts, folders["one"], False), (ids, None, False),
     ):  # fmt: skip
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -226,3 +227,17 @@ def test_indexing_with_the_same_tokenizer_spelled_otherwise_finds_the_store(text
     assert was_there
     assert second.fingerprint == first[0].fingerprint
     assert isinstance(load_tokenizer(moved / "one").backend, Tokenizer)  # type: ignore[union-attr]
+
+
+def test_what_another_tokenizer_made_is_not_replaced_and_named(texts, folders, tmp_path):
+    store(texts, tmp_path / "store", folders["one"])
+    pack_source(open_source(texts, folders["one"]), tmp_path / "packed", PackSettings(capacity=64))
+
+    for name in ("store", "packed"):
+        with pytest.raises(
+            SettingError, match=rf"{name} holds tokens of the tokenizer one \(.*\), and two .*--overwrite"
+        ):
+            if name == "store":
+                store(texts, tmp_path / name, folders["two"])
+            else:
+                pack_source(open_source(texts, folders["two"]), tmp_path / name, PackSettings(capacity=64))

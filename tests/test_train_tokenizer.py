@@ -112,8 +112,12 @@ def test_documents_become_tokens_of_the_models_own_tokenizer_which_is_saved_with
 
 @pytest.mark.parametrize(
     ("asked", "stored", "dtype"),
-    [("auto", torch.float16, torch.float16), ("float32", torch.bfloat16, torch.float32), ("bfloat16", torch.float32, torch.bfloat16)],
-)  # fmt: skip
+    [
+        ("auto", torch.float16, torch.float16),
+        ("float32", torch.bfloat16, torch.float32),
+        ("bfloat16", torch.float32, torch.bfloat16),
+    ],
+)
 def test_the_model_is_saved_in_the_dtype_that_is_asked_for(texts, tmp_path, asked, stored, dtype):
     folder = write_tokenizer(write_model(tmp_path / "tiny", stored))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.errors import SourceError
+from varlen.errors import SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
     append,
@@ -32,6 +32,7 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.source.fingerprints import fingerprint
+from varlen.source.identity import made_by, mark_in
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, TokenStore, open_store
@@ -151,6 +152,8 @@ def build_store(
         tidy(folder)
         return open_store(folder)
     if overwrite or there is None or not grown or len(marks["files"]) == len(there["source"]["files"]):
+        if not overwrite:
+            check_tokenizer(folder, there, marks)
         there, grown, print_ = None, [], fingerprint_of(marks)
         check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
@@ -158,7 +161,7 @@ def build_store(
             take_back(partial, folder, there)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
-        plan = _Plan(partial, print_, first, marks["tokenizer"])
+        plan = _Plan(partial, print_, first, marks.get("tokenizer", {}))
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             shutil.rmtree(partial)  # nobody resumes this
@@ -182,6 +185,25 @@ def build_store(
         else:
             append(partial, folder, [shard["name"] for shard in listed], {**manifest, "grown": grown})
     return open_store(folder)
+
+
+def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str, Any]) -> None:
+    """Refuse by name to replace what another tokenizer made.
+
+    Args:
+        folder: of the result.
+        there: manifest of what is there.
+        marks: of what is to be made.
+
+    Raises:
+        SettingError: it did.
+    """
+    was, now = made_by(there), mark_in(marks.get("tokenizer"))
+    if was is not None and now is not None and was.is_same(now) is False:
+        raise SettingError(
+            f"{folder} holds tokens of the tokenizer {was.words}, and {now.words} gives other ids; name another "
+            "folder, or pass --overwrite (overwrite=True)"
+        )
 
 
 class _Plan(NamedTuple):

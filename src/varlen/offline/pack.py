@@ -13,7 +13,7 @@ from varlen.counts import many
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import unnamed
-from varlen.offline.index import OnProgress, build_store, look_at, quiet
+from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
 from varlen.offline.places import (
     check_output,
     check_places,
@@ -145,6 +145,8 @@ def _made(
     if manifest is not None and manifest.get("fingerprint") == wanted:
         tidy(output)
         return PackedSet(folder=output, manifest=manifest, was_there=True)
+    if not overwrite:
+        check_tokenizer(output, manifest, marks)
     check_output(output, overwrite=overwrite)
     with working_folder(output, wanted, keep=_TOKENS) as partial:
         check_output(output, overwrite=overwrite)  # the run that had the lock may have finished
