@@ -201,8 +201,8 @@ def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str,
     was, now = made_by(there), mark_in(marks.get("tokenizer"))
     if was is not None and now is not None and was.is_same(now) is False:
         raise SettingError(
-            f"{folder} holds tokens of the tokenizer {was.words}, and {now.words} gives other ids; name another "
-            "folder, or pass --overwrite (overwrite=True)"
+            f"{folder} holds a set made from other data or settings: of tokens of the tokenizer {was.words}, and "
+            f"{now.words} gives other ids; name another folder, or pass --overwrite (overwrite=True)"
         )
 
 
