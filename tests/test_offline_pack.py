@@ -177,7 +177,7 @@ class Refusing:
 
 
 def test_a_packed_set_is_packed_again_without_tokenizing(tmp_path, data):
-    pack(data, tmp_path / "out")
+    pack(data, tmp_path / "out", tokenizer=lambda text: list(text.encode()))
 
     again = pack(tmp_path / "out", tmp_path / "wide", capacity=1024, tokenizer=RefusingTokenizer())
 

@@ -32,7 +32,7 @@ TORCH_IN_FUNCTIONS = {
     "src/varlen/batch/torch.py",
     "src/varlen/feed/device.py",
     "src/varlen/feed/agree.py",
-    "src/varlen/source/tokenize.py",
+    "src/varlen/source/tokenizer_folder.py",
 }
 READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2"}
 

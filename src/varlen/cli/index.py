@@ -93,6 +93,7 @@ def index(
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
     """Say what the store doesn't hold, what it does, and what to do with it."""
+    from varlen.source.identity import made_by
     from varlen.source.losses import stored
 
     if was_there:
@@ -106,6 +107,8 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
     )
     if manifest.get("grown") and not was_there:
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
+    if (mark := made_by(manifest)) is not None and mark.are_bytes:
+        print("  tokens are bytes, for want of a --tokenizer: for a model with one, index again and name it")
     if losses.of_reading:
         were = f"{many(losses.records, 'record')} skipped, " if losses.records else ""
         print(f"  {were}listed in skipped.log of each shard")

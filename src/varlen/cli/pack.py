@@ -150,6 +150,7 @@ def pack(
     """
     from varlen.cli.progress import progress
     from varlen.cli.reading import as_crew, as_source, check_one_store
+    from varlen.source.identity import made_by
 
     given: dict[str, Any] = {
         "pad_to_multiple_of": pad_to_multiple_of,
@@ -196,7 +197,8 @@ def pack(
         json.dump(done.manifest, sys.stdout, indent=1)
         print()
         return
-    are_bytes = not isinstance(source, Path) and source.counts_bytes()
+    mark = made_by(done.manifest)
+    are_bytes = mark is not None and mark.are_bytes
     _print_summary(done.manifest, done.folder, was_there=done.was_there, are_bytes=are_bytes)
 
 

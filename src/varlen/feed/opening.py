@@ -20,14 +20,16 @@ from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixing import MixSettings
+from varlen.feed.one_tokenizer import differing, one_tokenizer, say_bytes
 from varlen.feed.process import processors
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
-from varlen.feed.state import Mode
+from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
 from varlen.source.files import Data, is_url
 from varlen.source.fingerprints import fingerprint_files
+from varlen.source.identity import TokenizerMark, made_by
 from varlen.source.losses import Losses
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
@@ -78,8 +80,15 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
     """
     if isinstance(data, Mixture):
         places = {name: absolute(one) for name, one in data.sources.items()}
-        return open_mixture(replace(data, sources=places), tokenizer, settings)
-    data = absolute(data)
+        opened = open_mixture(replace(data, sources=places), tokenizer, settings)
+    else:
+        opened = _open_one(absolute(data), tokenizer, settings)
+    say_bytes(opened.belongs_to[TOKENIZER], settings.ranks[0])
+    return opened
+
+
+def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
+    """Decide how data that is no mixture is fed; arguments and errors as of `open_data`."""
     tokens = (
         None
         if tokenizer is not None or settings.mode == "streaming"
@@ -127,14 +136,17 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
     places: list[Data] = []
     gives_labels = False
+    marks: dict[str, TokenizerMark | None] = {}
     for name, data in mixture.sources.items():
         tokens = open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
         if tokens is None:
             source = open_source(data, tokenizer, **settings.reading)
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
+            marks[name] = source.made_by()
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
         else:
             check_tokens(tokens, settings)
+            marks[name] = made_by(tokens)
         if settings.overlong == "error" and settings.method != "wrapped":
             check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
         gives_labels = gives_labels or has_label(
@@ -160,6 +172,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         "shares": list(mixture.shares),
         "unit": mixture.unit,
         "until": mixture.until,
+        TOKENIZER: one_tokenizer(marks, tokenizer),
     }
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
 
@@ -201,6 +214,7 @@ def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Sou
     out = 'mode="streaming"' if tokenizer is None else "tokenizer"
     raise SettingError(
         f"{stores[0]} holds tokens already, which {given} can't change; leave {out} out"
+        + differing(stores[0], tokenizer)
     ) from failed
 
 
@@ -245,7 +259,11 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         tokens.wait_for(tokens.num_parts)
     # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
     window = max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
-    belongs_to = settings.deciding(None if is_all else window)
+    mark = made_by(tokens)
+    belongs_to = {
+        **settings.deciding(None if is_all else window),
+        TOKENIZER: None if mark is None else mark.to_json(),
+    }
     rank, world = settings.ranks
     exchanges = _exchanges(job_store(), belongs_to, settings) if world > 1 else None
     first_parts = tokens.num_parts
@@ -305,7 +323,9 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         rank=rank,
     )
     feed = spec.open()
+    mark = source.made_by()
     belongs_to = {
+        TOKENIZER: None if mark is None else mark.to_json(),
         "data": digest(source.fingerprint + fingerprint_files(source.files))[:32],
         "on_error": source.on_error,
         "lanes": lanes,
@@ -344,5 +364,8 @@ def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings)
     if store is None:
         return None
     rank, world = settings.ranks
-    name = name_of(digest(json.dumps(belongs_to, sort_keys=True))[:16])
+    shared = {
+        key: value for key, value in belongs_to.items() if key != TOKENIZER
+    }  # folders' names may differ
+    name = name_of(digest(json.dumps(shared, sort_keys=True))[:16])
     return lambda run: Agreement(store, f"{name}/{run}", rank, world, settings.patience_s)

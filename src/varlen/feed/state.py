@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from varlen.errors import StateError
 from varlen.pack.lengths import as_count
+from varlen.source.identity import mark_in
 
 VERSION = 2
+TOKENIZER = "tokenizer"
+"""Among what a state belongs to: compared by the ids that it gives, whatever its name."""
+_log = logging.getLogger(__name__)
 MOST = 2**63 - 1
 Mode = Literal["indexed", "streaming"]
 
@@ -124,9 +129,20 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[
     Raises:
         StateError: it doesn't; names what differs.
     """
-    differ = [name for name in {**was, **now} if name not in free and was.get(name) != now.get(name)]
-    if differ:
-        told = "; ".join(f"{name} was {was.get(name)!r} and is {now.get(name)!r}" for name in differ)
+    names = [name for name in {**was, **now} if name not in free and name != TOKENIZER]
+    told_of = {
+        name: (repr(was.get(name)), repr(now.get(name))) for name in names if was.get(name) != now.get(name)
+    }
+    before, mark = mark_in(was.get(TOKENIZER)), mark_in(now.get(TOKENIZER))
+    if before is not None and mark is not None and before.is_same(mark) is False:
+        told_of[TOKENIZER] = (before.words, mark.words)
+    if told_of:
+        told = "; ".join(f"{name} was {before} and is {after}" for name, (before, after) in told_of.items())
         raise StateError(
             f"the state was saved with other data or settings: {told}. Make the loader with those, or begin anew"
+        )
+    if TOKENIZER not in was and mark is not None:
+        _log.warning(
+            "the state is of varlen 0.1.0 and doesn't say which tokenizer made its tokens; it is taken to be %s",
+            mark.words,
         )

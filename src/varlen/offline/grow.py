@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from varlen.errors import SettingError
 from varlen.offline.places import disk_faults, write_json
 from varlen.source.source import Source
 from varlen.source.store import STORE_FORMAT
-from varlen.source.tokenizer import digest
+from varlen.source.tokenizer import ByteTokenizer, digest
 from varlen.source.writing import sync
 from varlen.source.written import PLAN, WORK, read_manifest
 
@@ -31,17 +31,32 @@ def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) 
         grown: stages that the store went through before.
     """
     stages = [list(grown)] if grown else []
-    return digest(json.dumps([STORE_FORMAT, __version__, marks, *stages], sort_keys=True))
+    return digest(json.dumps([STORE_FORMAT, __version__, unnamed(marks), *stages], sort_keys=True))
 
 
-def write_plan(partial: Path, fingerprint: str, num_parts: int) -> None:
+def unnamed(marks: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a source without its tokenizer's name: folders are moved, and their ids stay.
+
+    Args:
+        marks: of `source_marks`.
+    """
+    tokenizer = marks.get("tokenizer") or {}
+    if not tokenizer or tokenizer.get("name") == ByteTokenizer().name:
+        return marks
+    return {**marks, "tokenizer": {**tokenizer, "name": ""}}
+
+
+def write_plan(partial: Path, fingerprint: str, num_parts: int, tokenizer: Mapping[str, Any]) -> None:
     """Say how many parts a token store will have, for those who read it while it is made.
 
     Raises:
         SettingError: it can't be written.
     """
     with disk_faults(partial):
-        write_json(partial / WORK / PLAN, {"fingerprint": fingerprint, "num_parts": num_parts})
+        write_json(
+            partial / WORK / PLAN,
+            {"fingerprint": fingerprint, "num_parts": num_parts, "tokenizer": tokenizer},
+        )
 
 
 def in_stored_order(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from varlen import __version__
 from varlen.counts import many
-from varlen.errors import SourceError
+from varlen.errors import SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
     append,
@@ -32,6 +32,7 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.source.fingerprints import fingerprint
+from varlen.source.identity import made_by, mark_in
 from varlen.source.losses import stored, total
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
@@ -59,17 +60,12 @@ def source_marks(source: Source) -> dict[str, Any]:
     files = [
         {"name": file.name, "size": file.size, "fingerprint": mark} for file, mark in zip(source.files, marks)
     ]
-    encoding = source.encoding
+    encoding, mark = source.encoding, source.made_by()
     return {
         "files": files,
         "reading": source.fingerprint,
         "on_error": source.on_error,
-        "tokenizer": {
-            "name": Path(encoding.tokenizer.name).name,
-            "fingerprint": encoding.tokenizer.fingerprint,
-            "vocab_size": encoding.tokenizer.vocab_size,
-            "eos_id": encoding.tokenizer.specials.eos_id,
-        },
+        "tokenizer": {} if mark is None else mark.to_json(),
         "chat_template": encoding.template.fingerprint,
         "append_eos": encoding.append_eos,
         "supervise": encoding.supervise,
@@ -157,6 +153,8 @@ def build_store(
         tidy(folder)
         return open_store(folder)
     if overwrite or there is None or not grown or len(marks["files"]) == len(there["source"]["files"]):
+        if not overwrite:
+            check_tokenizer(folder, there, marks)
         there, grown, print_ = None, [], fingerprint_of(marks)
         check_output(folder, overwrite=overwrite)
     with working_folder(folder, print_) as partial:
@@ -164,7 +162,8 @@ def build_store(
             take_back(partial, folder, there)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
-        listed, num_parts = _index_parts(source, partial, print_, first, team, on_progress)
+        plan = _Plan(partial, print_, first, marks.get("tokenizer", {}))
+        listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             shutil.rmtree(partial)  # nobody resumes this
             raise SourceError(_nothing(source, listed))
@@ -190,21 +189,51 @@ def build_store(
     return open_store(folder)
 
 
+def check_tokenizer(folder: Path, there: dict[str, Any] | None, marks: dict[str, Any]) -> None:
+    """Refuse by name to replace what another tokenizer made.
+
+    Args:
+        folder: of the result.
+        there: manifest of what is there.
+        marks: of what is to be made.
+
+    Raises:
+        SettingError: it did.
+    """
+    was, now = made_by(there), mark_in(marks.get("tokenizer"))
+    if was is not None and now is not None and was.is_same(now) is False:
+        raise SettingError(
+            f"{folder} holds a set made from other data or settings: of tokens of the tokenizer {was.words}, and "
+            f"{now.words} gives other ids; name another folder, or pass --overwrite (overwrite=True)"
+        )
+
+
+class _Plan(NamedTuple):
+    """What is told of a store before its parts are there."""
+
+    partial: Path
+    """Where shards go."""
+    fingerprint: str
+    """Of the store."""
+    first: int
+    """Number of the first part that is new."""
+    tokenizer: dict[str, Any]
+
+
 def _index_parts(
-    source: Source, partial: Path, print_: str, first: int, team: Team, on_progress: OnProgress
+    source: Source, plan: _Plan, team: Team, on_progress: OnProgress
 ) -> tuple[list[dict[str, Any]], int]:
     """Tokenize all parts of a source; returns their shards, and how many parts the store has with them.
 
     Args:
         source: what is new.
-        partial: where shards go.
-        print_: fingerprint of the store.
-        first: number of the first part.
+        plan: of the store.
         team: who does it.
         on_progress: called with bytes read, bytes of all files, and words.
     """
     parts = source.parts(PART_BYTES)
-    write_plan(partial, print_, first + len(parts))
+    partial, first = plan.partial, plan.first
+    write_plan(partial, plan.fingerprint, first + len(parts), plan.tokenizer)
     watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
     is_one = len(parts) == 1
     reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 from varlen import __version__
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
-from varlen.offline.index import OnProgress, build_store, look_at, quiet
+from varlen.offline.grow import unnamed
+from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
 from varlen.offline.places import (
     check_output,
     check_places,
@@ -139,11 +140,13 @@ def _made(
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
         marks = look_at(source, output, team, on_progress)
-    wanted = digest(json.dumps([__version__, marks, settings], sort_keys=True))
+    wanted = digest(json.dumps([__version__, unnamed(marks), settings], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
         tidy(output)
         return PackedSet(folder=output, manifest=manifest, was_there=True)
+    if not overwrite:
+        check_tokenizer(output, manifest, marks)
     check_output(output, overwrite=overwrite)
     with working_folder(output, wanted, keep=_TOKENS) as partial:
         check_output(output, overwrite=overwrite)  # the run that had the lock may have finished

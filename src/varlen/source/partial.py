@@ -68,6 +68,7 @@ class PartialStore:
         if plan is None:
             raise SourceError(f"{folder} is no token store, and none is being written there (varlen index)")
         self.fingerprint, self.num_parts = plan
+        self._source = {"tokenizer": _read_json(self._partial).get("tokenizer")}
         self._listed: list[dict[str, Any]] = []
         self._finished_parts = 0
         self._is_whole = False
@@ -76,7 +77,13 @@ class PartialStore:
         self._look()
 
     def _manifest(self) -> dict[str, Any]:
-        return {"shards": self._listed, "num_parts": self.num_parts, "fingerprint": self.fingerprint}
+        known = {"num_parts": self.num_parts, "fingerprint": self.fingerprint, "source": self._source}
+        return {"shards": self._listed, **known}
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What is known of the store so far."""
+        return self._store.manifest
 
     @property
     def documents(self) -> IntArray:
@@ -256,8 +263,17 @@ def is_begun(folder: Path) -> bool:
 
 def _read_plan(partial: Path) -> tuple[str, int] | None:
     """Return the fingerprint of what will be, and its parts; None where there is no plan."""
+    plan = _read_json(partial)
+    try:
+        return str(plan["fingerprint"]), int(plan["num_parts"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_json(partial: Path) -> dict[str, Any]:
+    """Return what a run says of the store that it makes; nothing where it doesn't."""
     try:
         plan = json.loads((partial / WORK / PLAN).read_bytes())
-        return str(plan["fingerprint"]), int(plan["num_parts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    except (OSError, ValueError):
+        return {}
+    return plan if isinstance(plan, dict) else {}

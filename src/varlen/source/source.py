@@ -17,10 +17,11 @@ from varlen.source.documents import Documents, Encoding, Supervise, encode_rows,
 from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import columns_of, cut_points, rows_of
+from varlen.source.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.source.retry import Retry
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import ByteTokenizer, digest
-from varlen.source.written import split_documents
+from varlen.source.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
+from varlen.source.written import read_manifest, split_documents
 
 OnError = Literal["raise", "skip"]
 TextCut = Literal["auto", "file", "paragraph", "line"]
@@ -53,6 +54,8 @@ class Source:
     on_error: OnError = "raise"
     text_cut: Cut = "file"
     """What a document is in text files."""
+    packed_by: TokenizerMark | None = None
+    """Of packed sets among the files: the tokenizer that their manifests name."""
     fingerprint: str = field(default="", compare=False)
     """Changes with whatever decides the tokens, but for the files' contents."""
 
@@ -119,6 +122,16 @@ class Source:
         if encoding.template.source is not CHATML or isinstance(encoding.tokenizer, ByteTokenizer):
             return False
         return any(columns.kind in ("messages", "instruction") for columns in self._first_columns())
+
+    def made_by(self) -> TokenizerMark | None:
+        """Return the tokenizer that makes the tokens, or made those that are there; None where nobody says which.
+
+        Looks at the columns of the first files only, where no tokenizer is given.
+        """
+        tokenizer = self.encoding.tokenizer
+        if not isinstance(tokenizer, ByteTokenizer) or self.counts_bytes():
+            return mark_of(tokenizer)
+        return self.packed_by
 
     def check_eos(self) -> None:
         """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
@@ -228,7 +241,9 @@ def open_source(
         end_marks=specials.end_marks,
         variables=chat_template_kwargs,
     )
-    known = made.vocab_size if tokenizer is not None and tokenizer != "bytes" else None
+    is_given = tokenizer is not None and tokenizer != "bytes"
+    packed_by = _packed_by(files, made if is_given else None)
+    known = made.vocab_size if is_given else None
     encoding = Encoding(
         tokenizer=made,
         template=template,
@@ -241,12 +256,23 @@ def open_source(
     cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
-    deciding = (made.fingerprint, template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
+    deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
     # What is left out or allowed decides which records are refused.
     settings = (*deciding, encoding.vocab_size, *(["allow_unwritten"] if allow_unwritten else []))
     return Source(
-        files=files, encoding=encoding, on_error=on_error, text_cut=cut, fingerprint=digest(repr(settings))
+        files=files,
+        encoding=encoding,
+        on_error=on_error,
+        text_cut=cut,
+        packed_by=packed_by,
+        fingerprint=digest(repr(settings)),
     )
+
+
+def _reading(tokenizer: Tokenizer) -> str:
+    """Return what changes with the ids of documents, their ends among them."""
+    eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
+    return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:
@@ -263,6 +289,34 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
             )
 
 
+def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark | None:
+    """Return the tokenizer that made the packed sets among files; None where none of them says.
+
+    Args:
+        files: to be read.
+        given: the tokenizer that ready tokens are taken to be of; None where none is.
+
+    Raises:
+        SettingError: another one made them, or they were made by several.
+    """
+    found: tuple[Path, TokenizerMark] | None = None
+    for folder in sorted({Path(file.path).parent for file in files if not file.is_remote}):
+        manifest = read_manifest(folder)
+        mark = made_by(manifest)
+        if manifest is None:
+            continue
+        if given is not None:
+            check_same(
+                str(folder), mark, mark_of(given), "leave the tokenizer out, or pack the data with that one"
+            )
+        if mark is None:
+            continue
+        if found is not None:
+            check_same(str(folder), mark, found[1], f"which made those in {found[0]}: read the two apart")
+        found = found or (folder, mark)
+    return None if found is None else found[1]
+
+
 def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
     """Return the chat template that is meant, or those of the tokenizer by name.
 
@@ -272,10 +326,10 @@ def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mappi
     """
     if chosen is None:
         return own
-    return training_twin(own.get("default")) if chosen == TWIN else _template_text(chosen)
+    return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
 
 
-def _template_text(template: str | Path) -> str:
+def template_text(template: str | Path) -> str:
     """Return a chat template's text: what is given, or what stands in the file that it names.
 
     Raises:

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the ids of any text would."""
+        """Changes whenever the ids of any text would, or what is put before it; what ends one is no part of it."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -149,7 +149,10 @@ def backend_faults(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, run on as many threads as that library takes."""
+    """A tokenizer of the `tokenizers` library, run on as many threads as that library takes.
+
+    It goes to other processes as that library serializes it, so that none of them imports anything else.
+    """
 
     backend: tokenizers.Tokenizer
     """Without truncation and padding."""
@@ -158,6 +161,11 @@ class FastTokenizer:
     fingerprint: str
     vocab_size: int
     is_cuttable: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the one switch that the library doesn't serialize."""
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        return _again, (values, bool(self.backend.encode_special_tokens))
 
     def encode(self, texts: Sequence[str], *, is_chat: bool = False) -> tuple[Int32Array, IntArray]:  # noqa: ARG002
         """Return the ids of texts, special tokens in them included, as this library does.
@@ -211,6 +219,13 @@ class FastTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+
+def _again(values: tuple[Any, ...], splits_specials: bool) -> FastTokenizer:
+    """Make a tokenizer anew in the process that it was sent to."""
+    made = FastTokenizer(*values)
+    made.backend.encode_special_tokens = splits_specials
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The run's loader, and what the model must know of its data before it is built."""
+"""The run's loader, and how many steps it gives."""
 
 from __future__ import annotations
 
@@ -13,38 +13,18 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 from varlen.pack.api import pack
-from varlen.source.open_tokens import open_tokens
-from varlen.source.store import TokenStore
-from varlen.source.tokenize import load_tokenizer
 from varlen.train.ranks import Ranks
-from varlen.train.settings import DataSettings, TrainSettings
+from varlen.train.settings import TrainSettings
+from varlen.train.tokens import RunTokenizer, as_data
 
 
-def vocabulary_of(data: DataSettings) -> int | None:
-    """Return how many token ids the data may hold, or None where nobody knows before reading it.
-
-    Args:
-        data: of the run.
-
-    Raises:
-        SettingError: no such tokenizer.
-        SourceError: no such data.
-    """
-    if data.tokenizer is None and data.mode != "streaming":
-        tokens = open_tokens(_as_data(data.source))
-        if tokens is not None:
-            manifest = tokens.manifest if isinstance(tokens, TokenStore) else {}
-            size = manifest.get("source", {}).get("tokenizer", {}).get("vocab_size")
-            return size if isinstance(size, int) else None
-    return load_tokenizer(data.tokenizer).vocab_size
-
-
-def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoader:
+def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, ranks: Ranks) -> PackedLoader:
     """Return the loader of this rank, or of whole steps where they are planned; nothing is read ahead yet.
 
     Args:
         settings: of the run.
         config: of the model, which the data must fit.
+        tokenizer: of the run.
         ranks: of the run.
 
     Raises:
@@ -60,11 +40,11 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
         rank, world_size = 0, 1
         given.pop("micro_batch_size", None)
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
-    source = given.pop("source")
+    source, _ = given.pop("source"), given.pop("tokenizer", None)
     cache = given.pop("cache", None)
     return PackedLoader(
-        _as_data(source),
-        given.pop("tokenizer", None),
+        as_data(source),
+        tokenizer.for_loader,
         **{"seed": run.seed} | given,
         epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
         cache=None if cache is None else Path(cache),
@@ -73,10 +53,6 @@ def open_loader(settings: TrainSettings, config: Any, ranks: Ranks) -> PackedLoa
         device=None if ranks.device.type == "cpu" else ranks.device,
         model=config,
     )
-
-
-def _as_data(source: str | tuple[str, ...]) -> str | list[str]:
-    return source if isinstance(source, str) else list(source)
 
 
 def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:

@@ -21,7 +21,7 @@ micro_batch_size = 2         # packs that a process computes at once; more are a
 overlong = "split"           # documents longer than a pack: "error", "split", "truncate" or "drop"
 
 [model]
-type = "llama"               # transformers' name; or: path = "folder of a saved model"
+type = "llama"               # transformers' name; or: path = "a saved model's folder, or org/name"
 
 [model.settings]             # transformers' settings of that type; vocab_size is the data's unless it stands here
 hidden_size = 128

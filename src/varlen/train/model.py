@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
 
 from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
 from varlen.train.data import smallest_batch
 from varlen.train.settings import ModelSettings
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
@@ -31,7 +38,7 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
         SourceError: the folder holds no model.
     """
     if settings.path is not None:
-        return _saved_config(Path(settings.path))
+        return _saved_config(settings.path)
     assert settings.type is not None, "settings name one of the two"
     types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # asking for the classes would import hundreds of files
     if settings.type not in types:
@@ -62,21 +69,72 @@ def model_config(settings: ModelSettings, vocabulary: int | None) -> Any:
         raise SettingError(f"model.settings are refused by {settings.type}: {said}") from None
 
 
-def _saved_config(folder: Path) -> Any:
-    """Return the configuration that a folder holds.
+def _place(path: str) -> tuple[str, bool]:
+    """Return what `from_pretrained` is given, and whether it is a folder of this machine."""
+    folder = Path(path).expanduser()
+    return (str(folder), True) if folder.is_dir() else (path, False)
+
+
+def _saved_config(path: str) -> Any:
+    """Return the configuration that a folder, or a name on the hub, holds.
 
     Raises:
         SourceError: it holds none.
     """
-    if not (folder / "config.json").is_file():
+    place, is_here = _place(path)
+    if not (Path(place) / "config.json").is_file() if is_here else not _HUB_NAME.fullmatch(path):
         raise SourceError(
-            f"model.path {folder} holds no config.json; name a folder that transformers saved a model in"
+            f"model.path {path} holds no config.json; name a folder that transformers saved a model in, or a model "
+            "on the hub (org/name)"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoConfig.from_pretrained(place, local_files_only=is_here, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = " ".join(str(error).split())[:300]
-        raise SourceError(f"model.path {folder} can't be read: {said}") from None
+        raise SourceError(f"model.path {path} can't be read: {said}") from None
+
+
+def saved_dtype(config: Any, settings: ModelSettings) -> torch.dtype:
+    """Return the dtype that the trained model is saved in: the one that is asked for, else the checkpoint's own.
+
+    Args:
+        config: of `model_config`, before a model is built from it.
+        settings: of the model.
+
+    Raises:
+        SourceError: the checkpoint's weights can't be read.
+    """
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
+    own = getattr(config, "dtype", None)
+    if isinstance(own, torch.dtype):
+        return own
+    return torch.float32 if settings.path is None else _stored_dtype(settings.path)
+
+
+def _stored_dtype(path: str) -> torch.dtype:
+    """Return the dtype of a checkpoint's first floating weight, as transformers takes it where no file says.
+
+    Raises:
+        SourceError: the weights can't be read.
+    """
+    place, is_here = _place(path)
+    found: str | None = None
+    try:
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            given = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
+            found = found or cached_file(place, name, **given)
+        if found is not None and found.endswith(".json"):
+            parts = json.loads(Path(found).read_bytes())["weight_map"]
+            found = cached_file(place, next(iter(parts.values())), local_files_only=is_here)
+        if found is None:
+            return torch.float32  # reading the weights will say
+        with safe_open(found, framework="pt") as file:
+            kinds = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118 - no mapping
+    except (OSError, ValueError, KeyError, StopIteration, SafetensorError) as error:
+        raise SourceError(f"the weights in model.path {path} can't be read: {error}") from None
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return next((known[kind] for kind in kinds if kind in known), torch.float32)
 
 
 def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: bool = True) -> Any:
@@ -96,26 +154,27 @@ def build_model(config: Any, settings: ModelSettings, seed: int, *, weights: boo
     if settings.path is None or not weights:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     else:
-        model = _read_model(Path(settings.path), config)
+        model = _read_model(settings.path, config)
     model.train()
     _set_attention(model, settings.attention)
     hf.model_inputs(smallest_batch(), model)  # which refuses what no argument keeps apart
     return model
 
 
-def _read_model(folder: Path, config: Any) -> Any:
-    """Return the model whose weights a folder holds; they are read as safetensors alone, which run no code.
+def _read_model(path: str, config: Any) -> Any:
+    """Return the model whose weights a folder, or a name on the hub, holds: safetensors alone, which run no code.
 
     Raises:
         SourceError: it holds none.
     """
+    place, is_here = _place(path)
     try:
         return AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=True
+            place, config=config, dtype=torch.float32, use_safetensors=True, local_files_only=is_here
         )
     except (OSError, ValueError, RuntimeError) as error:
         said = " ".join(str(error).split())[:300]
-        raise SourceError(f"the weights in model.path {folder} can't be read: {said}") from None
+        raise SourceError(f"the weights in model.path {path} can't be read: {said}") from None
 
 
 def _set_attention(model: Any, attention: str) -> None:
@@ -152,6 +211,19 @@ def tied_names(model: Any) -> Mapping[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
+
+def copy_generation(settings: ModelSettings, folder: Path) -> None:
+    """Copy what a model's folder says of generating, its stop tokens among it, beside the trained model.
+
+    Args:
+        settings: of the model.
+        folder: of the trained model.
+    """
+    place, is_here = _place(settings.path or "")
+    said = Path(place) / "generation_config.json"
+    if settings.path is not None and is_here and said.is_file():
+        shutil.copyfile(said, folder / said.name)
 
 
 def described(config: Any) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ class DataSettings:
     micro_batch_size: int | None = None
     """Packs that a process computes at once; the rest of its share of a step is accumulated."""
     tokenizer: str | None = None
+    """Left out: that of `model.path`, else bytes. With a token store: the one that made it."""
     mode: Literal["auto", "indexed", "streaming"] | None = None
     scope: Literal["minibatch", "window", "all"] | None = None
     window: int | None = None
@@ -71,7 +72,9 @@ class ModelSettings:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """`[model.settings]`: transformers' settings of that architecture; without `vocab_size`, the data's."""
     path: str | None = None
-    """A folder that transformers saved a model in."""
+    """A folder that transformers saved a model in, or a name on the hub; documents become its tokenizer's tokens."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the trained model is saved in; "auto": the dtype of the model in `path`, float32 for random weights."""
     attention: str = "auto"
     """"auto": per document where the model allows; or transformers' name of an attention."""
 
@@ -85,7 +88,7 @@ class ModelSettings:
             both = "names both" if self.type is not None else "names neither"
             raise SettingError(
                 f"[model] {both}; give type (and [model.settings]) for random weights, or path for a folder of a "
-                "saved model"
+                "saved model or a name on the hub"
             )
         if self.path is not None and self.settings:
             raise SettingError(

@@ -26,12 +26,19 @@ from varlen.train.checkpoint import (
     state_tensors,
 )
 from varlen.train.claim import claimed
-from varlen.train.data import open_loader, steps_of, vocabulary_of
+from varlen.train.data import open_loader, steps_of
 from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.interrupt import Interrupt
 from varlen.train.metrics import MetricsFile, StepMetrics
-from varlen.train.model import build_model, described, model_config, tied_names
+from varlen.train.model import (
+    build_model,
+    copy_generation,
+    described,
+    model_config,
+    saved_dtype,
+    tied_names,
+)
 from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.parallel import shared
 from varlen.train.planned import engine_of, plans_of
@@ -40,6 +47,7 @@ from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
 from varlen.train.step import StepDone, Stepper
 from varlen.train.summary import RunPlan, Totals, TrainSummary, Watcher
+from varlen.train.tokens import run_tokenizer, write_tokenizer
 
 _MODEL, _CHECKPOINTS = "model", "checkpoints"
 
@@ -85,11 +93,13 @@ class _Run:
         self._interrupt, self._totals, self._total_tokens = Interrupt(), Totals(), 0
         self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
         self._pending: _Launched | None = None
-        self._config = model_config(settings.model, vocabulary_of(settings.data))
+        self._tokenizer = run_tokenizer(settings.data, settings.model)
+        self._config = model_config(settings.model, self._tokenizer.vocab_size)
+        self._dtype = saved_dtype(self._config, settings.model)
         found = self._find_checkpoint()
         if ranks.is_first:
             remove_partial(self._checkpoints)
-        self._loader = stack.enter_context(open_loader(settings, self._config, ranks))
+        self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks))
         if found is not None:
             self._loader.load_state_dict(found.manifest["loader"])
         self._steps = steps_of(self._loader, settings)
@@ -201,6 +211,8 @@ class _Run:
             KeyboardInterrupt: Ctrl-C, once all is saved.
         """
         self._tell("begin", self._plan)
+        for sentence in self._tokenizer.words:
+            self._tell("say", sentence)
         with self._interrupt:
             while self._steps is None or self._done < self._steps:
                 launched = self._launch()
@@ -221,7 +233,8 @@ class _Run:
             if self._done == 0:
                 raise SourceError(f"{self._settings.data.source} holds nothing to train on")
             self._save()
-        export_model(self._weights(), self._config, self._folder / _MODEL, self._ranks)
+        out, dtype = self._folder / _MODEL, self._dtype
+        export_model(self._weights(), self._config, out, self._ranks, dtype=dtype, beside=self._write_beside)
         return self._summary(self._measure())
 
     def _launch(self) -> _Launched | None:
@@ -343,6 +356,11 @@ class _Run:
     def _newest(self) -> Path:
         """The folder of the checkpoint of this step."""
         return self._checkpoints / f"step-{self._done:08d}"
+
+    def _write_beside(self, folder: Path) -> None:
+        """Write what belongs beside the trained model."""
+        write_tokenizer(self._tokenizer, self._settings.data.chat_template, folder)
+        copy_generation(self._settings.model, folder)
 
     def _measure(self) -> Exposed | None:
         """Measure what data cost, now that nothing of the run can change any more."""

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from varlen.adapters import hf
-from varlen.errors import ModelError
+from varlen.errors import ModelError, VarlenError
+from varlen.source.tokenize import load_tokenizer
+from varlen.source.tokenizer import FastTokenizer
 from varlen.verify.families import tiny_model
 from varlen.verify.said import named
 
@@ -296,12 +298,11 @@ def _own_tokenizer(path: Path) -> Any:
     place = path / "tokenizer.json"
     if not place.is_file():
         return _listed(path)
-    from tokenizers import Tokenizer
-
     try:
-        return Tokenizer.from_file(str(place))
-    except Exception as error:
-        raise ModelError(f"{place} can't be read: {named(error)}") from error
+        made = load_tokenizer(path)
+    except VarlenError as error:
+        raise ModelError(f"{place} can't be read: {error}") from error
+    return made.backend if isinstance(made, FastTokenizer) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

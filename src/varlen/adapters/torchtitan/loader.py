@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,12 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
 from varlen.pack.lengths import as_count
+from varlen.source.identity import check_same, made_by, mark_of
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer, digest
+from varlen.source.tokenizer import FastTokenizer
+from varlen.source.wrapped import put_before
 from varlen.types import Method, Overlong
 
 _KEY = "varlen"
@@ -286,10 +288,16 @@ def _tokenizer_for(config: PackedDataLoader.Config, trainers: Any) -> Any:
     """
     if config.text_tokenizer is not None:
         return config.text_tokenizer
-    is_mixture = isinstance(config.source, Mixture)
-    if trainers is None or (not is_mixture and open_tokens(config.source, check_tokens=False) is not None):
+    if trainers is None:
         return None
-    return _as_tokenizer(trainers)
+    tokens = None if isinstance(config.source, Mixture) else open_tokens(config.source, check_tokens=False)
+    if tokens is None:
+        return _as_tokenizer(trainers)
+    mark = made_by(tokens)
+    if mark is not None and hasattr(getattr(trainers, "tokenizer", trainers), "encode_batch_fast"):
+        out = "index the documents with the trainer's, or set model.hf_assets_path to those of that tokenizer"
+        check_same(str(config.source), mark, mark_of(_as_tokenizer(trainers)), out)
+    return None
 
 
 def _as_tokenizer(trainers: Any) -> Any:
@@ -308,5 +316,4 @@ def _as_tokenizer(trainers: Any) -> Any:
     begin = getattr(trainers, "bos_id", None)
     if begin is None or made.specials.prefix_ids or not isinstance(made, FastTokenizer):
         return made
-    marks = replace(made.specials, prefix_ids=(int(begin),))
-    return replace(made, specials=marks, fingerprint=digest(f"{made.fingerprint} bos {begin}"))
+    return put_before(made, [int(begin)])

@@ -1,0 +1,74 @@
+"""One tokenizer for all that a loader feeds: named where several meet, and where tokens are bytes for want of one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import SettingError, VarlenError
+from varlen.source.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
+from varlen.source.open_tokens import open_tokens
+from varlen.source.tokenize import load_tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict[str, Any] | None:
+    """Require that the sources of a mixture hold tokens of one tokenizer, and return its mark.
+
+    Args:
+        marks: the tokenizer of each source; None where nobody knows.
+        given: the tokenizer for documents among them, if there is one.
+
+    Raises:
+        SettingError: two give different ids; both are named.
+    """
+    named = [(name, mark) for name, mark in marks.items() if mark is not None]
+    if not named:
+        return None
+    first, meant = named[0]
+    for name, mark in named[1:]:
+        if mark.is_same(meant) is False:
+            raise SettingError(
+                f"the sources {first} and {name} of the mixture hold tokens of different tokenizers, {meant.words} "
+                f"and {mark.words}, and a model knows the ids of one; make both with the same"
+            )
+    if given is not None:
+        meant = mark_of(load_tokenizer(given))
+        for name, mark in named:
+            check_same(f"the source {name}", mark, meant, "make both with the same")
+    return meant.to_json()
+
+
+def differing(store: str | Path, given: Any) -> str:
+    """Say by name that a store's tokenizer isn't the one that is given; "" where it is, or that can't be told.
+
+    Args:
+        store: tokens.
+        given: a tokenizer, or None.
+    """
+    if given is None:
+        return ""
+    try:
+        mark, meant = made_by(open_tokens(store, check_tokens=False)), mark_of(load_tokenizer(given))
+    except (VarlenError, OSError):
+        return ""
+    if mark is None or mark.is_same(meant) is not False:
+        return ""
+    return f". They were made by {mark.words}, and {meant.words} gives other ids: make them anew for that one"
+
+
+def say_bytes(mark: Mapping[str, Any] | None, rank: int) -> None:
+    """Say that tokens are bytes, on the first rank.
+
+    Args:
+        mark: of the tokenizer that makes them.
+        rank: of this process.
+    """
+    found = mark_in(mark)
+    if rank == 0 and found is not None and found.are_bytes:
+        _log.warning(
+            "tokens are bytes, of the built-in tokenizer; for a model that has its own, pass that one"
+        )

@@ -1,0 +1,199 @@
+"""The tokenizer of a run: the model's own unless another is named, and its files beside the trained model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import SettingError, VarlenError
+from varlen.source.identity import check_same, made_by, mark_of
+from varlen.source.open_tokens import open_tokens
+from varlen.source.source import open_source, template_text
+from varlen.source.tokenize import load_tokenizer
+from varlen.source.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
+from varlen.source.tokenizer_folder import holds_tokenizer, tokenizer_files
+from varlen.train.settings import DataSettings, ModelSettings
+
+_log = logging.getLogger(__name__)
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTokenizer:
+    """What makes a run's tokens, as far as anybody says."""
+
+    made: Tokenizer | None = None
+    """None: bytes, or tokens that are there and that nobody compares."""
+    origin: str | None = None
+    """The folder, file or name that it came from."""
+    are_tokens: bool = False
+    """The data holds tokens already, so that the loader is given no tokenizer."""
+    vocab_size: int | None = None
+    """Ids that the data may hold; None where nobody knows before reading it."""
+    words: tuple[str, ...] = ()
+    """Sentences for whoever watches the run."""
+
+    @property
+    def for_loader(self) -> Tokenizer | None:
+        """What the loader is given."""
+        return None if self.are_tokens else self.made
+
+
+def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
+    """Return the tokenizer of a run: the one that is named, else the model's own, else bytes.
+
+    Args:
+        data: of the run.
+        model: of the run.
+
+    Raises:
+        SettingError: no such tokenizer, or the data holds tokens of another one; both are named.
+        SourceError: no such data.
+    """
+    own = model.path if model.path is not None and holds_tokenizer(model.path) else None
+    origin = data.tokenizer if data.tokenizer is not None else own
+    tokens = None if data.mode == "streaming" else open_tokens(as_data(data.source))
+    if tokens is not None:
+        return _of_tokens(tokens, data, model, origin)
+    made = None if origin is None else _loaded(origin, own if data.tokenizer is None else None)
+    words: tuple[str, ...] = ()
+    if data.tokenizer is not None and own is not None and made is not None and own != data.tokenizer:
+        words = _unlike(made, own)
+    if made is not None and not isinstance(made, ByteTokenizer):
+        return RunTokenizer(made=made, origin=origin, vocab_size=made.vocab_size, words=words)
+    mark = None
+    if model.type is not None:
+        mark = open_source(
+            as_data(data.source), columns=data.columns, on_error=data.on_error or "raise"
+        ).made_by()
+    return RunTokenizer(made=made, vocab_size=None if mark is None else mark.vocab_size, words=words)
+
+
+def _of_tokens(tokens: Any, data: DataSettings, model: ModelSettings, origin: str | None) -> RunTokenizer:
+    """Compare tokens that are there with the tokenizer that they are taken to be of; arguments as above.
+
+    Raises:
+        SettingError: they are of another one.
+    """
+    mark = made_by(tokens)
+    size = None if mark is None else mark.vocab_size
+    if origin is None:
+        return RunTokenizer(are_tokens=True, vocab_size=size)
+    try:
+        made = load_tokenizer(origin)
+    except VarlenError as error:
+        if data.tokenizer is not None:
+            raise
+        words: tuple[str, ...] = (f"whether the data is of the model's own tokenizer can't be told: {error}",)
+        return RunTokenizer(are_tokens=True, vocab_size=size, words=words)
+    out = f"index the documents again with --tokenizer {origin}"
+    if data.tokenizer is None:
+        out += ", or name the tokenizer that made them as data.tokenizer, if the model is to learn its ids"
+    check_same(str(data.source), mark, mark_of(made), out)
+    words = _unlike(made, model.path) if data.tokenizer is not None and model.path is not None else ()
+    return RunTokenizer(made=made, origin=origin, are_tokens=True, vocab_size=size, words=words)
+
+
+def _loaded(origin: str, own: str | None) -> Tokenizer:
+    """Return a tokenizer.
+
+    Args:
+        origin: of it.
+        own: the model's path, if it is the model's own.
+
+    Raises:
+        SettingError: it can't be loaded.
+    """
+    try:
+        return load_tokenizer(origin)
+    except SettingError as error:
+        if own is None:
+            raise
+        raise SettingError(
+            f"{error}. model.path {own} names the tokenizer too, unless data.tokenizer names another, or "
+            '"bytes"'
+        ) from error
+
+
+def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
+    """Say that the model has another tokenizer of its own, where it has and that can be told."""
+    if not holds_tokenizer(path):
+        return ()
+    try:
+        own = mark_of(load_tokenizer(path))
+    except VarlenError:
+        return ()
+    if mark_of(made).is_same(own) is not False:
+        return ()
+    return (f"the model's own tokenizer, {own.words}, isn't used: data.tokenizer is {mark_of(made).words}",)
+
+
+def as_data(source: str | tuple[str, ...]) -> str | list[str]:
+    """Return what the loader takes of what a configuration names."""
+    return source if isinstance(source, str) else list(source)
+
+
+def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: Path) -> None:
+    """Write the files of a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids that were trained.
+
+    Args:
+        tokenizer: of the run; nothing is written of bytes, or where nobody names one.
+        chat_template: that the run rendered chats by, if not by the tokenizer's own.
+        folder: with the model's config.json.
+
+    Raises:
+        VarlenError: the tokenizer can't be read any more.
+    """
+    made, origin = tokenizer.made, tokenizer.origin
+    if made is None or origin is None or isinstance(made, ByteTokenizer):
+        return
+    place = Path(origin).expanduser()
+    if place.is_dir():
+        for path in tokenizer_files(place):
+            copy = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy(path, folder / path.name)
+    elif isinstance(made, FastTokenizer):
+        _write_plain(made, folder)
+    if chat_template is not None:
+        shutil.rmtree(folder / _TEMPLATES, ignore_errors=True)
+        (folder / _TEMPLATE).write_text(template_text(chat_template), encoding="utf-8")
+    if _is_same(made, folder):
+        return
+    if isinstance(made, FastTokenizer):  # its own files mean something else beside this model
+        for path in tokenizer_files(folder):
+            if path.name not in (_TEMPLATE, _TEMPLATES):
+                path.unlink()
+        _write_plain(made, folder)
+        if _is_same(made, folder):
+            return
+    _log.warning(
+        "AutoTokenizer doesn't read %s as the tokenizer of this run, %s; load that one",
+        folder,
+        mark_of(made).words,
+    )
+
+
+def _is_same(made: Tokenizer, folder: Path) -> bool:
+    """Return whether transformers reads a folder as a tokenizer of the same ids."""
+    try:
+        return mark_of(load_tokenizer(folder)).is_same(mark_of(made)) is not False
+    except VarlenError:
+        return False
+
+
+def _write_plain(made: FastTokenizer, folder: Path) -> None:
+    """Write a tokenizer as its library serializes it, and a configuration that adds nothing."""
+    made.backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **made.specials.texts}
+    if made.backend.encode_special_tokens:
+        config["split_special_tokens"] = True
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    for name, text in made.specials.chat_templates.items():
+        place = folder / _TEMPLATE if name == "default" else folder / _TEMPLATES / f"{Path(name).name}.jinja"
+        if not (folder / _TEMPLATE).is_file() or name != "default":
+            place.parent.mkdir(exist_ok=True)
+            place.write_text(text, encoding="utf-8")
