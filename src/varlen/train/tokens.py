@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import SettingError, VarlenError
+from varlen.source.chats.twins import TWIN
 from varlen.source.identity import check_same, made_by, mark_of
 from varlen.source.open_tokens import open_tokens
 from varlen.source.source import open_source, template_text
@@ -158,9 +159,9 @@ def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: 
             copy(path, folder / path.name)
     elif isinstance(made, FastTokenizer):
         _write_plain(made, folder)
-    if chat_template is not None:
+    if chat_template not in (None, TWIN):  # the twin is for training alone
         shutil.rmtree(folder / _TEMPLATES, ignore_errors=True)
-        (folder / _TEMPLATE).write_text(template_text(chat_template), encoding="utf-8")
+        (folder / _TEMPLATE).write_text(template_text(str(chat_template)), encoding="utf-8")
     if _is_same(made, folder):
         return
     if isinstance(made, FastTokenizer):  # its own files mean something else beside this model
