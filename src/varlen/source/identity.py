@@ -199,12 +199,13 @@ def _model(model: Mapping[str, Any]) -> dict[str, Any]:
     vocabulary = model.get("vocab") or {}
     made: dict[str, Any] = {
         **_step(rest),
-        "vocab": sorted(vocabulary.items()) if isinstance(vocabulary, Mapping) else list(vocabulary),
+        "vocab": vocabulary,  # serialized by token, or in order
     }
     if rest["type"] == "BPE":
-        made["merges"] = [
-            merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model.get("merges") or ()
-        ]
+        merges = model.get("merges") or []
+        made["merges"] = (
+            [merge.split(" ") for merge in merges] if isinstance(next(iter(merges), None), str) else merges
+        )
     return made
 
 
