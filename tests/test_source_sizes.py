@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from varlen.errors import SourceError
 from varlen.source.blocks import cut_blocks
 from varlen.source.files import find_files
 from varlen.source.formats import row_groups, tables
+from varlen.source.formats.arrow_blocks import blocks_of
 from varlen.source.formats.decoded import list_counts, plain, row_sizes
 from varlen.source.rows import as_list
 from varlen.source.source import open_source
@@ -91,7 +93,10 @@ def test_long_texts_that_many_rows_share_are_read_a_few_megabytes_at_a_time(
     texts = [LONG, "short", "y" * 300_000]
     indices = np.arange(6000) % 3
     path = write(
-        tmp_path / "a.parquet", text_column(texts, indices), compression=compression, is_dictionary=is_dictionary
+        tmp_path / "a.parquet",
+        text_column(texts, indices),
+        compression=compression,
+        is_dictionary=is_dictionary,
     )
 
     rows, size, most, grown = read_apart(path)
@@ -103,7 +108,9 @@ def test_long_texts_that_many_rows_share_are_read_a_few_megabytes_at_a_time(
 
 
 def test_a_terabyte_of_one_text_is_streamed(tmp_path):
-    path = write(tmp_path / "a.parquet", text_column([LONG], np.zeros(1 << 20, dtype=np.int32)), row_group_size=1 << 20)
+    path = write(
+        tmp_path / "a.parquet", text_column([LONG], np.zeros(1 << 20, dtype=np.int32)), row_group_size=1 << 20
+    )
     assert pq.ParquetFile(path).num_row_groups == 1
 
     rows, _, most, grown = read_apart(path, rows=2000)
@@ -138,7 +145,9 @@ def test_single_rows_of_many_messages_are_read_alone_and_what_no_array_holds_is_
     counts = [2, 300, 3000, 2, 1, 3]  # of a megabyte: the third is more than lists of strings hold
     bounds = np.concatenate([[0], np.cumsum(counts)])
     roles = text_column(["user"], np.zeros(bounds[-1]))
-    messages = pa.StructArray.from_arrays([roles, text_column([LONG], np.zeros(bounds[-1]))], ["role", "content"])
+    messages = pa.StructArray.from_arrays(
+        [roles, text_column([LONG], np.zeros(bounds[-1]))], ["role", "content"]
+    )
     column = pa.ListArray.from_arrays(pa.array(bounds, pa.int32()), messages)
     path = write(tmp_path / "a.parquet", column, name="messages")
 
@@ -149,17 +158,18 @@ def test_single_rows_of_many_messages_are_read_alone_and_what_no_array_holds_is_
     (file,) = find_files(path)
     faults = [str(fault) for rows in tables.read(file, ["messages"]) for fault in rows.faults]
     assert len(faults) == 1
-    assert faults[0].startswith(f"{path} row 3 decodes to 3,145,740,000 bytes, more than an array of strings holds")
+    assert faults[0].startswith(
+        f"{path} row 3 decodes to 3,145,740,000 bytes, more than an array of strings holds"
+    )
 
 
 @pytest.mark.parametrize("is_dictionary", [False, True])
 @pytest.mark.parametrize("encoding", ["dictionary", "PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
 @pytest.mark.parametrize("kind", ["text", "null", "chat", "long chat", "mixed"])
 def test_values_are_arrows_own_however_they_are_encoded(tmp_path, monkeypatch, kind, encoding, is_dictionary):
-    for name, size in (("_MOST_BYTES", 20_000), ("_MOST_ROW_BYTES", 4000), ("_SMALL_BYTES", 500), ("_SHORT_BYTES", 0)):
+    for name, size in (("_MOST_BYTES", 20_000), ("_MOST_ROW_BYTES", 4000), ("_SHORT_BYTES", 0)):
         monkeypatch.setattr(row_groups, name, size)
     monkeypatch.setattr(row_groups, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(row_groups, "MOST_BATCH_BYTES", 2000)
     rng = np.random.default_rng(0)
     texts = ["", "ż🦆", *("ab" * n for n in rng.integers(0, 300, 40))]
     picked = rng.integers(0, len(texts), 900)
@@ -170,7 +180,11 @@ def test_values_are_arrows_own_however_they_are_encoded(tmp_path, monkeypatch, k
         columns = {"text": text_column(texts, [None if n % 3 == 0 else n for n in picked.tolist()])}
     elif kind == "mixed":
         numbers = pa.array([[7] * (n % 5) if n % 7 else None for n in range(900)], pa.list_(pa.int32()))
-        columns = {"n": numbers, "text": text, "chat": chats(900, 2, texts, rng.integers(0, len(texts), 1800))}
+        columns = {
+            "n": numbers,
+            "text": text,
+            "chat": chats(900, 2, texts, rng.integers(0, len(texts), 1800)),
+        }
     else:
         column = chats(300, 3, texts, picked)
         if kind == "long chat":  # skewed: one row holds most
@@ -238,8 +252,8 @@ def test_the_sizes_of_rows_are_those_of_their_values(name):
 
 
 def test_sizes_of_damaged_offsets_are_no_error():
-    offsets = pa.py_buffer(np.array([5, -3, 2_000_000_000, 7], dtype=np.int32))
-    array = pa.StringArray.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
+    offsets = pa.py_buffer(np.array([0, 2_000_000_000, -5, 3], dtype=np.int32))
+    array = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
 
     assert (row_sizes(array) >= 0).all()
 
@@ -270,7 +284,10 @@ def test_arrow_files_are_cut_by_what_they_decode_to(tmp_path, kind):
         runs = pa.RunEndEncodedArray.from_arrays(pa.array([1999, 2000], pa.int32()), pa.array([LONG, "b"]))
         table, options = pa.table({"text": runs}), {}
     else:
-        table, options = pa.table({"text": pa.array(["x" * 50_000] * 4000, pa.large_string())}), {"compression": "zstd"}
+        table, options = (
+            pa.table({"text": pa.array(["x" * 50_000] * 4000, pa.large_string())}),
+            {"compression": "zstd"},
+        )
     path = arrow_file(tmp_path / "a.arrow", table, **options)
 
     rows, size, most, grown = read_apart(path)
@@ -282,26 +299,43 @@ def test_arrow_files_are_cut_by_what_they_decode_to(tmp_path, kind):
     assert sum(tables.stretch_sizes(file, ["text"])) > size // 2
 
 
-@pytest.mark.parametrize("count", [4, 1000])
+@pytest.mark.parametrize("groups", [1, 40])
 @pytest.mark.parametrize("form", ["text", "chat"])
-def test_blocks_are_cut_by_what_row_groups_decode_to(tmp_path, form, count):
-    text = "x" * 100_000
-    column = text_column([text], np.zeros(8 * count)) if form == "text" else chats(4 * count, 2, [text], np.zeros(8 * count))
-    path = write(tmp_path / "a.parquet", column, name="text" if form == "text" else "messages", row_group_size=count)
-    source = open_source(path)
-
-    blocks = cut_blocks(source, 2)
-
-    if count == 1000:
-        assert blocks.sizes.sum() > 8 * count * len(text) // 2
-        assert blocks.sizes.max() <= MB
+def test_blocks_are_cut_by_what_row_groups_decode_to(tmp_path, form, groups):
+    text, count = "x" * (MB // 8), 8000
+    if form == "text":
+        path = write(
+            tmp_path / "a.parquet", text_column([text], np.zeros(count)), row_group_size=count // groups
+        )
     else:
-        assert len(blocks) >= 1
+        column = chats(count // 2, 2, ["", text], np.arange(count) % 2)
+        path = write(tmp_path / "a.parquet", column, name="messages", row_group_size=count // 2 // groups)
+
+    blocks = cut_blocks(open_source(path), 2)
+
+    assert blocks.sizes.sum() >= count * len(text) // (1 if form == "text" else 2)
+    assert blocks.sizes.max() <= MB
+    assert not blocks.is_kept
+
+
+def test_blocks_of_plain_arrow_files_are_shares_of_the_file(tmp_path):
+    table = pa.table({"text": ["a" * n for n in range(1000)], "n": range(1000)})
+    for name, options in (("plain", {}), ("lz4", {"compression": "lz4"})):
+        path = tmp_path / f"{name}.arrow"
+        with pa.ipc.new_file(path, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as file:
+            file.write_table(table, max_chunksize=100)
+        (file,) = find_files(path)
+        with path.open("rb") as stored:
+            assert {block.is_compressed for block in blocks_of(stored)} == {name == "lz4"}
+        if name == "plain":
+            assert tables.stretch_sizes(file, ["text"]) == [path.stat().st_size // 10] * 10
 
 
 def test_blocks_of_ordinary_files_are_those_of_their_encoded_sizes(tmp_path):
     rng = np.random.default_rng(0)
-    texts = [bytes(rng.integers(97, 123, rng.integers(5, 3000), dtype=np.uint8)).decode() for _ in range(4000)]
+    texts = [
+        bytes(rng.integers(97, 123, rng.integers(5, 3000), dtype=np.uint8)).decode() for _ in range(4000)
+    ]
     roles = text_column(["user", "assistant"], np.arange(4000) % 2)
     pq.write_table(pa.table({"text": texts, "role": roles}), tmp_path / "a.parquet", row_group_size=900)
     (file,) = find_files(tmp_path / "a.parquet")
@@ -319,7 +353,8 @@ def test_streaming_a_file_of_shared_texts_takes_little_memory(tmp_path):
 import resource, itertools
 import varlen as vl
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with vl.PackedLoader({str(path)!r}, "bytes", capacity=1 << 16, global_batch_size=2, mode="streaming", worker="thread") as loader:
+settings = dict(capacity=1 << 16, global_batch_size=2, mode="streaming", worker="thread")
+with vl.PackedLoader({str(path)!r}, "bytes", **settings) as loader:
     tokens = sum(batch.num_tokens for batch in itertools.islice(loader, 300))
 print(tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
@@ -344,3 +379,63 @@ def test_damaged_row_groups_are_still_told(tmp_path):
     path.write_bytes(content)
     with pytest.raises(SourceError, match="is damaged"):
         list(tables.read(file, ["text"]))
+
+
+NPZ_LIMITED = """
+import resource, sys
+from varlen.source.source import open_source
+source = open_source(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+documents = tokens = 0
+for part in source.parts():
+    for found in source.read(part):
+        documents, tokens = documents + len(found), tokens + len(found.tokens)
+print(documents, tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.parametrize("form", ["empty documents", "short documents", "one document"])
+def test_an_npz_that_unpacks_to_much_is_read_in_little_memory(tmp_path, form):
+    count = 40_000_000
+    offsets = {
+        "empty documents": np.zeros(count, dtype=np.int64),
+        "short documents": np.arange(0, count + 1, 1000),
+        "one document": np.array([0, count]),
+    }[form]
+    ids = np.zeros(0 if form == "empty documents" else count, dtype=np.int64)
+    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=offsets)
+    assert (tmp_path / "a.npz").stat().st_size < 1_000_000
+
+    done = subprocess.run(
+        [sys.executable, "-c", NPZ_LIMITED, str(tmp_path / "a.npz")], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    documents, tokens, grown = map(int, done.stdout.split())
+    assert documents == len(offsets) - 1
+    assert tokens == len(ids)
+    assert grown < (900 if form == "one document" else 250)
+
+
+def test_ids_that_need_more_than_32_bits_are_still_told_in_a_long_document(tmp_path):
+    ids = np.zeros(3 << 20, dtype=np.int64)
+    ids[2_500_000] = 1 << 40
+    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=np.array([0, len(ids)]))
+    source = open_source(tmp_path / "a.npz")
+
+    with pytest.raises(SourceError, match=f"{1 << 40}|{1 << 40:,}"):
+        list(source.read(source.parts()[0]))
+
+
+def test_an_npz_that_holds_fewer_values_than_it_says_is_refused_before_they_are_read(tmp_path):
+    count = 1_900_000_000
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        for name, shape, values in (("input_ids", count, [1] * 9), ("offsets", 2, [0, count])):
+            with archive.open(f"{name}.npy", "w") as member:
+                described = {"descr": "<i8", "fortran_order": False, "shape": (shape,)}
+                np.lib.format.write_array_header_1_0(member, described)
+                member.write(np.array(values, dtype=np.int64).tobytes())
+    source = open_source(tmp_path / "a.npz")
+
+    with pytest.raises(SourceError, match=r"a\.npz: `input_ids` ends too early"):
+        list(source.read(source.parts()[0]))

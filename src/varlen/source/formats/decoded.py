@@ -9,7 +9,12 @@ import numpy as np
 
 from varlen.types import IntArray
 
+BATCH_BYTES = 4 << 20
+"""Of a batch, about."""
+MOST_ROWS = 8192
 _VIEW_BYTES = 16
+_APART = ("string", "binary", "large_string", "large_binary", "null")
+"""Types of varying width whose values each have a place of their own."""
 
 
 def row_sizes(array: Any) -> IntArray:
@@ -28,7 +33,8 @@ def row_sizes(array: Any) -> IntArray:
     if isinstance(kind, pa.BaseExtensionType):
         return row_sizes(array.storage)
     if types.is_dictionary(kind):
-        return _chosen(row_sizes(array.dictionary), array.indices.fill_null(0).to_numpy(zero_copy_only=False))
+        chosen = _chosen(row_sizes(array.dictionary), array.indices.fill_null(0).to_numpy())
+        return np.where(array.indices.is_null().to_numpy(zero_copy_only=False), 0, chosen)
     if types.is_run_end_encoded(kind):
         places = np.arange(array.offset, array.offset + len(array))
         return _chosen(row_sizes(array.values), np.searchsorted(array.run_ends.to_numpy(), places, "right"))
@@ -73,6 +79,33 @@ def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int
         stop = min(max(enough, start + 1), start + most_rows, len(sizes))
         yield start, stop
         start = stop
+
+
+def pieces(batch: Any) -> Iterator[Any]:
+    """Cut a batch where it is large, by what its rows take once they are decoded.
+
+    Args:
+        batch: of an Arrow table.
+    """
+    if not any(map(shares, batch.schema.types)) and batch.nbytes <= 2 * BATCH_BYTES:
+        for start in range(0, batch.num_rows, MOST_ROWS):
+            yield batch.slice(start, MOST_ROWS)
+        return
+    for start, stop in cuts(batch_sizes(batch), 2 * BATCH_BYTES, MOST_ROWS):
+        yield batch.slice(start, stop - start)
+
+
+def shares(kind: Any) -> bool:
+    """Whether values of a type may share what they hold."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return shares(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return True
+    if kind.num_fields == 0:
+        return _width(kind) is None and str(kind) not in _APART
+    return any(shares(kind.field(index).type) for index in range(kind.num_fields))
 
 
 def list_counts(array: Any) -> IntArray:
@@ -166,6 +199,10 @@ def _lengths(offsets: IntArray) -> IntArray:
 
 def _width(kind: Any) -> int | None:
     """Return the bytes of a type whose values all take the same, at least 1; None for others."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):  # whose width is that of its indices
+        return None
     try:
         return max(int(kind.bit_width) // 8, 1)
     except ValueError:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 _HEADER_BYTES = 256
 _DICTIONARY_PAGE = 2
-_TYPE, _DECODED, _STORED = 1, 2, 3
+_TYPE, _DECODED, _STORED, _ENTRIES = (1,), (2,), (3,), (7, 1)
 """Fields of a page's header."""
 _TRUE, _FALSE, _FIRST_NUMBER, _LAST_NUMBER, _STRUCT = 1, 2, 4, 6, 12
 """Kinds of Thrift's fields."""
@@ -29,6 +29,7 @@ class DictionaryPage:
     """Bytes."""
     decoded: int
     """Bytes."""
+    entries: int
 
 
 def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
@@ -43,10 +44,10 @@ def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
         numbers, end = _struct(stored.read(_HEADER_BYTES), 0)
     except (IndexError, ValueError):
         return None
-    sizes = [numbers.get(field, -1) for field in (_STORED, _DECODED)]
+    sizes = [numbers.get(field, -1) for field in (_STORED, _DECODED, _ENTRIES)]
     if numbers.get(_TYPE) != _DICTIONARY_PAGE or min(sizes) < 0:
         return None
-    return DictionaryPage(begin=at + end, stored=sizes[0], decoded=sizes[1])
+    return DictionaryPage(begin=at + end, stored=sizes[0], decoded=sizes[1], entries=sizes[2])
 
 
 def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> int:
@@ -74,14 +75,14 @@ def longest_entry(stored: BinaryIO, page: DictionaryPage, compression: str) -> i
     return longest if at == len(content) else page.decoded
 
 
-def _struct(content: bytes, at: int) -> tuple[dict[int, int], int]:
-    """Return the numbers of a struct by their fields, and where it ends.
+def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[tuple[int, ...], int], int]:
+    """Return the numbers of a struct by the path of their fields, and where it ends.
 
     Raises:
         ValueError: a field of a kind that page headers of dictionaries don't have.
         IndexError: it isn't over where the content is.
     """
-    numbers: dict[int, int] = {}
+    numbers: dict[tuple[int, ...], int] = {}
     field = 0
     while content[at]:
         kind, step = content[at] & 15, content[at] >> 4
@@ -89,12 +90,12 @@ def _struct(content: bytes, at: int) -> tuple[dict[int, int], int]:
         if step:
             field += step
         else:
-            number, at = _number(content, at)
-            field = number
+            field, at = _number(content, at)
         if _FIRST_NUMBER <= kind <= _LAST_NUMBER:
-            numbers[field], at = _number(content, at)
+            numbers[*path, field], at = _number(content, at)
         elif kind == _STRUCT:
-            _, at = _struct(content, at)
+            inner, at = _struct(content, at, (*path, field))
+            numbers |= inner
         elif kind not in (_TRUE, _FALSE):
             raise ValueError(f"a field of kind {kind}")
     return numbers, at + 1

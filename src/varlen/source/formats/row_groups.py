@@ -14,12 +14,22 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from varlen.source.formats.decoded import batch_sizes, cuts, list_counts, plain, row_sizes
+from varlen.source.files import File
+from varlen.source.formats.damage import is_damage
+from varlen.source.formats.decoded import (
+    BATCH_BYTES,
+    MOST_ROWS,
+    batch_sizes,
+    cuts,
+    list_counts,
+    pieces,
+    plain,
+    row_sizes,
+)
 from varlen.source.formats.dictionary_page import dictionary_page, longest_entry
+from varlen.source.rows import Fault, place
 from varlen.types import IntArray
 
-BATCH_BYTES, MOST_BATCH_BYTES = 4 << 20, 8 << 20
-MOST_ROWS = 8192
 # Column chunks are streamed through a small buffer: row groups may be larger than memory.
 OPENED: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
 _MOST_BYTES = 256 << 20
@@ -28,8 +38,6 @@ _MOST_ROW_BYTES = 1 << 30
 """Of a row, by the same bound; else strings are read as dictionaries."""
 _STRING_BYTES = 2**31 - 1
 """Of one row, in Arrow's lists of strings."""
-_SMALL_BYTES = 1 << 20
-"""Smaller batches are joined."""
 _PAGE_BYTES = 1 << 20
 _VALUES, _FEW_VALUES = 1 << 20, 256
 """Of a batch of dictionaries, and of a batch of strings that may all be long."""
@@ -42,7 +50,7 @@ _GROWTH = 4
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 _AMPLIFIED, _MAYBE_AMPLIFIED = 8, 32
 """Times its encoded size that a row group decodes to before that is told of it, and before it is looked into."""
-_EXAMINED_BYTES = 256 << 20
+_EXAMINED_BYTES = 16 << 20
 """Row groups that can't decode to more aren't looked into."""
 _INDEX_BYTES = 32
 """Bytes of a value behind the dictionary from which on values aren't mere places in it."""
@@ -55,13 +63,14 @@ class TooLarge:
     num_bytes: int
     num_rows: int = 1
 
-
-Sized = tuple[Any, IntArray]
-"""A batch, and the bytes that each of its rows takes by itself."""
+    def fault(self, file: File, before: int) -> Fault:
+        """Return the fault of the row, of which so many stand before it in the file."""
+        why = f"decodes to {self.num_bytes:,} bytes, more than an array of strings holds (2 GB); cut it"
+        return Fault(where=place(file.path, "row", before + 1), why=why, number=before + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Column:
+class Column:
     """A column of values, in all row groups."""
 
     index: int
@@ -76,7 +85,7 @@ class _Column:
 class _Leaf:
     """A column of values in one row group."""
 
-    column: _Column
+    column: Column
     path: str
     values: int
     encoded: int
@@ -95,31 +104,29 @@ class _Leaf:
 
 
 def batches(
-    table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None
+    table: Any, stored: BinaryIO, wanted: list[str], columns: Sequence[Column], group: int
 ) -> Iterator[Any | TooLarge]:
-    """Yield the rows of row groups, a few megabytes at a time.
+    """Yield the rows of a row group, a few megabytes at a time.
 
     Args:
         table: opened with `OPENED`.
         stored: the file that it reads.
         wanted: columns.
-        start: the first row group.
-        stop: one past the last; None for all.
+        columns: of `columns_of`.
+        group: its number.
     """
-    columns, metadata = _columns(table, wanted), table.metadata
-    for group in range(start, metadata.num_row_groups if stop is None else stop):
-        shape = metadata.row_group(group)
-        if shape.num_rows == 0:
-            continue
-        leaves = _leaves(shape, columns)
-        limit = _limit(table, stored, group, leaves)
-        if limit is None:
-            yield from _by_dictionaries(table, stored, group, wanted, leaves)
-        else:
-            yield from _decoded(table, group, wanted, leaves, limit)
+    shape = table.metadata.row_group(group)
+    if shape.num_rows == 0:
+        return
+    leaves = _leaves(shape, columns)
+    limit = _limit(table, stored, group, leaves)
+    if limit is None:
+        yield from _by_dictionaries(table, stored, group, wanted, leaves)
+    else:
+        yield from _decoded(table, group, wanted, leaves, limit)
 
 
-def group_sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
+def sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int]:
     """Estimate the bytes of each row group: as encoded, unless it decodes to many times as much.
 
     The same for the same file anywhere. Where the description can't exclude it, the first, the middle and the last
@@ -130,19 +137,25 @@ def group_sizes(table: Any, stored: BinaryIO, wanted: Sequence[str]) -> list[int
         stored: the file that it reads.
         wanted: columns.
     """
-    columns, metadata = _columns(table, wanted), table.metadata
+    columns, metadata = columns_of(table, wanted), table.metadata
     leaves = [_leaves(metadata.row_group(group), columns) for group in range(metadata.num_row_groups)]
-    sizes = [_described(some) for some in leaves]
+    described = [_described(some) for some in leaves]
     doubtful = [group for group, some in enumerate(leaves) if any(map(_is_doubtful, some))]
 
     def look(groups: Sequence[int]) -> dict[int, int]:
-        found = {group: _decoded_bytes(table, stored, group, leaves[group]) for group in groups}
-        return {group: size for group, size in found.items() if size > _AMPLIFIED * sizes[group]}
+        found = {}
+        for group in groups:
+            try:
+                found[group] = _decoded_bytes(table, stored, group, leaves[group])
+            except Exception as error:  # reading will tell
+                if not is_damage(error):
+                    raise
+        return {group: size for group, size in found.items() if size > _AMPLIFIED * described[group]}
 
     found = look(sorted({doubtful[place] for place in (0, len(doubtful) // 2, -1)}) if doubtful else [])
     if found:
         found |= look([group for group in doubtful if group not in found])
-    return [found.get(group, size) for group, size in enumerate(sizes)]
+    return [found.get(group, size) for group, size in enumerate(described)]
 
 
 def _described(leaves: Sequence[_Leaf]) -> int:
@@ -167,7 +180,7 @@ def _decoded_bytes(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_L
     total, rows = 0, table.metadata.row_group(group).num_rows
     for leaf in leaves:
         size = leaf.encoded
-        if _is_doubtful(leaf) and leaf.values * _longest(leaf, stored) > _MAYBE_AMPLIFIED * encoded:
+        if _is_doubtful(leaf) and _is_repeated(leaf, stored, _MAYBE_AMPLIFIED * encoded):
             few = max(rows * (_FEW_VALUES if leaf.has_prefixes else MOST_ROWS) // leaf.values, 1)
             reading = _as_dictionaries(table, stored, [leaf])
             read = reading.iter_batches(few, row_groups=[group], columns=[leaf.path], use_threads=False)
@@ -176,7 +189,17 @@ def _decoded_bytes(table: Any, stored: BinaryIO, group: int, leaves: Sequence[_L
     return total
 
 
-def _columns(table: Any, wanted: Sequence[str]) -> list[_Column]:
+def _is_repeated(leaf: _Leaf, stored: BinaryIO, num_bytes: int) -> bool:
+    """Whether values may take more than so many bytes, since most of them have been there before."""
+    if leaf.dictionary_at is None:
+        return leaf.values * _longest(leaf, stored) > num_bytes
+    page = dictionary_page(stored, leaf.dictionary_at)
+    if page is None:
+        return True
+    return page.entries * _AMPLIFIED < leaf.values and leaf.values * page.decoded > num_bytes
+
+
+def columns_of(table: Any, wanted: Sequence[str]) -> list[Column]:
     """Describe the wanted columns of a table."""
     kinds = [kind for field in table.schema_arrow for kind in _leaf_types(field.type)]
     columns = []
@@ -186,7 +209,7 @@ def _columns(table: Any, wanted: Sequence[str]) -> list[_Column]:
             continue
         kind = column.physical_type
         columns.append(
-            _Column(
+            Column(
                 index=index,
                 width=column.length if kind.startswith("FIXED") else _WIDTHS.get(kind),
                 is_nested=column.max_repetition_level > 0,
@@ -196,7 +219,7 @@ def _columns(table: Any, wanted: Sequence[str]) -> list[_Column]:
     return columns
 
 
-def _leaves(shape: Any, columns: Sequence[_Column]) -> list[_Leaf]:
+def _leaves(shape: Any, columns: Sequence[Column]) -> list[_Leaf]:
     """Describe the columns of a row group."""
     leaves = []
     for column in columns:
@@ -311,29 +334,24 @@ def _decoded(
 ) -> Iterator[Any]:
     """Yield the rows of a row group, cut where they are large and joined where they are small."""
     read = _adapted(table, group, wanted, leaves, limit)
-    if not any(leaf.column.is_shared for leaf in leaves):
-        read = _joined(read)
-    for batch, sizes in read:
-        for start, stop in cuts(sizes, MOST_BATCH_BYTES, MOST_ROWS):
-            yield batch.slice(start, stop - start)
+    for batch in read if any(leaf.column.is_shared for leaf in leaves) else _joined(read):
+        yield from pieces(batch)
 
 
 def _adapted(
     table: Any, group: int, wanted: list[str], leaves: Sequence[_Leaf], limit: Callable[[int], int]
-) -> Iterator[Sized]:
+) -> Iterator[Any]:
     """Yield the rows of a row group, as many at a time as the last ones let expect to be few enough bytes."""
     rows = table.metadata.row_group(group).num_rows
-    about = sum(leaf.decoded for leaf in leaves)
     # A dictionary is made anew for every batch, and takes its place once, however many rows share it.
     most = MOST_ROWS if any(leaf.column.is_shared for leaf in leaves) else 0
-    count = min(max(_fitting(about, rows), most), limit(0))
+    count = min(max(_fitting(sum(leaf.decoded for leaf in leaves), rows), most), limit(0))
     at = 0
     for batch in table.iter_batches(count, row_groups=[group], columns=wanted, use_threads=False):
-        sizes = batch_sizes(batch)
         at += batch.num_rows
-        fitting = min(_fitting(int(sizes.sum()), batch.num_rows), _GROWTH * batch.num_rows)
+        fitting = min(_fitting(batch.nbytes, batch.num_rows), _GROWTH * batch.num_rows)
         table.reader.set_batch_size(min(max(fitting, most), limit(at)))
-        yield batch, sizes
+        yield batch
 
 
 def _fitting(num_bytes: int, rows: int) -> int:
@@ -341,29 +359,20 @@ def _fitting(num_bytes: int, rows: int) -> int:
     return max(min(BATCH_BYTES * rows // max(num_bytes, 1), MOST_ROWS), 1)
 
 
-def _joined(read: Iterator[Sized]) -> Iterator[Sized]:
+def _joined(read: Iterator[Any]) -> Iterator[Any]:
     """Join small batches."""
     import pyarrow as pa
 
-    held: list[Sized] = []
-
-    def joined() -> Sized:
-        batches_, sizes = zip(*held)
-        return (pa.concat_batches(batches_), np.concatenate(sizes)) if len(held) > 1 else held[0]
-
+    held: list[Any] = []
     size = rows = 0
-    for batch, sizes in read:
-        more = int(sizes.sum())
-        if held and (size + more > BATCH_BYTES or rows + len(sizes) > MOST_ROWS):
-            yield joined()
+    for batch in read:
+        if held and (size + batch.nbytes > BATCH_BYTES or rows + batch.num_rows > MOST_ROWS):
+            yield held[0] if len(held) == 1 else pa.concat_batches(held)
             held, size, rows = [], 0, 0
-        held.append((batch, sizes))
-        size, rows = size + more, rows + len(sizes)
-        if size >= _SMALL_BYTES or rows >= MOST_ROWS:
-            yield joined()
-            held, size, rows = [], 0, 0
+        held.append(batch)
+        size, rows = size + batch.nbytes, rows + batch.num_rows
     if held:
-        yield joined()
+        yield held[0] if len(held) == 1 else pa.concat_batches(held)
 
 
 def _by_dictionaries(
@@ -382,7 +391,7 @@ def _by_dictionaries(
             kinds = table.schema_arrow
             schema = pa.schema([kinds.field(name) for name in batch.schema.names])
         sizes = batch_sizes(batch)
-        for start, stop in cuts(sizes, MOST_BATCH_BYTES, MOST_ROWS):
+        for start, stop in cuts(sizes, 2 * BATCH_BYTES, MOST_ROWS):
             size = int(sizes[start:stop].sum())
             if size > _STRING_BYTES:
                 yield TooLarge(num_bytes=size)
