@@ -64,15 +64,15 @@ def test_a_run_says_what_was_packed_and_how_to_read_it(tmp_path, pack):
     code, out, said = pack("a.jsonl", "-o", "packed", "--capacity", 1024)
 
     assert (code, said) == (0, "")
-    rows = json.loads((tmp_path / "packed" / "manifest.json").read_bytes())["num_packs"]
+    rows = json.loads((tmp_path / "packed" / ".manifest.json").read_bytes())["num_packs"]
     first, *_, place, how = out.splitlines()
     assert first == (
         f"60 documents, {tokens:,} tokens -> {rows} rows of 1,024, {100 * tokens / (rows * 1024):.2f} % full, "
         f"{tokens - 60:,} tokens to train on"
     )
     assert "  tokens are bytes, for want of a --tokenizer" in out
-    assert place == "packed: 1 parquet file and manifest.json. To read the rows:"
-    assert how == '  datasets.load_dataset("parquet", data_files="packed/*.parquet", split="train")'
+    assert place == "packed: 1 parquet file and .manifest.json. To read the rows:"
+    assert how == '  datasets.load_dataset("parquet", data_dir="packed", split="train")'
     assert pack("a.jsonl", "-o", "packed", "--capacity", 1024)[1].startswith(
         "packed was finished already, from the same data and settings:\n60 documents"
     )
@@ -87,7 +87,7 @@ def test_with_json_the_manifest_alone_is_printed(tmp_path, pack):
 
     assert code == 0
     manifest = json.loads(out)
-    assert manifest == json.loads((tmp_path / "packed" / "manifest.json").read_bytes())
+    assert manifest == json.loads((tmp_path / "packed" / ".manifest.json").read_bytes())
     assert (
         manifest["settings"] | {"format": "arrow", "shuffle": False, "position_ids": True}
         == manifest["settings"]
@@ -106,7 +106,7 @@ def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
     at = lines.index("  3 records skipped:")
     for number, line in zip((4, 5, 6), sorted(lines[at + 1 : at + 4])):
         assert f"line {number}" in line
-    listed = (tmp_path / "packed" / "skipped.log").read_text().splitlines()
+    listed = (tmp_path / "packed" / ".skipped.log").read_text().splitlines()
     assert [line.strip() for line in lines[at + 1 : at + 4]] == listed
 
 
@@ -127,8 +127,8 @@ def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):
 
     assert "  25 records skipped:" in out
     assert out.count("    a.jsonl line") == 10
-    assert "    all of them in packed/skipped.log" in out
-    assert len((tmp_path / "packed" / "skipped.log").read_text().splitlines()) == 25
+    assert "    all of them in packed/.skipped.log" in out
+    assert len((tmp_path / "packed" / ".skipped.log").read_text().splitlines()) == 25
 
 
 def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
@@ -217,7 +217,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, pack
         assert "out.partial can't be written: the disk is full" in one_sentence(pack("a.jsonl", "-o", "out"))
 
     assert pack("a.jsonl", "-o", "out")[0] == 0
-    assert sorted(contents(tmp_path)) == ["a.jsonl", "out/manifest.json", "out/part-00000.parquet"]
+    assert sorted(contents(tmp_path)) == ["a.jsonl", "out/.manifest.json", "out/part-00000.parquet"]
 
 
 def test_files_that_may_not_grow_are_one_sentence_in_processes_too(tmp_path):

@@ -25,7 +25,7 @@ def test_a_set_is_written_and_said_how_to_train_on(pack, tmp_path):
     lines = out.splitlines()
     assert lines[0].startswith("24 documents, ")
     assert "positions -> " in lines[0]
-    assert lines[2] == "out: 1 Parquet file, metadata and manifest.json. To train on it:"
+    assert lines[2] == "out: 1 Parquet file, metadata and .manifest.json. To train on it:"
     (specs,) = [eval("".join(lines[3:]), {"PackedSequenceSpecs": PackedSequenceSpecs})]
     assert specs.pad_seq_to_mult == 4
     table = pq.read_table(specs.packed_train_data_path)

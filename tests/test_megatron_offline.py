@@ -104,7 +104,7 @@ def test_rows_hold_every_document_with_its_mask_at_the_input(tmp_path, store, al
     assert manifest["num_tokens"] == manifest["ledger"]["packed"] == sum(length for _, _, length in found)
     assert manifest["fill_ratio"] == manifest["num_tokens"] / (256 * rows.num_rows)
     assert manifest["packs_without_target"] == 0
-    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert manifest == json.loads((tmp_path / "out" / ".manifest.json").read_bytes())
 
 
 @pytest.mark.parametrize("algorithm", ["first_fit_shuffle", "first_fit_decreasing"])

@@ -49,7 +49,7 @@ def test_rows_hold_the_documents_that_went_in(tmp_path, format_):
     assert all(field.type == pa.list_(pa.int32()) for field in rows.schema)
     assert max(map(len, rows["input_ids"])) <= 256
     manifest = done.manifest
-    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert manifest == json.loads((tmp_path / "out" / ".manifest.json").read_bytes())
     assert manifest["num_packs"] == len(rows) == sum(part["num_packs"] for part in manifest["parts"])
     assert manifest["num_tokens"] == sum(len(ids) for ids, _ in found) == manifest["ledger"]["tokens_in"]
     assert manifest["num_targets"] == sum(len(ids) - 1 for ids, _ in found)
@@ -58,7 +58,7 @@ def test_rows_hold_the_documents_that_went_in(tmp_path, format_):
     names = [f"part-0000{n}.{format_}" for n in range(len(manifest["parts"]))]
     assert len(names) > 2
     digests = contents(tmp_path / "out")
-    assert sorted(digests) == ["manifest.json", *names]
+    assert sorted(digests) == [".manifest.json", *names]
     assert [part["sha256"] for part in manifest["parts"]] == [digests[name] for name in names]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
@@ -159,7 +159,7 @@ def test_tokens_kept_are_packed_again_without_tokenizing(tmp_path, data):
     assert again.manifest["num_packs"] < first.manifest["num_packs"]
     assert contents(tmp_path / "tokens") == store
     parts = [
-        {n: d for n, d in contents(tmp_path / o).items() if n != "manifest.json"} for o in ("wide", "alone")
+        {n: d for n, d in contents(tmp_path / o).items() if n != ".manifest.json"} for o in ("wide", "alone")
     ]
     assert parts[0] == parts[1]
     assert alone.manifest["source"]["files"] == again.manifest["source"]["files"]
@@ -360,27 +360,6 @@ def test_a_damaged_store_is_refused_by_name(tmp_path, data):
     shutil.rmtree(path.parent)
     with pytest.raises(SourceError, match=re.escape("00000-0000 is not a finished shard")):
         pack_source(tmp_path / "tokens", tmp_path / "wide", PackSettings(capacity=512))
-
-
-def test_a_folder_is_loaded_by_its_name_with_the_manifest_and_a_list_beside_the_rows(tmp_path):
-    try:
-        import datasets
-    except ImportError:
-        pytest.skip("datasets isn't installed here")
-    write_texts(tmp_path / "a.jsonl", count=5)
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write("{\n")
-
-    for format_ in ("parquet", "arrow"):
-        folder = tmp_path / format_
-        pack(open_source(tmp_path / "a.jsonl", on_error="skip"), folder, format=format_, part_tokens=10**6)
-        rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "manifest.json",
-            f"part-00000.{format_}",
-            "skipped.log",
-        ]
-        assert rows.to_list() == table_of(folder).to_pylist()
 
 
 def test_a_crew_of_nobody_is_refused():

@@ -6,11 +6,12 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from offline_packs import contents, pack, small_parts, write_texts
+from offline_packs import contents, pack, small_parts, table_of, write_texts
 
 from varlen.errors import MissingExtraError, OverlongDocumentError, SettingError, SourceError, WorkerDiedError
 from varlen.offline.cluster import _task
 from varlen.offline.crew import Crew
+from varlen.source.source import open_source
 
 HAS_RAY = find_spec("ray") is not None
 
@@ -106,3 +107,20 @@ def test_a_cluster_that_is_not_there_is_bad_input(tmp_path):
     assert run.returncode == 2, run.stderr
     assert run.stderr.splitlines()[-1].startswith("varlen: no Ray cluster at nonsense (")
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_a_packed_folder_is_a_parquet_data_set_of_ray(tmp_path, cluster):
+    write_texts(tmp_path / "a.jsonl")
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("{\n")
+    pack(open_source(tmp_path / "a.jsonl", on_error="skip"), tmp_path / "out")
+
+    rows = cluster.data.read_parquet(str(tmp_path / "out")).take_all()
+
+    assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == [
+        ".manifest.json",
+        ".skipped.log",
+    ]
+    read = sorted([list(row["input_ids"]) for row in rows])
+    assert read == sorted(table_of(tmp_path / "out")["input_ids"].to_pylist())

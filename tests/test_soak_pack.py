@@ -65,7 +65,7 @@ def test_a_file_of_20_gb_is_packed_in_1_gb_of_memory(tmp_path: Path) -> None:
 
     assert process.returncode == 0, (tmp_path / "said").read_text()
     assert os.path.getsize(data) >= FILE_BYTES  # noqa: PTH202
-    manifest = json.loads((output / "manifest.json").read_bytes())
+    manifest = json.loads((output / ".manifest.json").read_bytes())
     texts = [json.loads(line)["text"] for line in rows.splitlines()]
     assert manifest["ledger"]["documents_in"] == copies * CHUNK_ROWS
     assert manifest["num_tokens"] == copies * sum(len(text) + 1 for text in texts)

@@ -234,7 +234,7 @@ def test_every_door_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
     assert store.losses == Losses.from_json(packed.manifest["losses"])
     assert stats.skipped == store.losses.num_rows == store.manifest["num_skipped"]
     if store.losses.of_reading:
-        logged = (tmp_path / "packed" / "skipped.log").read_text().splitlines()
+        logged = (tmp_path / "packed" / ".skipped.log").read_text().splitlines()
         assert sorted(logged) == sorted(lengths.skipped)
 
 

@@ -85,7 +85,7 @@ folder = Path(sys.argv[1])
 column = list_column(np.arange(100, dtype=np.int32), np.arange(0, 101, 10))
 write_table({"input_ids": column}, folder / "tokens.parquet", "parquet", 10)
 pack_source(open_source([folder / "tokens.parquet"]), folder / "packed", PackSettings(capacity=64))
-assert (folder / "packed" / "manifest.json").is_file()
+assert (folder / "packed" / ".manifest.json").is_file()
 print("pandas" in sys.modules)
 """
     done = subprocess.run(

@@ -136,6 +136,8 @@ def megatron_packer(
 
 def print_reading(manifest: Mapping[str, Any], folder: Path) -> None:
     """Say what lies there, and how Megatron-Bridge reads it."""
+    from varlen.source.written import manifest_name
+
     settings = manifest["settings"]
     if "index_bytes" in manifest:
         size, where = manifest["index_bytes"], manifest["tokens"]
@@ -143,9 +145,8 @@ def print_reading(manifest: Mapping[str, Any], folder: Path) -> None:
         print(f'  varlen.adapters.megatron.open_index("{folder}")')
         return
     name = "packed_val_data_path" if settings["split"] == "validation" else "packed_train_data_path"
-    print(
-        f"{folder}: {many(len(manifest['parts']), 'Parquet file')}, metadata and manifest.json. To train on it:"
-    )
+    files = many(len(manifest["parts"]), "Parquet file")
+    print(f"{folder}: {files}, metadata and {manifest_name(folder)}. To train on it:")
     print(f"  PackedSequenceSpecs(packed_sequence_size={settings['pack_size']},")
     print(f'      {name}="{folder}/{manifest["data"]}",')
     print(f'      packed_metadata_path="{folder}/{manifest["metadata"]}",')

@@ -214,6 +214,7 @@ def _packer(**settings: Any) -> Callable[..., PackedSet]:
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
     """Say what can't be read, what was packed, what became of every token, and how to read it."""
     from varlen.source.losses import stored
+    from varlen.source.written import MANIFEST_OF_ROWS, manifest_name, skipped_path
 
     ledger, settings = manifest["ledger"], manifest["settings"]
     is_megatron = manifest["kind"] != "packed"
@@ -244,13 +245,15 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
         print(f"  {many(manifest['packs_without_target'], 'row')} with nothing to train on")
     for said in losses.texts():
         print(f"  {said}")
-    _print_skipped(losses, folder / "skipped.log")
+    _print_skipped(losses, skipped_path(folder))
     if is_megatron:
         print_reading(manifest, folder)
         return
     name = settings["format"]
-    print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and manifest.json. To read the rows:")
-    print(f'  datasets.load_dataset("{name}", data_files="{folder}/*.{name}", split="train")')
+    beside = manifest_name(folder)
+    print(f"{folder}: {many(len(manifest['parts']), f'{name} file')} and {beside}. To read the rows:")
+    named = f'data_dir="{folder}"' if beside == MANIFEST_OF_ROWS else f'data_files="{folder}/*.{name}"'
+    print(f'  datasets.load_dataset("{name}", {named}, split="train")')
 
 
 def _print_skipped(losses: Losses, log: Path) -> None:

@@ -20,7 +20,7 @@ from varlen.source.source import Source
 from varlen.source.store import STORE_FORMAT
 from varlen.source.tokenizer import ByteTokenizer, digest
 from varlen.source.writing import sync
-from varlen.source.written import PLAN, WORK, read_manifest
+from varlen.source.written import MANIFEST, PLAN, WORK, read_manifest
 
 
 def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
@@ -159,6 +159,6 @@ def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str
         for name in names:
             (partial / name).replace(folder / name)
         sync(folder)
-        write_json(folder / "manifest.json", manifest)
+        write_json(folder / MANIFEST, manifest)
         sync(folder)
         shutil.rmtree(partial)

@@ -38,7 +38,7 @@ from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, TokenStore, open_store
 from varlen.source.watch import Watch
-from varlen.source.written import WORK, read_manifest
+from varlen.source.written import MANIFEST, WORK, read_manifest
 
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24
@@ -183,7 +183,7 @@ def build_store(
             "shards": every,
         }
         if there is None:
-            finish(partial, folder, manifest)
+            finish(partial, folder, manifest, MANIFEST)
         else:
             append(partial, folder, [shard["name"] for shard in listed], {**manifest, "grown": grown})
     return open_store(folder)

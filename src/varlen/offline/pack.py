@@ -28,9 +28,8 @@ from varlen.source.losses import nothing_left
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
-from varlen.source.written import WORK, read_manifest
+from varlen.source.written import MANIFEST_OF_ROWS, SKIPPED, SKIPPED_OF_ROWS, WORK, read_manifest
 
-SKIPPED = "skipped.log"
 _TOKENS = "tokens"
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
 """Writes a set of a store's tokens into a folder, where an earlier run may have begun; returns the manifest."""
@@ -173,8 +172,9 @@ def _made(
             opened_store.cache_clear()  # open files would keep a removed store's space
         manifest["fingerprint"], manifest["source"] = wanted, marks
         with disk_faults(output):
-            _gather_skipped(store, partial / SKIPPED)
-        finish(partial, output, manifest)
+            (partial / SKIPPED).unlink(missing_ok=True)  # by a run of version 0.1.0
+            _gather_skipped(store, partial / SKIPPED_OF_ROWS)
+        finish(partial, output, manifest, MANIFEST_OF_ROWS)
     return PackedSet(folder=output, manifest=manifest, was_there=False)
 
 

@@ -31,7 +31,7 @@ from typing import IO, Any
 from varlen.errors import SettingError
 from varlen.source.files import File
 from varlen.source.writing import sync
-from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
+from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest
 
 _STATE = "state.json"
 _LOCK_S = 0.5
@@ -140,7 +140,7 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
 def _holds_finished(partial: Path) -> bool:
     """Return whether a later run takes anything over: tokens by their manifest, or parts by their notes."""
     return any(
-        note.name == "manifest.json" or (note.parent.name == WORK and note.name not in (_STATE, PLAN))
+        note.name in MANIFESTS or (note.parent.name == WORK and note.name not in (_STATE, PLAN))
         for note in partial.rglob("*.json")
     )
 
@@ -195,8 +195,14 @@ def _left_by(partial: Path) -> str | None:
         return None
 
 
-def finish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
+def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> None:
     """Make a result appear under its own name, all at once.
+
+    Args:
+        partial: where it was made.
+        folder: its own name.
+        manifest: written last.
+        name: of the manifest's file.
 
     Raises:
         SettingError: it can't be written.
@@ -204,7 +210,9 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     with disk_faults(folder):
         for left in partial.glob(".*.part"):  # of a manifest, by a run that ended just then
             left.unlink()
-        write_json(partial / "manifest.json", manifest)
+        for other in MANIFESTS:  # by a run of version 0.1.0 that ended just then
+            (partial / other).unlink(missing_ok=True)
+        write_json(partial / name, manifest)
         if folder.exists():
             replaced = partial / WORK / "replaced"
             shutil.rmtree(replaced, ignore_errors=True)

@@ -32,6 +32,8 @@ KEPT_BYTES = 64 << 20
 """Tables of no more bytes are kept in memory, and then their parts come in any order."""
 SPREAD = 8
 """Large row groups that are read side by side where they are shuffled."""
+_MOST_PARTS = 1 << 20
+"""Of one row group or record batch."""
 _UNPACKED = 4
 """Bytes that a compressed byte stands for, about."""
 
@@ -193,7 +195,7 @@ def _cut_table(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, i
             cuts.append((first, group, 0, 1, filled))
             first, filled = group, 0
         if size > block_bytes:
-            parts = -(-size // block_bytes)
+            parts = min(-(-size // block_bytes), _MOST_PARTS)
             cuts += [(first, group + 1, part, parts, size // parts) for part in range(parts)]
             first, filled = group + 1, 0
         else:

@@ -15,7 +15,15 @@ from varlen.errors import SourceError
 from varlen.source.remote import Listed, list_remote, read_remote
 from varlen.source.retry import Retry
 from varlen.source.saved import described, refuse_indices
-from varlen.source.written import PARTIAL, WORK, is_unfinished, what_varlen_wrote
+from varlen.source.written import (
+    MANIFEST,
+    MANIFESTS,
+    PARTIAL,
+    WORK,
+    is_beside_results,
+    is_unfinished,
+    what_varlen_wrote,
+)
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
@@ -43,7 +51,7 @@ _ABOUT_DATA = ("readme", "license", "licence", "changelog", "notice", "contribut
 """Beginnings of the names of text files that speak of the data beside them."""
 _ABOUT_PACKS = re.compile(r"\d+_metadata\.jsonl")
 """What Megatron-Bridge, and `varlen pack` for it, write beside packed rows: how many there are, and how long."""
-_OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", "manifest.json", "_manifest.json"}
+_OF_DATA_SETS = {"dataset_info.json", "dataset_dict.json", "state.json", MANIFEST, "_manifest.json"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +204,8 @@ def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[File
     if pattern.name == "**":  # to older Pythons, folders alone
         pattern /= "*"
     fixed = Path(*_before_magic(path.parts))
-    found = _without(sorted(p for p in root.glob(str(pattern)) if p.is_file()), unread)
+    matched = (p for p in root.glob(str(pattern)) if p.is_file() and not is_beside_results(p))
+    found = _without(sorted(matched), unread)
     if not found:
         raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
     folders = {p.parent for p in found} - {fixed}
@@ -289,7 +298,7 @@ def _refuse_results(path: Path, files: Sequence[Path]) -> None:
         )
     unfinished = {file.parents[1] for file in files if file.parent.name == WORK}
     unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
-    folders = sorted((unfinished | {file.parent for file in files if file.name == "manifest.json"}) - {path})
+    folders = sorted((unfinished | {file.parent for file in files if file.name in MANIFESTS}) - {path})
     shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
     results = [folder for folder in shown if what_varlen_wrote(folder) is not None]
     if results:

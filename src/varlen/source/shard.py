@@ -20,6 +20,7 @@ from varlen.errors import SourceError
 from varlen.source.documents import Documents, Mask, targets_of
 from varlen.source.losses import Losses
 from varlen.source.writing import sync
+from varlen.source.written import SKIPPED
 from varlen.types import IntArray
 
 _PARSES = 10
@@ -99,7 +100,7 @@ class ShardWriter:
         np.save(self._partial / "targets.npy", targets.astype(np.int32))
         if self._skipped:
             text = "".join(f"{line}\n" for line in self._skipped)
-            (self._partial / "skipped.log").write_text(text, encoding="utf-8", errors="replace")
+            (self._partial / SKIPPED).write_text(text, encoding="utf-8", errors="replace")
         counts = ShardCounts(
             num_documents=len(targets),
             num_tokens=self.num_tokens,

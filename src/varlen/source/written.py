@@ -1,4 +1,9 @@
-"""What varlen itself wrote in a folder: finished results by their manifest, unfinished ones by their names."""
+"""What varlen itself wrote in a folder: finished results by their manifest, unfinished ones by their names.
+
+Readers of Parquet and Arrow folders (pyarrow, pandas, `load_dataset`, Ray, Spark) take every file of a folder for
+rows unless its name begins with a dot, so what lies beside packed rows has such a name. A token store is read by
+varlen alone, and keeps names that `cp STORE/*` takes along. Version 0.1.0 gave packed sets the names of stores.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,11 @@ PARTIAL, WORK = ".partial", ".work"
 """What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
 LOCK, PLAN = "lock", "plan.json"
 """In that folder: held while a run works, and how many parts of a token store there will be."""
+MANIFEST, MANIFEST_OF_ROWS = "manifest.json", ".manifest.json"
+"""What is written last: of token stores, and beside packed rows."""
+MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
+SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"
+"""Records that were left out, one a line: of a shard of a token store, and beside packed rows."""
 _HEAD_BYTES = 64
 _KINDS = {
     "packed": "a packed set",
@@ -21,15 +31,39 @@ _KINDS = {
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
-    try:
-        with (folder / "manifest.json").open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-            if b'"varlen"' not in head:
-                return None
-            manifest = json.loads(head + file.read())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return manifest if isinstance(manifest, dict) and "varlen" in manifest else None
+    found = _found(folder)
+    return None if found is None else found[1]
+
+
+def manifest_name(folder: Path) -> str:
+    """Return the name of the manifest of a packed set, which this version or 0.1.0 wrote."""
+    found = _found(folder)
+    return MANIFEST_OF_ROWS if found is None else found[0].name
+
+
+def skipped_path(folder: Path) -> Path:
+    """Return where the records are listed that were left out of a packed set, by this version or 0.1.0."""
+    path = folder / SKIPPED_OF_ROWS
+    return path if path.exists() or not (folder / SKIPPED).exists() else folder / SKIPPED
+
+
+def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    for name in MANIFESTS:
+        try:
+            with (folder / name).open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                manifest = json.loads(head + file.read()) if b'"varlen"' in head else None
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(manifest, dict) and "varlen" in manifest:
+            return folder / name, manifest
+    return None
+
+
+def is_beside_results(path: Path) -> bool:
+    """Return whether a file lies beside the rows of a result of varlen's, and holds none."""
+    names = (*MANIFESTS, SKIPPED, SKIPPED_OF_ROWS)
+    return path.name in names and read_manifest(path.parent) is not None
 
 
 def what_varlen_wrote(folder: Path) -> str | None:

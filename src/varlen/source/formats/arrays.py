@@ -22,6 +22,7 @@ from varlen.source.retry import first_line
 from varlen.source.rows import Rows, listed
 
 _BATCH_VALUES = 1 << 20
+_NARROW = np.dtype(np.int32)
 _SPELLINGS = {"ids": "input_ids", "tokens": "input_ids"}
 _BOUNDARIES = ("offsets", "seq_lengths")
 """Arrays that hold no value per token."""
@@ -49,22 +50,19 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     """
     with _archive(file) as archive:
         members = _members(archive)
-        offsets = _offsets(archive, members, file)
+        total = _checked_total(archive, members, file)
         streams = {name: _Stream(archive, members[name], file) for name in wanted}
-        wrong = [name for name, stream in streams.items() if stream.num_values != offsets[-1]]
+        wrong = [name for name, stream in streams.items() if stream.num_values != total]
         if wrong:
             raise SourceError(
                 f"{file.path}: `{wrong[0]}` has {streams[wrong[0]].num_values:,} values, but `offsets` ends at "
-                f"{int(offsets[-1]):,}"
+                f"{total:,}"
             )
         document = 0
-        while document < len(offsets) - 1:
-            enough = int(np.searchsorted(offsets, offsets[document] + _BATCH_VALUES))
-            stop = min(max(enough, document + 1), len(offsets) - 1)
-            count = int(offsets[stop] - offsets[document])
+        for bounds in _bounds(_Stream(archive, members["offsets"], file)):
+            count, stop = int(bounds[-1]), document + len(bounds) - 1
             if count >= 2**31:
                 raise SourceError(f"{file.path} row {document + 1:,} holds {count:,} tokens; cut it")
-            bounds = offsets[document : stop + 1] - offsets[document]
             columns = {name: list_column(stream.take(count), bounds) for name, stream in streams.items()}
             yield Rows(columns=columns, numbers=range(document + 1, stop + 1), path=file.path)
             document = stop
@@ -86,17 +84,51 @@ def _members(archive: zipfile.ZipFile) -> dict[str, str]:
     return {_SPELLINGS.get(name, name): member for name, member in found.items()}
 
 
-def _offsets(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> npt.NDArray[np.int64]:
-    """Return where documents begin, checked."""
+def _checked_total(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> int:
+    """Return how many values the offsets speak of, checked, a piece of them at a time.
+
+    Raises:
+        SourceError: there are none, or they are no offsets.
+    """
     if "offsets" not in members:
         raise SourceError(
             f"{file.path} has no array `offsets` (where documents begin); it has {listed(list(members))}"
         )
-    stream = _Stream(archive, members["offsets"], file)
-    offsets = stream.take(stream.num_values).astype(np.int64)
-    if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+    last, is_sound, begins = 0, False, True
+    for piece in _pieces(_Stream(archive, members["offsets"], file)):
+        is_sound = (
+            (not begins or piece[0] == 0) and piece[0] >= last and bool((piece[1:] >= piece[:-1]).all())
+        )
+        if not is_sound:
+            break
+        last, begins = int(piece[-1]), False
+    if not is_sound:
         raise SourceError(f"{file.path}: `offsets` must begin with 0 and never fall")
-    return offsets
+    return last
+
+
+def _pieces(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the values of an array, so many at a time."""
+    for start in range(0, stream.num_values, _BATCH_VALUES):
+        yield stream.take(min(_BATCH_VALUES, stream.num_values - start)).astype(np.int64)
+
+
+def _bounds(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield where documents begin and end, from 0: of some that have few values together, or of one that has many.
+
+    Args:
+        stream: of offsets that were checked.
+    """
+    last = np.zeros(0, dtype=np.int64)
+    for piece in _pieces(stream):
+        offsets = np.concatenate([last, piece])
+        first = 0
+        while first < len(offsets) - 1:
+            enough = int(np.searchsorted(offsets, offsets[first] + _BATCH_VALUES))
+            stop = min(max(enough, first + 1), len(offsets) - 1)
+            yield offsets[first : stop + 1] - offsets[first]
+            first = stop
+        last = offsets[-1:]
 
 
 class _Stream:
@@ -116,13 +148,29 @@ class _Stream:
                 f"got {self._dtype} of shape {list(shape)}"
             )
         self.num_values = int(shape[0])
+        if archive.getinfo(member).file_size < self.num_values * self._dtype.itemsize:
+            raise self._too_short()
+
+    def _too_short(self) -> SourceError:
+        return SourceError(f"{self._path}: `{self._member.removesuffix('.npy')}` ends too early")
 
     def take(self, count: int) -> npt.NDArray[Any]:
-        """Return the next values."""
+        """Return the next values; many of them in half the space where ids fit into 32 bits."""
+        if count <= _BATCH_VALUES or self._dtype.itemsize <= _NARROW.itemsize:
+            return self._next(count)
+        values: npt.NDArray[Any] = np.empty(count, dtype=_NARROW)
+        for start in range(0, count, _BATCH_VALUES):
+            some = self._next(min(_BATCH_VALUES, count - start))
+            if values.dtype == _NARROW and (some > np.iinfo(_NARROW).max).any() | (some < 0).any():
+                values = values.astype(some.dtype)  # whoever checks them says what is wrong
+            values[start : start + len(some)] = some
+        return values
+
+    def _next(self, count: int) -> npt.NDArray[Any]:
         wanted = count * self._dtype.itemsize
         content = self._stream.read(wanted)
         if len(content) < wanted:
-            raise SourceError(f"{self._path}: `{self._member.removesuffix('.npy')}` ends too early")
+            raise self._too_short()
         values = np.frombuffer(content, dtype=self._dtype)
         return values.astype(self._dtype.newbyteorder("=")) if not self._dtype.isnative else values
 

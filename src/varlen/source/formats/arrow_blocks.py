@@ -27,13 +27,15 @@ class Block:
     """Of its header and its values."""
     num_rows: int | None
     """None where its header is damaged."""
+    is_compressed: bool = False
 
 
-def blocks_of(stored: BinaryIO) -> list[Block]:
+def blocks_of(stored: BinaryIO, most: int | None = None) -> list[Block]:
     """Return the record batches of an Arrow file, as its footer lists them; none where that is damaged.
 
     Args:
         stored: the file, which can be read at any place; where it stands afterwards is undefined.
+        most: how many, of the first; None for all.
     """
     try:
         size = stored.seek(0, os.SEEK_END)
@@ -43,32 +45,36 @@ def blocks_of(stored: BinaryIO) -> list[Block]:
         footer = stored.read(length)
         vector = _table(footer).offset(3)
         (count,) = struct.unpack_from("<I", footer, vector)
-        places = [_BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * number) for number in range(count)]
+        places = [_BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * number) for number in range(count)][
+            :most
+        ]
         return [_block(stored, *place) for place in places]
     except (struct.error, ValueError, OSError, LookupError):
         return []
 
 
 def _block(stored: BinaryIO, start: int, header_bytes: int, body_bytes: int) -> Block:
-    num_rows = None
+    num_rows, is_compressed = None, False
     if start >= 0 and 8 < header_bytes < _MOST_HEADER:
         try:
             stored.seek(start)
-            num_rows = _rows_of(stored.read(header_bytes))
+            num_rows, is_compressed = _described(stored.read(header_bytes))
         except (struct.error, ValueError, LookupError):
-            num_rows = None
-    return Block(num_bytes=max(header_bytes, 0) + max(body_bytes, 0), num_rows=num_rows)
+            pass
+    return Block(
+        num_bytes=max(header_bytes, 0) + max(body_bytes, 0), num_rows=num_rows, is_compressed=is_compressed
+    )
 
 
-def _rows_of(header: bytes) -> int | None:
-    """Return the rows of a message of a record batch, without what stands before its header."""
+def _described(header: bytes) -> tuple[int | None, bool]:
+    """Return the rows of a message of a record batch, and whether its values are compressed."""
     header = header[8:] if header.startswith(_CONTINUES) else header[4:]
     message = _table(header)
     if header[message.field(1)] != _BATCH:
-        return None
+        return None, False
     batch = _Table(header, message.offset(2))
     (rows,) = struct.unpack_from("<q", header, batch.field(0))
-    return rows if 0 <= rows < 1 << 40 else None
+    return (rows if 0 <= rows < 1 << 40 else None), batch.has(3)
 
 
 def stream_rows(stored: BinaryIO, start: int) -> int | None:
@@ -87,7 +93,7 @@ def stream_rows(stored: BinaryIO, start: int) -> int | None:
         if not 8 < length < _MOST_HEADER:
             return None
         stored.seek(start)
-        return _rows_of(stored.read(length + (8 if marked else 4)))
+        return _described(stored.read(length + (8 if marked else 4)))[0]
     except (struct.error, ValueError, OSError, LookupError):
         return None
     finally:
@@ -128,6 +134,13 @@ class _Table:
         if not at or self._at + at >= len(self._content):
             raise LookupError(number)
         return int(self._at + at)
+
+    def has(self, number: int) -> bool:
+        """Whether a field is there."""
+        try:
+            return self.field(number) > 0
+        except LookupError:
+            return False
 
     def offset(self, number: int) -> int:
         """Return where that stands which a field refers to."""

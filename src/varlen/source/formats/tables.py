@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +12,15 @@ from typing import Any, BinaryIO
 
 from varlen.errors import SourceError, VarlenError
 from varlen.source.files import File
+from varlen.source.formats import record_batches, row_groups
 from varlen.source.formats.arrow_blocks import MAGIC, blocks_of, stream_rows
+from varlen.source.formats.damage import is_damage
+from varlen.source.formats.decoded import pieces
+from varlen.source.formats.row_groups import TooLarge
 from varlen.source.losses import Losses
 from varlen.source.opening import compression_of, open_seekable
 from varlen.source.retry import first_line
 from varlen.source.rows import Fault, Rows, faulty, place
-
-_BATCH_BYTES = 4 << 20
-_MOST_BATCH_ROWS = 8192
-_NO_MEMORY = 1 << 42
-"""Bytes that no machine has."""
 
 
 def column_names(file: File) -> list[str]:
@@ -76,20 +74,9 @@ def stretch_sizes(file: File, wanted: Sequence[str]) -> list[int] | None:
         return None
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
         if file.format != "parquet":
-            count = getattr(table, "num_record_batches", None)
-            return None if count is None else [file.size // max(count, 1)] * count
-        sizes = []
-        for group in range(table.num_row_groups):
-            described = table.metadata.row_group(group)
-            chunks = (described.column(index) for index in range(described.num_columns))
-            sizes.append(
-                sum(
-                    chunk.total_uncompressed_size
-                    for chunk in chunks
-                    if chunk.path_in_schema.split(".")[0] in wanted
-                )
-            )
-        return sizes
+            is_file = hasattr(table, "num_record_batches")
+            return record_batches.sizes(table, stored, list(wanted), file.size) if is_file else None
+        return row_groups.sizes(table, stored, wanted)
 
 
 def count_rows(file: File, start: int, stop: int | None) -> int:
@@ -126,11 +113,11 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
     try:
         with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
             if file.format == "parquet":
-                found = _parquet(table, list(wanted), start, stop)
+                found = _parquet(table, stored, list(wanted), start, stop)
             else:
                 found = _arrow(table, stored, list(wanted), start, stop)
             for batch in found:
-                if isinstance(batch, _Damaged):
+                if isinstance(batch, _Damaged | TooLarge):
                     fault = batch.fault(file, base() + row)
                     yield faulty(fault, wanted)
                     row += fault.covers
@@ -168,13 +155,6 @@ class _Damaged:
             number=before + 1,
             losses=Losses(rows=self.num_rows, cut_files=int(self.is_cut)),
         )
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether a failure is the file's, and neither the disk's nor the network's nor this machine's."""
-    if isinstance(error, MemoryError):  # a damaged length asks for more than there is anywhere
-        return any(int(size) >= _NO_MEMORY for size in re.findall(r"\d+", str(error)))
-    return not isinstance(error, VarlenError) and getattr(error, "errno", None) is None
 
 
 def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
@@ -217,32 +197,23 @@ def _rows_before(file: File, start: int) -> int:
     return count_rows(file, 0, start) if start else 0
 
 
-def _parquet(table: Any, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
+def _parquet(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
     """Yield batches, and of row groups that can't be read what is left of each."""
+    columns = row_groups.columns_of(table, wanted)
     for group in range(start, table.num_row_groups if stop is None else stop):
         done = 0
         try:
-            for batch in _group(table, wanted, group):
+            for batch in row_groups.batches(table, stored, wanted, columns, group):
                 yield batch
                 done += batch.num_rows
             failed: Exception = SourceError("it holds fewer rows than it says")
         except Exception as error:
-            if not _is_damage(error):
+            if not is_damage(error):
                 raise
             failed = error
         left = table.metadata.row_group(group).num_rows - done
         if left > 0:
             yield _Damaged(name=f"row group {group + 1:,}", error=failed, num_rows=left)
-
-
-def _group(table: Any, wanted: list[str], group: int) -> Iterator[Any]:
-    """Yield the batches of a row group, of a few megabytes."""
-    shape = table.metadata.row_group(group)
-    if shape.num_rows == 0:
-        return
-    row_bytes = shape.total_byte_size / shape.num_rows
-    rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
-    yield from table.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
 
 
 def _arrow(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: int | None) -> Iterator[Any]:
@@ -258,10 +229,7 @@ def _arrow(table: Any, stored: BinaryIO, wanted: list[str], start: int, stop: in
         except Exception as error:
             yield _Damaged(name="a record batch", error=error, num_rows=batch.num_rows)
             continue
-        row_bytes = chosen.nbytes / max(batch.num_rows, 1)
-        rows = max(min(int(_BATCH_BYTES / max(row_bytes, 1)), _MOST_BATCH_ROWS), 1)
-        for at in range(0, batch.num_rows, rows):
-            yield chosen.slice(at, rows)
+        yield from pieces(chosen)
 
 
 def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
@@ -271,7 +239,7 @@ def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) ->
             batch = table.get_batch(index)
         except Exception as error:
             blocks = blocks_of(stored)
-            if not _is_damage(error) or len(blocks) <= index:
+            if not is_damage(error) or len(blocks) <= index:
                 raise
             yield _Damaged(
                 name=f"record batch {index + 1:,}",
@@ -292,7 +260,7 @@ def _stream_batches(table: Any, stored: BinaryIO) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            if not _is_damage(error):
+            if not is_damage(error):
                 raise
             num_rows = stream_rows(stored, before)
             if num_rows is None:  # nobody can tell where the next one begins
@@ -318,10 +286,7 @@ def _table(file: File, stored: BinaryIO) -> Iterator[Any]:
     if file.format == "parquet":
         import pyarrow.parquet as pq
 
-        # Column chunks are streamed through a small buffer: row groups may be larger than memory.
-        with pq.ParquetFile(
-            stored, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
-        ) as table:
+        with pq.ParquetFile(stored, **row_groups.OPENED) as table:
             yield table
         return
     is_file = stored.read(len(MAGIC)) == MAGIC

@@ -3,7 +3,7 @@
 ::
 
     INDEX/
-      manifest.json          settings, ledger, and which token store it speaks of
+      .manifest.json         settings, ledger, and which token store it speaks of
       4096_metadata.jsonl    what the release's data set reads beside a packed file
       offsets.npy            int64 [rows + 1]: where each row's pieces begin
       documents.npy          uint32 or int64 [pieces]: which document, counted over all shards

@@ -1,0 +1,214 @@
+"""What Arrow's values take once they are decoded, row by row: shared values count as often as they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from varlen.types import IntArray
+
+BATCH_BYTES = 4 << 20
+"""Of a batch, about."""
+MOST_ROWS = 8192
+_VIEW_BYTES = 16
+_APART = ("string", "binary", "large_string", "large_binary", "null")
+"""Types of varying width whose values each have a place of their own."""
+
+
+def row_sizes(array: Any) -> IntArray:
+    """Return the bytes that each value takes by itself, int64 `[len(array)]`.
+
+    What an array shares between rows (a dictionary's entries, the values of runs) counts for every row.
+
+    Args:
+        array: of any type; one whose offsets are damaged gives some sizes, none below 0.
+
+    Cost: a few passes over offsets and indices; no value is decoded.
+    """
+    import pyarrow as pa
+
+    kind, types = array.type, pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return row_sizes(array.storage)
+    if types.is_dictionary(kind):
+        chosen = _chosen(row_sizes(array.dictionary), array.indices.fill_null(0).to_numpy())
+        return np.where(array.indices.is_null().to_numpy(zero_copy_only=False), 0, chosen)
+    if types.is_run_end_encoded(kind):
+        places = np.arange(array.offset, array.offset + len(array))
+        return _chosen(row_sizes(array.values), np.searchsorted(array.run_ends.to_numpy(), places, "right"))
+    if types.is_struct(kind):
+        fields = (row_sizes(array.field(index)) for index in range(kind.num_fields))
+        return sum(fields, start=np.zeros(len(array), dtype=np.int64))
+    if types.is_fixed_size_list(kind):
+        width = kind.list_size
+        values = array.values.slice(array.offset * width, len(array) * width)
+        return row_sizes(values).reshape(len(array), width).sum(axis=1)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        return _of_lists(array, np.int64 if types.is_large_list(kind) else np.int32)
+    if types.is_string(kind) or types.is_binary(kind):
+        return _lengths(_offsets(array, np.int32))
+    if types.is_large_string(kind) or types.is_large_binary(kind):
+        return _lengths(_offsets(array, np.int64))
+    if str(kind) in ("string_view", "binary_view") and array.buffers()[1] is not None:
+        stop = array.offset + len(array)
+        views = np.frombuffer(array.buffers()[1], dtype=np.int32, count=stop * _VIEW_BYTES // 4)
+        return np.maximum(views.reshape(-1, _VIEW_BYTES // 4)[array.offset :, 0], 0).astype(np.int64)
+    return np.full(len(array), _mean(array), dtype=np.int64)
+
+
+def batch_sizes(batch: Any) -> IntArray:
+    """Return the bytes that each row of a batch takes by itself, int64 `[rows]`."""
+    return sum(map(row_sizes, batch.columns), start=np.zeros(batch.num_rows, dtype=np.int64))
+
+
+def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield where to cut rows so that no piece takes more than so much, but for single rows that do.
+
+    Args:
+        sizes: of the rows.
+        most_bytes: of a piece.
+        most_rows: of a piece.
+    """
+    ends = np.cumsum(sizes)
+    start = 0
+    while start < len(sizes):
+        before = int(ends[start - 1]) if start else 0
+        enough = int(np.searchsorted(ends, before + most_bytes, "right"))
+        stop = min(max(enough, start + 1), start + most_rows, len(sizes))
+        yield start, stop
+        start = stop
+
+
+def pieces(batch: Any) -> Iterator[Any]:
+    """Cut a batch where it is large, by what its rows take once they are decoded.
+
+    Args:
+        batch: of an Arrow table.
+    """
+    if not any(map(shares, batch.schema.types)) and batch.nbytes <= 2 * BATCH_BYTES:
+        for start in range(0, batch.num_rows, MOST_ROWS):
+            yield batch.slice(start, MOST_ROWS)
+        return
+    for start, stop in cuts(batch_sizes(batch), 2 * BATCH_BYTES, MOST_ROWS):
+        yield batch.slice(start, stop - start)
+
+
+def shares(kind: Any) -> bool:
+    """Whether values of a type may share what they hold."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return shares(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return True
+    if kind.num_fields == 0:
+        return _width(kind) is None and str(kind) not in _APART
+    return any(shares(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def list_counts(array: Any) -> IntArray:
+    """Return how many of the innermost values stand in each row of nested lists, int64 `[len(array)]`.
+
+    Args:
+        array: of lists, or of structs of a single field, to any depth.
+    """
+    import pyarrow as pa
+
+    bounds = np.arange(len(array) + 1)
+    while True:
+        kind, types = array.type, pa.types
+        if isinstance(kind, pa.BaseExtensionType):
+            array = array.storage
+        elif types.is_struct(kind):
+            array = array.field(0)
+        elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+            offsets = _offsets(array, np.int64 if types.is_large_list(kind) else np.int32)
+            bounds, array = offsets[bounds], array.values
+        elif types.is_fixed_size_list(kind):
+            bounds, array = (bounds + array.offset) * kind.list_size, array.values
+        else:
+            return np.diff(bounds)
+
+
+def plain(array: Any, kind: Any) -> Any:
+    """Return an array with its dictionaries decoded, wherever they stand.
+
+    Args:
+        array: of lists and structs of dictionaries.
+        kind: type to return, the same but for the dictionaries.
+    """
+    import pyarrow as pa
+
+    types = pa.types
+    if array.type == kind:
+        return array
+    if isinstance(kind, pa.BaseExtensionType):
+        storage = array.storage if isinstance(array.type, pa.BaseExtensionType) else array
+        return pa.ExtensionArray.from_storage(kind, plain(storage, kind.storage_type))
+    if types.is_struct(kind):
+        fields = [plain(array.field(index), kind.field(index).type) for index in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        offsets = _offsets(array, np.int64 if types.is_large_list(kind) else np.int32)
+        inner = array.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        mask = array.is_null() if array.null_count else None
+        bounds = pa.array(offsets - offsets[0], type=pa.int64() if types.is_large_list(kind) else pa.int32())
+        if types.is_map(kind):
+            keys, items = plain(inner.field(0), kind.key_type), plain(inner.field(1), kind.item_type)
+            return pa.MapArray.from_arrays(bounds, keys, items, type=kind, mask=mask)
+        made = pa.LargeListArray if types.is_large_list(kind) else pa.ListArray
+        return made.from_arrays(bounds, plain(inner, kind.value_type), type=kind, mask=mask)
+    return array.cast(kind)
+
+
+def _chosen(sizes: IntArray, places: Any) -> IntArray:
+    if not len(sizes):
+        return np.zeros(len(places), dtype=np.int64)
+    found: IntArray = sizes[np.clip(places, 0, len(sizes) - 1)]
+    return found
+
+
+def _of_lists(array: Any, offset_type: type[np.signedinteger[Any]]) -> IntArray:
+    """Sum the sizes of the values of each list."""
+    offsets = _offsets(array, offset_type)
+    count = len(array.values)
+    start, stop = (min(max(int(offset), 0), count) for offset in (offsets[0], offsets[-1]))
+    values = array.values.slice(start, max(stop - start, 0))
+    width = _width(values.type)
+    if width is not None:
+        return _lengths(offsets) * width
+    ends = np.concatenate([[0], np.cumsum(row_sizes(values))])
+    return _lengths(ends[np.clip(offsets - start, 0, len(values))])
+
+
+def _offsets(array: Any, offset_type: type[np.signedinteger[Any]]) -> IntArray:
+    """Return where the values begin and end, int64 `[len(array) + 1]`, counted in the buffer or child behind it."""
+    stored = array.buffers()[1]
+    if stored is None or not len(array):  # an empty array may have none
+        return np.zeros(len(array) + 1, dtype=np.int64)
+    width = np.dtype(offset_type).itemsize
+    found = np.frombuffer(stored, dtype=offset_type, count=len(array) + 1, offset=array.offset * width)
+    return found.astype(np.int64)
+
+
+def _lengths(offsets: IntArray) -> IntArray:
+    return np.maximum(np.diff(offsets), 0)
+
+
+def _width(kind: Any) -> int | None:
+    """Return the bytes of a type whose values all take the same, at least 1; None for others."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):  # whose width is that of its indices
+        return None
+    try:
+        return max(int(kind.bit_width) // 8, 1)
+    except ValueError:
+        return None
+
+
+def _mean(array: Any) -> int:
+    width = _width(array.type)
+    return width if width is not None else -(-array.nbytes // max(len(array), 1))
