@@ -95,9 +95,7 @@ def first_rows(rows: Iterator[Any]) -> tuple[list[Any], tuple[tuple[str, ...], .
     return seen, tuple(one for one in names if one)
 
 
-def used_columns(
-    names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str
-) -> frozenset[str]:
+def used_columns(names: Iterable[tuple[str, ...]], named: Mapping[str, str], where: str) -> frozenset[str]:
     """Return the columns that documents are made of, as first rows tell; all that may be where they don't.
 
     Args:

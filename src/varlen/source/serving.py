@@ -123,7 +123,9 @@ class _Passes:
         if not seen:
             raise SourceError(f"{self.where} holds no row; pass some")
         if not names:
-            raise SourceError(f"{self.where} gives no mapping with named fields among {many(len(seen), 'row')}")
+            raise SourceError(
+                f"{self.where} gives no mapping with named fields among {many(len(seen), 'row')}"
+            )
         self.waiting = _chained(seen, rows)
         return names
 
