@@ -27,6 +27,10 @@ class Claimed:
     """Chunks claimed of the next one, where it can't be cut."""
 
 
+Print = tuple[int, int, str, bool]
+"""A block, a chunk of it, the hash of all rows to the chunk's end, and whether the block's rows end there."""
+
+
 def as_claimed(at: Mapping[str, Any]) -> Claimed:
     """Return a position of a state.
 
@@ -89,6 +93,45 @@ class ChunkSequence:
         """Whether no chunk follows, as far as it can be told without reading."""
         is_last = self._epochs is not None and at.epoch >= self._epochs
         return is_last or len(self._blocks) == 0
+
+    @property
+    def live_name(self) -> str:
+        """What the first of the rows that are given while they are read are called in messages."""
+        live = [block for block in range(len(self._blocks)) if self._reader.is_live(block)]
+        return self._reader.name_of(live[0]) if live else "the data"
+
+    def prints(self, at: Claimed) -> list[Print]:
+        """Return hashes of rows that are given while they are read: of those up to a position, and up to ends."""
+        found: list[Print] = []
+        if at.chunk and not self.is_over(at):
+            block = int(self._order(self._seed, at.epoch)[at.index])
+            if self._reader.is_live(block):
+                last = at.chunk - 1
+                found.append((block, last, self._reader.print_of(Chunk(block=block, number=last)), False))
+        return found + [(block, *end, True) for block, end in sorted(self._reader.ends.items())]
+
+    def check(self, prints: Sequence[Print]) -> None:
+        """Read rows again up to where a state stands, and require that they are what they were.
+
+        Args:
+            prints: of the state.
+
+        Raises:
+            StateError: they aren't.
+            SourceError: they can't be read that far.
+        """
+        for block, last, told, is_end in sorted(prints):
+            is_known = block < len(self._blocks) and self._reader.is_live(block)
+            if not is_known or self._reader.print_of(Chunk(block=block, number=last)) != told:
+                if is_known and (error := self._reader.error_of(block)) is not None:
+                    raise error
+                name = self._reader.name_of(block) if is_known else "the data"
+                raise StateError(
+                    f"{name} gives other rows than when the state was saved, or the same in another order; make the "
+                    "loader with an iterable that gives the same rows each time (seeded alike), or begin anew"
+                )
+            if is_end:
+                self._reader.ends[block] = (last, told)
 
     def left(self, at: Claimed) -> float:
         """Estimate the chunks that follow."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from varlen.errors import StateError
 from varlen.feed.claims import Claim
-from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, Arrival, arrival_of, joined
+from varlen.feed.lane import RECORD_BITS, Arrival, arrival_of, chunk_of, joined
 from varlen.feed.record import LaneRecord
 from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.source.losses import Losses
@@ -44,6 +44,7 @@ class Intake:
     def __init__(self, source: Source, reader: BlockReader, threads: int) -> None:
         """Take the documents, who reads their blocks, and how many blocks are read side by side."""
         self._source, self._reader, self._threads = source, reader, threads
+        self._is_alone = reader.num_blocks == 1
         self._begun: dict[Chunk, Future[Brought | Exception]] = {}
         """Chunks that nobody has claimed yet."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="varlen-read") if threads > 1 else None
@@ -91,7 +92,7 @@ class Intake:
             return raw
         try:
             read = encode(raw, self._source)
-            arrival = arrival_of(read, claim.chunk.block, claim.chunk.number)
+            arrival = arrival_of(read, claim.chunk, is_alone=self._is_alone)
         except Exception as error:
             return error
         documents = read.documents
@@ -165,24 +166,29 @@ class Intake:
             return encode(raw, source, some & ((1 << RECORD_BITS) - 1))
 
         reads = self._each(read, [(raw, some) for raw, (_, some) in zip(raws, wanted)])
-        arrivals = [arrival_of(one, chunk.block, chunk.number) for one, (chunk, _) in zip(reads, wanted)]
+        arrivals = [arrival_of(one, chunk, is_alone=self._is_alone) for one, (chunk, _) in zip(reads, wanted)]
         found = joined(arrivals)
         return {lane: _chosen(found, record) for lane, record in records.items()}
+
+    def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
+        """Return the chunks that documents are of, each once, in the order of their numbers."""
+        chunks = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]) >> RECORD_BITS)
+        return [chunk_of(chunk << RECORD_BITS, is_alone=self._is_alone) for chunk in chunks.tolist()]
 
     def _wanted(self, records: Iterable[LaneRecord]) -> list[tuple[Chunk, IntArray]]:
         """Return the chunks that hold the documents that wait, and which of their documents these are.
 
         Raises:
             StateError: there are no such chunks.
+            SourceError: their file can't be read that far.
         """
         ids = np.unique(np.concatenate([np.zeros(0, np.int64), *(one.ids for one in records)]))
-        chunks, which = np.unique(ids >> RECORD_BITS, return_inverse=True)
-        wanted = [
-            (Chunk(block=chunk >> CHUNK_BITS, number=chunk % (1 << CHUNK_BITS)), ids[which == index])
-            for index, chunk in enumerate(chunks.tolist())
-        ]
+        which = np.unique(ids >> RECORD_BITS, return_inverse=True)[1]
+        wanted = [(chunk, ids[which == index]) for index, chunk in enumerate(self.chunks_of([ids]))]
         for chunk, _ in wanted:
             if not 0 <= chunk.block < self._reader.num_blocks or not self._reader.has(chunk):
+                if (error := self._reader.error_of(chunk.block)) is not None:
+                    raise error
                 raise StateError(
                     f"documents of block {chunk.block:,}, chunk {chunk.number:,}, waited, which isn't there; "
                     "the state is of other data"

@@ -16,7 +16,7 @@ from varlen.pack.passes import Passes, arrived
 from varlen.pack.pieces import slots_of
 from varlen.pack.rounds import take, take_all
 from varlen.pack.waiting import Waiting
-from varlen.source.block_reader import Read
+from varlen.source.block_reader import Chunk, Read
 from varlen.source.losses import Losses
 from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
@@ -27,19 +27,39 @@ BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 """Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
 
-def document_ids(block: int, chunk: int, records: IntArray) -> IntArray:
+def document_ids(block: int, chunk: int, records: IntArray, *, is_alone: bool = False) -> IntArray:
     """Return numbers that tell documents of a data set apart, the same in every epoch.
+
+    Args:
+        block: of the data set.
+        chunk: of the block.
+        records: of the chunk.
+        is_alone: whether there is no other block, so that its chunks may take the numbers of blocks too.
 
     Raises:
         SourceError: a block, a chunk or a record beyond what a number can tell.
     """
     most = int(records.max()) if len(records) else 0
-    if block >= 1 << BLOCK_BITS or chunk >= 1 << CHUNK_BITS or most >= 1 << RECORD_BITS:
+    chunk_bits = CHUNK_BITS + (BLOCK_BITS if is_alone else 0)
+    if block >= 1 << BLOCK_BITS or chunk >= 1 << chunk_bits or most >= 1 << RECORD_BITS:
         raise SourceError(
             f"record {most:,} of chunk {chunk:,} of block {block:,} is beyond what streaming can tell apart "
             f"({1 << RECORD_BITS:,}, {1 << CHUNK_BITS:,}, {1 << BLOCK_BITS:,}); index the data instead (varlen index)"
         )
     return (((block << CHUNK_BITS) | chunk) << RECORD_BITS) + records
+
+
+def chunk_of(document_id: int, *, is_alone: bool = False) -> Chunk:
+    """Return the chunk that a document is of.
+
+    Args:
+        document_id: of `document_ids`.
+        is_alone: as there.
+    """
+    number = document_id >> RECORD_BITS
+    if is_alone:
+        return Chunk(block=0, number=number)
+    return Chunk(block=number >> CHUNK_BITS, number=number & ((1 << CHUNK_BITS) - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,11 +88,11 @@ class Arrival:
         return end_to_end(self.tokens), None if self.mask is None else end_to_end(self.mask)
 
 
-def arrival_of(read: Read, block: int, chunk: int) -> Arrival:
-    """Return a chunk's documents as they arrive."""
+def arrival_of(read: Read, chunk: Chunk, *, is_alone: bool = False) -> Arrival:
+    """Return a chunk's documents as they arrive; `is_alone` as in `document_ids`."""
     documents = read.documents
     return Arrival(
-        ids=document_ids(block, chunk, read.records),
+        ids=document_ids(chunk.block, chunk.number, read.records, is_alone=is_alone),
         firsts=np.zeros(len(documents), np.int64),
         ages=np.zeros(len(documents), np.int32),
         offsets=documents.offsets,

@@ -17,6 +17,7 @@ from varlen.feed.lookup import StepDocuments
 from varlen.feed.opening import open_data
 from varlen.feed.process import ProcessWorker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
+from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, FeedState, from_json, to_json
 from varlen.feed.stats import MOST_NOTED, LoaderStats, Meter
 from varlen.feed.thread import ThreadWorker
@@ -48,8 +49,8 @@ class PackedLoader:
     same bytes, and from any step on another number of ranks.
 
     Args:
-        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, or a list of them; or a
-            `vl.Mixture` of such sources.
+        source: a token store (`varlen index`), or documents: a file, folder, glob or URL, rows in memory (a list
+            of dicts, a `datasets.Dataset`, a table ...), or a list of these; or a `vl.Mixture` of such sources.
         tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function; of documents.
         capacity: tokens of a pack.
         global_batch_size: packs of a step (an optimizer update), over all ranks and batches.
@@ -379,6 +380,7 @@ class PackedLoader:
         self._is_closed, self._is_running = True, False
         self._worker.close()
         self._end.detach()
+        let_go(self._opened.spec)
 
     def __reduce__(self) -> str:
         """Refuse to be copied: there is one place, and one worker.

@@ -16,6 +16,7 @@ from varlen.feed.batches import BatchSettings
 from varlen.feed.cached import indexed_in_cache
 from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label
 from varlen.feed.exchange import Exchanges
+from varlen.feed.given import check_passes, placed_for, placed_in, tell_read_by_all
 from varlen.feed.groups import PARTS_A_GROUP
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
@@ -27,7 +28,7 @@ from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, open
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
-from varlen.source.files import Data, is_url
+from varlen.source.files import Data, File, entries_of, is_url
 from varlen.source.fingerprints import fingerprint_files
 from varlen.source.identity import TokenizerMark, made_by
 from varlen.source.losses import Losses
@@ -79,10 +80,9 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
         OverlongDocumentError: a document is longer than a pack, and `overlong` is "error".
     """
     if isinstance(data, Mixture):
-        places = {name: absolute(one) for name, one in data.sources.items()}
-        opened = open_mixture(replace(data, sources=places), tokenizer, settings)
+        opened = open_mixture(replace(data, sources=placed_in(data, settings)), tokenizer, settings)
     else:
-        opened = _open_one(absolute(data), tokenizer, settings)
+        opened = _open_one(placed_for(data, settings), tokenizer, settings)
     say_bytes(opened.belongs_to[TOKENIZER], settings.ranks[0])
     return opened
 
@@ -110,16 +110,6 @@ def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
             f"{folder} was removed while it was opened; leave the cache alone, or pass another"
         )
     return open_indexed(found, folder, settings)
-
-
-def absolute(data: Data) -> Data:
-    """Return data by paths that lead there from any folder: a worker may be started after the trainer has moved."""
-    if isinstance(data, str | Path):
-        # A home is the same from anywhere.
-        if is_url(data) or not str(data) or str(data).startswith("~"):
-            return data
-        return str(Path(data).absolute())
-    return [str(absolute(one)) for one in data]
 
 
 def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> Opened:
@@ -199,7 +189,7 @@ def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Sou
         SettingError: they are tokens already.
         SourceError: there are none, or they can't be read.
     """
-    entries = [data] if isinstance(data, str | Path) else data
+    entries = entries_of(data)
     # Where a folder holds both, such as texts beside what Megatron made of them, the texts are meant.
     stores = [e for e in entries if is_token_store(e) or (is_megatron(e) and not _is_folder(e))]
     failed: SourceError | None = None
@@ -218,8 +208,8 @@ def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Sou
     ) from failed
 
 
-def _is_folder(entry: str | Path) -> bool:
-    return not is_url(entry) and Path(entry).expanduser().is_dir()
+def _is_folder(entry: str | Path | File) -> bool:
+    return not isinstance(entry, File) and not is_url(entry) and Path(entry).expanduser().is_dir()
 
 
 def batch_settings(settings: LoaderSettings) -> BatchSettings:
@@ -306,6 +296,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     whole = settings.batch_sizes[0]
     rank, world = settings.ranks
     lanes = settings.lanes or whole
+    check_passes(source, settings)
     spec = StreamingSpec(
         source=source,
         settings=StreamingSettings(
@@ -332,12 +323,8 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         "epochs": settings.epochs,
         **settings.deciding(spec.settings.window_packs),
     }
-    if world > 1 and feed.read_by_all:
-        _log.warning(
-            "%s can't be cut, so each of %s ranks reads all of it; `varlen index` reads it once",
-            _listed(feed.read_by_all),
-            f"{world:,}",
-        )
+    if world > 1:
+        tell_read_by_all(feed.read_by_all, source, world)
     _log.info(
         "%s over blocks of %s KB; masked packs fill only the end of the last epoch, at most 1 + (a block + the "
         "longest document) / capacity a lane",
@@ -353,10 +340,6 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         )
     exchanges = _exchanges(store, belongs_to, settings)
     return Opened(mode="streaming", spec=spec, feed=feed, belongs_to=belongs_to, exchanges=exchanges)
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {many(len(names) - 1, 'more file')}"
 
 
 def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from varlen.errors import StateError
-from varlen.feed.claims import Claimed, as_claimed
+from varlen.feed.claims import Claimed, Print, as_claimed
 from varlen.feed.lane import Counts, joined
 from varlen.feed.record import from_record, to_record
 from varlen.feed.state import MOST
@@ -23,6 +23,8 @@ class Place:
     claimed: Claimed = field(default_factory=Claimed)
     records: Sequence[Mapping[str, Any]] = ()
     """Of all lanes."""
+    prints: Sequence[Print] = ()
+    """Of rows that are given while they are read, to tell them when they are read again."""
 
     def to_at(self) -> dict[str, Any]:
         """Return it for a state."""
@@ -31,6 +33,7 @@ class Place:
             "step": self.step,
             "claimed": asdict(self.claimed),
             "lanes": list(self.records),
+            **({"prints": [list(one) for one in self.prints]} if self.prints else {}),
         }
 
 
@@ -50,11 +53,21 @@ def place_of(at: Mapping[str, Any], lanes: int) -> Place:
     try:
         number, step = (as_count(at[name], name, 0, MOST) for name in ("round", "step"))
         claimed, records = as_claimed(at["claimed"]), list(at["lanes"])
+        prints = [_as_print(*one) for one in at.get("prints", ())]
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     if len(records) != lanes:
         raise StateError(f"the state has {len(records):,} lanes, this loader {lanes:,}")
-    return Place(number=number, step=step, claimed=claimed, records=records)
+    return Place(number=number, step=step, claimed=claimed, records=records, prints=prints)
+
+
+def _as_print(block: Any, chunk: Any, told: Any, is_end: Any) -> Print:
+    """Return a hash of a state.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return as_count(block, "block", 0, MOST), as_count(chunk, "chunk", 0, MOST), str(told), bool(is_end)
 
 
 def check_place(at: Mapping[str, Any], lanes: int, seed: int | None) -> None:

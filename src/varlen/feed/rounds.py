@@ -19,7 +19,7 @@ from typing import Any
 
 from varlen import errors
 from varlen.errors import SourceError
-from varlen.feed.claims import ChunkSequence, Claim, Claimed, deal_claims
+from varlen.feed.claims import ChunkSequence, Claim, Claimed, Print, deal_claims
 from varlen.feed.exchange import Exchange
 from varlen.feed.intake import Brought, Intake, by_lane
 from varlen.feed.lane import (
@@ -169,6 +169,7 @@ class Rounds:
         """
         place = place_of(at, self._settings.lanes)
         carried, counts, missing = self._restored(place)
+        self._sequence.check(place.prints)
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
             claimed, has_ended = self._fill(place, lanes)
@@ -300,6 +301,17 @@ class Rounds:
         for fault in one.faults:
             _log.warning("skipped: %s", fault)
 
+    def _needed(self, prints: Sequence[Print], records: Sequence[Mapping[str, Any]]) -> list[Print]:
+        """Return the hashes that a state needs: to where it stands, and to ends that documents still wait before."""
+        told = [one for one in prints if not one[3]]
+        ends = [one for one in prints if one[3]]
+        if ends:
+            ids = [from_record(record, self._settings.lane.seed).ids for record in records]
+            read = {block: chunk for block, chunk, _, _ in told}
+            waits = {one.block for one in self._intake.chunks_of(ids) if one.number > read.get(one.block, -1)}
+            told += [one for one in ends if one[0] in waits]
+        return told
+
     def _agree(self, key: str, told: Mapping[int, Any]) -> Mapping[int, Any]:
         """Exchange values of lanes; an error of one is raised by all.
 
@@ -330,14 +342,22 @@ class Rounds:
         }
         # In which what waits has come, unless one has just begun.
         epochs = [claimed.epoch, max(claimed.epoch - 1, 0)]
+        prints = self._sequence.prints(claimed)
         told = {
             number: {
                 "record": to_record(carried, lanes[number].counts, settings.lane.seed, epochs),
                 "targets": packs.targets.tolist(),
+                **({"prints": [list(one) for one in prints]} if prints else {}),
             }
             for number, (packs, carried) in made.items()
         }
         heard = self._agree(f"{place.number}/packed", told)
+        for lane in heard.values():
+            if [tuple(one) for one in lane.get("prints", ())] != prints:
+                raise SourceError(
+                    f"{self._sequence.live_name} gives one rank other rows than another; each iterates over all rows "
+                    "and takes its share, so they must be the same in the same order: seed the iterable alike"
+                )
         each = [heard[lane]["targets"] for lane in range(settings.lanes)]
         if has_ended:
             steps = -(-max(map(len, each)) // settings.step_packs)
@@ -348,6 +368,7 @@ class Rounds:
             step=place.step + steps,
             claimed=claimed,
             records=[heard[lane]["record"] for lane in range(settings.lanes)],
+            prints=self._needed(prints, [heard[lane]["record"] for lane in range(settings.lanes)]),
         )
         if steps == 0 and next_.records == place.records:
             return None

@@ -18,6 +18,7 @@ from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import Windows, WindowSettings
+from varlen.source import memory
 from varlen.source.files import Data
 from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.losses import Losses, total
@@ -118,6 +119,21 @@ class MixtureSpec:
 def _losses_of(tokens: TokenDocuments) -> Losses:
     """Return what was lost when tokens were made; of those that others made nobody knows."""
     return tokens.losses if isinstance(tokens, TokenStore | PartialStore) else Losses()
+
+
+def let_go(spec: Spec) -> None:
+    """Let go of rows in memory that a feed was made of.
+
+    Args:
+        spec: of a feed that isn't asked for batches any more.
+    """
+    if isinstance(spec, StreamingSpec):
+        memory.let_go(spec.source.files)
+    elif isinstance(spec, IndexedSpec):
+        memory.let_go(spec.data)
+    elif isinstance(spec, MixtureSpec):
+        for data in spec.sources:
+            memory.let_go(data)
 
 
 def grouped(tokens: TokenDocuments, settings: WindowSettings, parts: int = PARTS_A_GROUP) -> Windows:

@@ -21,7 +21,7 @@ from varlen.feed.deal import deal
 from varlen.feed.exchange import Exchanges, Solo
 from varlen.feed.feed import Buffers, Ended, Made
 from varlen.feed.intake import Intake
-from varlen.feed.lane import CHUNK_BITS, RECORD_BITS, LanePacks, LaneSettings
+from varlen.feed.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
 from varlen.feed.place import check_place
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState, check_micro_batch
@@ -131,9 +131,9 @@ class StreamingFeed:
 
     def where(self, document_id: int) -> str:
         """Say where a document lies: its file, the stretch of it, and its record there."""
-        block, record = document_id >> (CHUNK_BITS + RECORD_BITS), document_id & ((1 << RECORD_BITS) - 1)
-        chunk = (document_id >> RECORD_BITS) & ((1 << CHUNK_BITS) - 1)
-        return f"record {record:,} of {self._blocks.where(block, chunk, self._source.files)}"
+        record = document_id & ((1 << RECORD_BITS) - 1)
+        chunk = chunk_of(document_id, is_alone=len(self._blocks) == 1)
+        return f"record {record:,} of {self._blocks.where(chunk.block, chunk.number, self._source.files)}"
 
     def begun(self, state: FeedState) -> FeedState:
         """Return a state that says where it stands: as it is, since documents are read from there on.

@@ -189,7 +189,7 @@ class ArrowFile:
 
     def mark(self) -> str:
         """Return what changes with the content, and with what is taken of it."""
-        return f"{sorted(self._names.items())} {sampled_mark(self.path)}"
+        return f"{sorted(self._names.items())} {self._file.content or sampled_mark(self._file.place)}"
 
 
 def map_arrow(file: File) -> ArrowFile | None:
@@ -203,7 +203,7 @@ def map_arrow(file: File) -> ArrowFile | None:
     if file.format != "arrow" or file.is_remote or file.suffix_compression is not None or file.size <= 0:
         return None
     with table_faults(file):
-        mapped = pa.memory_map(file.path)
+        mapped = pa.memory_map(file.place)
         whole = mapped.read_buffer(file.size)
         mapped.seek(0)
         is_file = mapped.read(len(_MAGIC)) == _MAGIC

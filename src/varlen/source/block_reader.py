@@ -141,6 +141,8 @@ class BlockReader:
         self._columns: dict[int, Columns | None] = {}
         self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
         self._streams: dict[int, StreamCursor] = {}
+        self.ends: dict[int, tuple[int, str]] = {}
+        """Of blocks whose rows are given while they are read: the last chunk of the last whole pass, and its hash."""
 
     @property
     def num_blocks(self) -> int:
@@ -164,12 +166,45 @@ class BlockReader:
         if self._blocks.of_parts[chunk.block]:
             return chunk.number == 0
         stream = self._streams.get(chunk.block)
-        if stream is None or chunk.number < stream.first:
-            if stream is not None:
-                stream.close()
-            rows = self._rows_of(int(self._blocks.files[chunk.block]))
-            stream = self._streams[chunk.block] = StreamCursor(rows, self._blocks.block_bytes, stream)
-        return stream.has(chunk.number)
+        if stream is None or stream.lacks(chunk.number):
+            stream = self._stream(chunk.block)
+        if stream.has(chunk.number):
+            return True
+        if self.is_live(chunk.block) and chunk.number:
+            self.ends[chunk.block] = (chunk.number - 1, stream.print_of(chunk.number - 1))
+        return False
+
+    def _stream(self, block: int) -> StreamCursor:
+        """Begin to read a block that can't be cut, again if need be."""
+        before = self._streams.get(block)
+        if before is not None:
+            before.close()
+        chunk_bytes = self._blocks.live_bytes if self.is_live(block) else lambda _: self._blocks.block_bytes
+        rows = self._rows_of(int(self._blocks.files[block]))
+        self._streams[block] = StreamCursor(rows, chunk_bytes, before)
+        return self._streams[block]
+
+    def is_live(self, block: int) -> bool:
+        """Whether a block's rows are given while they are read, so that no file's fingerprint tells them."""
+        return self._source.files[int(self._blocks.files[block])].live is not None
+
+    def name_of(self, block: int) -> str:
+        """Return what a block's file is called in messages."""
+        return self._source.files[int(self._blocks.files[block])].path
+
+    def error_of(self, block: int) -> SourceError | None:
+        """Return why a block that can't be cut couldn't be read any further, if it was read that far."""
+        stream = self._streams.get(block)
+        return None if stream is None else stream.error
+
+    def print_of(self, chunk: Chunk) -> str:
+        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is no such chunk.
+
+        Args:
+            chunk: of a block whose rows are given while they are read.
+        """
+        stream = self._streams.get(chunk.block) or self._stream(chunk.block)
+        return stream.print_of(chunk.number)
 
     def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
         """Return what tells chunks that one thread is to read one after the other, in the order of their blocks.

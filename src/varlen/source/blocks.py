@@ -34,6 +34,10 @@ SPREAD = 8
 """Large row groups that are read side by side where they are shuffled."""
 _MOST_PARTS = 1 << 20
 """Of one row group or record batch."""
+_FEWEST_LIVE_BYTES = 512
+"""Of a chunk of what has just begun: it may be over soon, and lanes are to have about as much then."""
+_ENDLESS = 1 << 50
+"""Bytes, about, of what may have no end."""
 _UNPACKED = 4
 """Bytes that a compressed byte stands for, about."""
 
@@ -58,6 +62,8 @@ class Blocks:
     """Of a block, at most, but for its last document."""
     is_kept: bool = False
     """Whether what was read of tables stays in memory."""
+    lanes: int = 1
+    """Among which the blocks are dealt."""
 
     def __len__(self) -> int:
         """Count the blocks; one that can't be cut counts as one."""
@@ -100,6 +106,16 @@ class Blocks:
         begins[shuffled] = np.cumsum(sizes[shuffled]) - sizes[shuffled]
         return np.argsort(begins[group_of] + self.parts * SPREAD, kind="stable")
 
+    def live_bytes(self, before: int) -> int:
+        """Return how large the next chunks are of rows whose number nobody knows.
+
+        They are as small against what has come as other blocks are against all that there is.
+
+        Args:
+            before: bytes that have come.
+        """
+        return min(MOST_BLOCK_BYTES, max(_FEWEST_LIVE_BYTES, before // (BLOCKS_OF_A_LANE * self.lanes)))
+
     def chunks_about(self) -> IntArray:
         """Estimate how often each block is asked for something: once, or as often as its chunks fill blocks."""
         return np.where(self.of_parts == 0, -(-self.sizes // self.block_bytes), 1)
@@ -135,6 +151,7 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
         sizes=columns[5],
         block_bytes=block_bytes,
         is_kept=table_bytes <= KEPT_BYTES,
+        lanes=lanes,
     )
 
 
@@ -171,6 +188,8 @@ def _cut(
     file: File, size: int, stretches: Sequence[int] | None, block_bytes: int, is_whole: bool
 ) -> list[tuple[int, int, int, int, int]]:
     """Return start, stop, part, number of parts and size of each block of a file."""
+    if file.live is not None:
+        return [(0, -1, 0, 0, _ENDLESS)]
     if file.size == 0 and stretches is None:
         return []
     if stretches is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from varlen.errors import SourceError
-from varlen.source.rows import Column, Rows
+from varlen.source.rows import PRINT, Column, Rows
 from varlen.types import IntArray
 
 
@@ -86,46 +87,72 @@ def _share(rows: Rows, start: int, stop: int) -> Rows:
 class StreamCursor:
     """A file that is read from its beginning, chunk by chunk of about as many bytes."""
 
-    def __init__(self, rows: Iterator[Rows], chunk_bytes: int, before: StreamCursor | None = None) -> None:
+    def __init__(
+        self, rows: Iterator[Rows], chunk_bytes: Callable[[int], int], before: StreamCursor | None = None
+    ) -> None:
         """Begin to read.
 
         Args:
             rows: of the file.
-            chunk_bytes: about.
+            chunk_bytes: of the chunks that come, about, where so many were read.
             before: a cursor of the same file that has come further: chunks that it has found, in the epoch before,
                 may still be wanted.
         """
         self._rows, self._chunk_bytes = rows, chunk_bytes
+        self._num_bytes = 0
+        self._prints = array("Q")
+        """Of each chunk the hash of all rows to its end; 0 where rows have none."""
         self._chunks: dict[int, Rows] = {}
         """Those that were read and not let go of, by number."""
         self._before: dict[int, Rows] = {} if before is None else {**before._before, **before._chunks}
-        self.first = 0
-        """Chunks before it are gone."""
         self._found = self._asked = 0
         self._is_read = False
+        self.error: SourceError | None = None
+        """Why the file can't be read to its end."""
         self.is_over = False
         """Whether a chunk beyond the last has been asked for."""
 
     def has(self, number: int) -> bool:
         """Whether there is such a chunk; reads on to it."""
+        self._read_to(number, number)
+        self._asked = max(self._asked, number + 1)
+        self.is_over = number >= self._found
+        return not self.is_over
+
+    def _read_to(self, number: int, wanted: int) -> None:
+        """Read on to a chunk; those before the wanted one aren't kept."""
         while self._found <= number and not self._is_read:
             some = next(self._rows, None)
             if some is None:
                 self._is_read = True
                 break
-            bounds = _chunk_bounds(some, self._chunk_bytes)
+            bounds, num_bytes = _chunk_bounds(some, self._chunk_bytes(self._num_bytes))
+            self._num_bytes += num_bytes
             for start, stop in zip(bounds, bounds[1:]):
-                self._add(some.between(start, stop, some.faults if start == 0 else ()))
-        self._asked = max(self._asked, number + 1)
-        self.is_over = number >= self._found
-        return not self.is_over
+                self._add(some.between(start, stop, some.faults if start == 0 else ()), wanted)
 
     def chunk(self, number: int) -> list[Rows]:
         """Return a chunk that was found, by this cursor or the one before."""
         return [self._chunks[number] if number in self._chunks else self._before[number]]
 
-    def _add(self, chunk: Rows) -> None:
-        self._chunks[self._found] = chunk
+    def lacks(self, number: int) -> bool:
+        """Whether a chunk was read and isn't held any more."""
+        return number < self._found and number not in self._chunks
+
+    def print_of(self, number: int) -> str:
+        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is none."""
+        self._read_to(number, number + 1)
+        return f"{self._prints[number]:016x}" if number < self._found and self._prints[number] else ""
+
+    def _add(self, chunk: Rows, wanted: int) -> None:
+        """Take a chunk that was read."""
+        if self._found >= wanted:
+            self._chunks[self._found] = chunk
+        if not len(chunk) and any(fault.number == 0 for fault in chunk.faults):
+            self.error = chunk.faults[-1].raised()
+        prints = chunk.columns.get(PRINT)
+        before = self._prints[-1] if self._found else 0
+        self._prints.append(int(prints[-1], 16) if prints else before)
         self._found += 1
 
     def forget(self) -> None:
@@ -133,7 +160,6 @@ class StreamCursor:
         for number in [n for n in self._chunks if n < self._asked]:
             del self._chunks[number]
         self._before.clear()
-        self.first = min(self._asked, self._found)
 
     def close(self) -> None:
         """Close the file."""
@@ -142,14 +168,15 @@ class StreamCursor:
             close()
 
 
-def _chunk_bounds(rows: Rows, chunk_bytes: int) -> list[int]:
-    """Return where to cut rows into chunks of about as many bytes."""
+def _chunk_bounds(rows: Rows, chunk_bytes: int) -> tuple[list[int], int]:
+    """Return where to cut rows into chunks of about as many bytes, and the bytes of all."""
     sizes = np.zeros(len(rows), dtype=np.int64)
-    for column in rows.columns.values():
-        sizes += _row_sizes(column)
+    for name, column in rows.columns.items():
+        if name != PRINT:
+            sizes += _row_sizes(column)
     chunk = (np.cumsum(sizes) - sizes) // chunk_bytes
     inner = np.flatnonzero(np.diff(chunk)) + 1
-    return [0, *inner.tolist(), len(rows)]
+    return [0, *inner.tolist(), len(rows)], int(sizes.sum())
 
 
 def _row_sizes(column: Column) -> IntArray:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from varlen.counts import many
 from varlen.errors import SourceError
+from varlen.source.live import ArrowStream, Live
 from varlen.source.remote import Listed, list_remote, read_remote
 from varlen.source.retry import Retry
 from varlen.source.saved import described, refuse_indices
@@ -27,8 +28,8 @@ from varlen.source.written import (
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
-Data = str | Path | Sequence[str | Path]
-"""A file, folder, glob or URL, or several of them."""
+Data = str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | Callable[[], Iterable[Any]] | ArrowStream
+"""A file, folder, glob or URL; rows in memory, in the forms that `memory_forms` has; or a list of such sources."""
 
 FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -73,11 +74,33 @@ class File:
     """What a server said when it was listed that changes whenever its content does: an ETag or a checksum."""
     retry: Retry = field(default=Retry(), compare=False, repr=False)
     """How often and how long a read of it is tried, where it is remote."""
+    stored: str | None = None
+    """Where it lies, if it holds rows that were given in memory: `path` names those, for messages."""
+    content: str | None = None
+    """Its fingerprint, where that is known already."""
+    live: Live | None = None
+    """What is known of it, if its rows are given while it is read; it has neither a size nor a content then."""
+    hold: object = field(default=None, compare=False, repr=False)
+    """What keeps it there as long as it is held."""
+
+    def __str__(self) -> str:
+        """Name it as messages do."""
+        return self.path
+
+    @property
+    def place(self) -> str:
+        """Where it is opened, if it is local."""
+        return self.stored or self.path
 
     @property
     def is_remote(self) -> bool:
         """Whether fsspec opens it."""
         return is_url(self.path)
+
+
+def entries_of(data: Data) -> list[Any]:
+    """Return the sources that data names, rows in memory among them as files."""
+    return [data] if isinstance(data, str | os.PathLike | File) else list(cast(Iterable[Any], data))
 
 
 def is_url(data: str | Path) -> bool:
@@ -107,7 +130,7 @@ def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None =
     Raises:
         SourceError: nothing is there, a file was named twice, or all of them are empty.
     """
-    entries = [data] if isinstance(data, str | Path) else list(data)
+    entries = entries_of(data)
     if not entries:
         raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
     unread = [path for out in leave_out if out.name for path in (out, out.with_name(out.name + PARTIAL))]
@@ -128,7 +151,7 @@ def _refuse_twice(files: Sequence[File]) -> None:
     """
     seen: dict[str, str] = {}
     for file in files:
-        place = file.path if file.is_remote else os.path.realpath(file.path)
+        place = file.path if file.is_remote else os.path.realpath(file.place)
         first = seen.setdefault(place, file.path)
         if first is file.path:
             continue
@@ -137,8 +160,10 @@ def _refuse_twice(files: Sequence[File]) -> None:
         raise SourceError(f"{file.path} {twice}; its documents would be read twice: name it once")
 
 
-def _find(data: str | Path, unread: Sequence[Path], retry: Retry) -> list[File]:
+def _find(data: str | Path | File, unread: Sequence[Path], retry: Retry) -> list[File]:
     """List the files of one entry."""
+    if isinstance(data, File):
+        return [data]
     if not str(data):
         raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
     if is_url(data):
@@ -168,6 +193,7 @@ def _find_local(data: str | Path, unread: Sequence[Path]) -> list[File]:
         )
     raise SourceError(
         f"{data} does not exist; pass a JSONL, JSON, CSV, Parquet, Arrow or text file, a folder of them, or a glob"
+        + ('; if it is a text, pass rows: [{"text": text} for text in texts]' if " " in str(data) else "")
     )
 
 

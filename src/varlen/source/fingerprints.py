@@ -26,6 +26,8 @@ def fingerprint(file: File) -> str:
     Raises:
         SourceError: it can't be read.
     """
+    if file.content is not None:
+        return file.content
     if file.is_remote and (mark := file.mark or remote_mark(file.path, file.retry)) is not None:
         return mark
     digest = hashlib.sha256()
@@ -47,6 +49,8 @@ def quick_fingerprint(file: File) -> str:
     Raises:
         SourceError: it can't be read.
     """
+    if file.content is not None:
+        return file.content
     if file.is_remote:
         mark = file.mark or remote_mark(file.path, file.retry)
         return f"size:{file.size}" if mark is None else mark

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from varlen.errors import SourceError
 from varlen.source.arrow_tokens import ArrowFile, map_arrow
-from varlen.source.files import Data, find_files, is_url
+from varlen.source.files import Data, File, entries_of, find_files, is_url
 from varlen.source.megatron import MAGIC, MegatronFile
+from varlen.source.memory import placed
 from varlen.source.partial import PATIENCE_S, PartialStore, is_begun
 from varlen.source.store import open_store
 from varlen.source.token_documents import TokenDocuments
@@ -19,7 +20,11 @@ _SUFFIXES = (".bin", ".idx")
 
 
 def open_tokens(
-    data: Data, *, patience_s: float = PATIENCE_S, check_tokens: bool = True
+    data: Data,
+    *,
+    patience_s: float = PATIENCE_S,
+    check_tokens: bool = True,
+    cache: Path | None = None,
 ) -> TokenDocuments | None:
     """Open documents that needn't be tokenized or copied to be read at any place.
 
@@ -32,6 +37,7 @@ def open_tokens(
         patience_s: how long to wait for the next part of a store that is being written.
         check_tokens: refuse missing tokens as soon as the lengths of documents, or their labels, are counted; False:
             who reads them is told, as plans need the lengths alone.
+        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
 
     Returns:
         The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
@@ -40,8 +46,9 @@ def open_tokens(
     Raises:
         SourceError: nothing is there, a file is damaged, or tokens of several kinds are named together.
     """
-    entries = [data] if isinstance(data, str | Path) else list(data)
-    if len(entries) == 1 and not is_url(entries[0]):
+    data = placed(data, cache=cache)
+    entries = entries_of(data)
+    if len(entries) == 1 and not isinstance(entries[0], File) and not is_url(entries[0]):
         folder = Path(entries[0]).expanduser()
         manifest = read_manifest(folder)
         if manifest is not None and manifest.get("kind") == "tokens":
@@ -62,16 +69,16 @@ def open_tokens(
     return _mapped(data, check_tokens)
 
 
-def is_token_store(entry: str | Path) -> bool:
+def is_token_store(entry: str | Path | File) -> bool:
     """Return whether an entry of data is a token store, also one that is being written."""
-    if is_url(entry):
+    if isinstance(entry, File) or is_url(entry):
         return False
     folder = Path(entry).expanduser()
     manifest = read_manifest(folder)
     return is_begun(folder) if manifest is None else manifest.get("kind") == "tokens"
 
 
-def is_megatron(entry: str | Path) -> bool:
+def is_megatron(entry: str | Path | File) -> bool:
     """Return whether an entry of data names Megatron's pairs of `.bin` and `.idx`, both halves of which are there."""
     try:
         return bool(_pairs(entry))
@@ -90,13 +97,13 @@ def _mapped(data: Data, check_tokens: bool) -> FileTokens | None:
     return FileTokens(files, check_tokens=check_tokens)
 
 
-def _pairs(entry: str | Path) -> list[tuple[Path, str]]:
+def _pairs(entry: str | Path | File) -> list[tuple[Path, str]]:
     """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else.
 
     Raises:
         SourceError: one half is named, and the other isn't there.
     """
-    if is_url(entry):
+    if isinstance(entry, File) or is_url(entry):
         return []
     path = Path(entry).expanduser()
     if path.is_dir():

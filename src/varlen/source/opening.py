@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
 from varlen.source.files import Compression, File
+from varlen.source.live import open_live
 from varlen.source.ranges import BUFFER_BYTES, changed, open_remote
 from varlen.source.remote import remote_faults
 from varlen.source.retry import first_line
@@ -38,7 +39,7 @@ class _Stored(io.FileIO):
     """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
 
     def __init__(self, file: File) -> None:
-        super().__init__(file.path)
+        super().__init__(file.place)
         self._file = file
         now = os.fstat(self.fileno()).st_size
         if 0 <= file.size != now:
@@ -75,11 +76,17 @@ def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
     Raises:
         SourceError: it can't be opened, or isn't what it was when the files were listed.
     """
+    if file.live is not None:
+        return open_live(file.path, file.place)
     if file.is_remote:
         return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES)
     try:
         return io.BufferedReader(_Stored(file), buffer_bytes or _BUFFER_BYTES)
     except FileNotFoundError as error:
+        if file.stored is not None:
+            raise SourceError(
+                f"{file.path} can't be read any more: the loader that it was given to is closed; make another"
+            ) from error
         raise SourceError(
             f"{file.path} can't be read: it was there when the files were listed, and is gone now; put it back, or "
             "begin again without it"
@@ -97,6 +104,8 @@ def compression_of(file: File) -> Compression | None:
         SourceError: it can't be opened, or is compressed in a way that isn't read, or its name says that it is
             compressed and it isn't.
     """
+    if file.live is not None:
+        return None
     return _compression_of(file) if file.mark is None else _compression_by_mark(replace(file, on_read=None))
 
 

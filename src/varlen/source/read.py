@@ -11,6 +11,7 @@ from varlen.source.chats.messages import as_messages
 from varlen.source.columns import Columns, Kind
 from varlen.source.files import Data, find_files
 from varlen.source.formats.reading import rows_of
+from varlen.source.memory import placed
 from varlen.source.rows import Rows, as_list, json_kind
 
 _ASKED = ("instruction", "context", "output")
@@ -35,7 +36,7 @@ def read_texts(data: Data) -> Iterator[str]:
     Raises:
         SourceError: nothing is there, or a file is not what its name says; file and row are named.
     """
-    files = find_files(data)
+    files = find_files(placed(data))
     found_any = False
     for file in files:
         for rows, columns in rows_of(file, {}, "paragraph" if len(files) == 1 else "file"):

@@ -14,6 +14,8 @@ from varlen.source.losses import Losses, total
 Column = Any
 """Values of one column, one a row: a list of Python values or an Arrow array."""
 
+PRINT = "\0print"
+"""Name of a column that no row can have: of rows that are given while they are read, the hash of all rows to each."""
 MOST_LISTED = 12
 """Names of columns that a sentence lists before it stops."""
 

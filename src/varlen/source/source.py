@@ -18,6 +18,7 @@ from varlen.source.files import Data, File, find_files
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import columns_of, cut_points, rows_of
 from varlen.source.identity import TokenizerMark, check_same, made_by, mark_of
+from varlen.source.memory import placed
 from varlen.source.retry import Retry
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
@@ -194,11 +195,12 @@ def open_source(
     on_error: OnError = "raise",
     leave_out: Sequence[Path] = (),
     retry: Retry | None = None,
+    cache: Path | None = None,
 ) -> Source:
     """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
 
     Args:
-        data: a file, a folder, a glob or a URL, or several of them.
+        data: a file, a folder, a glob or a URL; rows in memory; or several of these, as `docs/data.md` lists them.
         tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function.
         columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
         chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
@@ -217,6 +219,7 @@ def open_source(
         on_error: "raise" at the first bad record, or "skip" it and tell.
         leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
         retry: how often and how long a listing or a read of remote files is tried; None for the usual.
+        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
 
     Raises:
         SourceError: no such files, or the rows of a packed set that holds pieces of documents.
@@ -231,7 +234,7 @@ def open_source(
         raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
     named = dict(columns or {})
     check_named(named)
-    files = tuple(find_files(data, leave_out, retry))
+    files = tuple(find_files(placed(data, named, cache), leave_out, retry))
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
@@ -281,7 +284,9 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
     Raises:
         SourceError: it did.
     """
-    for folder in sorted({Path(file.path).parent for file in files if not file.is_remote}):
+    for folder in sorted(
+        {Path(file.path).parent for file in files if not file.is_remote and file.stored is None}
+    ):
         if cut := split_documents(folder):
             raise SourceError(
                 f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "

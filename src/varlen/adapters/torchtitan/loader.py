@@ -15,6 +15,7 @@ from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
 from varlen.pack.lengths import as_count
 from varlen.source.identity import check_same, made_by, mark_of
+from varlen.source.memory import placed
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import open_tokens
 from varlen.source.tokenize import load_tokenizer
@@ -113,9 +114,10 @@ class PackedDataLoader(BaseDataLoader):
         self._is_flat = seq_len is None
         _check_settings(config)
         whole = rows * dp_world_size if config.global_batch_size < 0 else config.global_batch_size
+        source = _placed(config)
         self._loader = PackedLoader(
-            config.source,
-            _tokenizer_for(config, tokenizer),
+            source,
+            _tokenizer_for(config, source, tokenizer),
             capacity=capacity,
             global_batch_size=whole,
             micro_batch_size=rows,
@@ -280,7 +282,16 @@ def _check_snapshots(batches: int | None, loader: PackedLoader) -> None:
         )
 
 
-def _tokenizer_for(config: PackedDataLoader.Config, trainers: Any) -> Any:
+def _placed(config: PackedDataLoader.Config) -> Any:
+    """Return the data with rows in memory as files, so that looking at it takes no row away."""
+    if isinstance(config.source, Mixture):
+        return config.source
+    others = _others_of(config)
+    is_streamed = config.mode != "indexed" and config.scope != "all"
+    return placed(config.source, others.get("columns"), others.get("cache"), is_streamed=is_streamed)
+
+
+def _tokenizer_for(config: PackedDataLoader.Config, source: Any, trainers: Any) -> Any:
     """Return what tokenizes documents, None for a token store.
 
     Raises:
@@ -290,13 +301,13 @@ def _tokenizer_for(config: PackedDataLoader.Config, trainers: Any) -> Any:
         return config.text_tokenizer
     if trainers is None:
         return None
-    tokens = None if isinstance(config.source, Mixture) else open_tokens(config.source, check_tokens=False)
+    tokens = None if isinstance(source, Mixture) else open_tokens(source, check_tokens=False)
     if tokens is None:
         return _as_tokenizer(trainers)
     mark = made_by(tokens)
     if mark is not None and hasattr(getattr(trainers, "tokenizer", trainers), "encode_batch_fast"):
         out = "index the documents with the trainer's, or set model.hf_assets_path to those of that tokenizer"
-        check_same(str(config.source), mark, mark_of(_as_tokenizer(trainers)), out)
+        check_same(str(source), mark, mark_of(_as_tokenizer(trainers)), out)
     return None
 
 

@@ -40,8 +40,9 @@ def gather(
     base: Callable[[], int] = zero,
     most_rows: int = _MOST_ROWS,
     count_faults: bool = False,
+    size: int = BATCH_SIZE,
 ) -> Iterator[Rows]:
-    """Yield rows in batches of about a megabyte; where reading fails, what was found before it comes first.
+    """Yield rows in batches of about as many bytes; where reading fails, what was found before it comes first.
 
     Args:
         found: rows in the order of the file; its errors pass through.
@@ -51,11 +52,12 @@ def gather(
         base: rows before those that the numbers count from, as in `Rows`.
         most_rows: at which a batch is full, however small they are.
         count_faults: whether rows that can't be read are among those; they must be where they may have no size.
+        size: bytes or characters of rows that make a batch large enough.
     """
     taken: list[list[Any]] = []
     numbers: list[int] = []
     faults: list[Fault] = []
-    size = 0
+    filled = 0
 
     def rows() -> Rows:
         columns = {name: [values[index] for values in taken] for index, name in enumerate(names)}
@@ -63,7 +65,7 @@ def gather(
 
     try:
         for number, more, values in found:
-            size += more
+            filled += more
             if isinstance(values, list):
                 taken.append(values)
                 numbers.append(number)
@@ -72,9 +74,9 @@ def gather(
                 losses = values.losses if isinstance(values, Lost) else _RECORD
                 faults.append(Fault(where=place(path, unit, at), why=str(values), number=at, losses=losses))
             count = len(numbers) + len(faults) if count_faults else len(numbers)
-            if size >= BATCH_SIZE or count >= most_rows:
+            if filled >= size or count >= most_rows:
                 yield rows()
-                taken, numbers, faults, size = [], [], [], 0
+                taken, numbers, faults, filled = [], [], [], 0
     except Exception:  # what was read before it is whole
         if numbers or faults:
             yield rows()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache, partial
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -14,13 +15,16 @@ from varlen.source.files import File
 from varlen.source.formats.gather import Found, gather
 from varlen.source.opening import HEAD_BYTES, compression_of, faults, open_plain, open_stored
 from varlen.source.ranges import BUFFER_BYTES
-from varlen.source.rows import Rows, json_kind, listed, place
+from varlen.source.rows import PRINT, Rows, json_kind, listed, place
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10
 """Fetched beyond a stretch of a file, for the line that ends after it."""
 _MOST_TRIED = 1000
 """Lines in which a first row is looked for."""
+_PRINT_BYTES = 8
+_LIVE_BYTES = 64 << 10
+"""Of rows that are given while they are read: of those that come slowly, none is to wait for many others."""
 MOST_RECORD_BYTES = 256 << 20
 """A line longer than this is a mistake (a file without line ends), and would fill the memory."""
 
@@ -38,7 +42,9 @@ def row_names(file: File, most: int) -> list[tuple[str, ...]]:
     with open_plain(file, HEAD_BYTES) as stream:
         lines = enumerate(_lines(stream, file.path), start=1)
         rows = (
-            (place(file.path, "line", number), _parse(line)) for number, line in lines if line.strip(_BLANKS)
+            (place(file.path, _unit(file), number), _parse(line, _is_ours(file)))
+            for number, line in lines
+            if line.strip(_BLANKS)
         )
         return first_names(rows, file.path, most)
 
@@ -123,17 +129,47 @@ def _stretch_bytes(start: int, stop: int | None) -> int | None:
 
 def _read(stream: BinaryIO, file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
     base = cache(partial(_count_lines, file, start))
-    found = _rows(_lines(stream, file.path), fields, start, stop)
-    return gather(found, names=fields.names, path=file.path, unit="line", base=base)
+    if file.live is not None:
+        return _read_live(stream, file, fields)
+    found = _rows(_lines(stream, file.path), fields, start, stop, _is_ours(file))
+    return gather(found, names=fields.names, path=file.path, unit=_unit(file), base=base)
 
 
-def _rows(lines: Iterator[bytes], fields: Fields, start: int, stop: int | None) -> Iterator[Found]:
+def _read_live(stream: BinaryIO, file: File, fields: Fields) -> Iterator[Rows]:
+    """Yield rows as they are given, each with the hash of the lines up to it: see `live`."""
+    last = [b""]
+
+    def lines() -> Iterator[bytes]:
+        for line in _lines(stream, file.path):
+            last[0] = blake2b(last[0] + line, digest_size=_PRINT_BYTES).digest()
+            yield line
+
+    found = (
+        (number, size, [*values, last[0].hex()] if isinstance(values, list) else values)
+        for number, size, values in _rows(lines(), fields, 0, None, is_ours=True)
+    )
+    names = (*fields.names, PRINT)
+    return gather(found, names=names, path=file.path, unit=_unit(file), size=_LIVE_BYTES)
+
+
+def _is_ours(file: File) -> bool:
+    """Whether lines are rows that were given in memory, and those that are strings say why a row can't be used."""
+    return file.stored is not None
+
+
+def _unit(file: File) -> str:
+    return "row" if _is_ours(file) else "line"
+
+
+def _rows(
+    lines: Iterator[bytes], fields: Fields, start: int, stop: int | None, is_ours: bool
+) -> Iterator[Found]:
     at = start
     for number, line in enumerate(lines, start=1):
         at += len(line)
         taken: list[Any] | str | None = _take(line, fields)
         if taken is None and line.strip(_BLANKS):
-            taken = _slowly(line, fields)
+            taken = _slowly(line, fields, is_ours)
         yield number, len(line), taken
         if stop is not None and at >= stop:
             return
@@ -150,12 +186,12 @@ def _take(line: bytes, fields: Fields) -> list[Any] | None:
         return None
 
 
-def _slowly(line: bytes, fields: Fields) -> list[Any] | str:
+def _slowly(line: bytes, fields: Fields, is_ours: bool) -> list[Any] | str:
     """Return the values of a line, or what is wrong with it."""
-    return in_order(_parse(line), fields)  # a byte order mark may be all
+    return in_order(_parse(line, is_ours), fields)  # a byte order mark may be all
 
 
-def _parse(line: bytes) -> dict[str, Any] | str:
+def _parse(line: bytes, is_ours: bool = False) -> dict[str, Any] | str:
     """Return a row, or what keeps a line from being one."""
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
@@ -165,7 +201,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
         return f"is not valid JSON: {error.msg} at column {error.colno:,}"
     except (ValueError, RecursionError):
         return "can't be read: a number of too many digits, or brackets nested too deeply"
-    return as_object(row)
+    return row if is_ours and isinstance(row, str) else as_object(row)
 
 
 def as_object(row: Any) -> dict[str, Any] | str:

@@ -203,6 +203,8 @@ def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
     Raises:
         SourceError: the file can't be read, or none of its first rows is one.
     """
+    if file.live is not None:
+        return file.live.names
     if file.mark is None:
         return _names_of_rows(file, most)
     return _row_names_by_mark(replace(file, on_read=None), most)
