@@ -75,7 +75,10 @@ def count_rows(file: File, _start: int, _stop: int | None) -> int:
         SourceError: its offsets can't be read.
     """
     with _archive(file) as archive:
-        return len(_offsets(archive, _members(archive), file)) - 1
+        members = _members(archive)
+        if "offsets" not in members:
+            return 0
+        return max(_Stream(archive, members["offsets"], file).num_values - 1, 0)
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, str]:

@@ -40,7 +40,8 @@ def row_sizes(array: Any) -> IntArray:
         return _chosen(row_sizes(array.values), np.searchsorted(array.run_ends.to_numpy(), places, "right"))
     if types.is_struct(kind):
         fields = (row_sizes(array.field(index)) for index in range(kind.num_fields))
-        return sum(fields, start=np.zeros(len(array), dtype=np.int64))
+        total: IntArray = sum(fields, start=np.zeros(len(array), dtype=np.int64))
+        return total
     if types.is_fixed_size_list(kind):
         width = kind.list_size
         values = array.values.slice(array.offset * width, len(array) * width)
