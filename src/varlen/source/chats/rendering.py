@@ -26,6 +26,12 @@ _WAYS_OUT = (
     'choose another template, or supervise="all"'
 )
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 _CALLED: list[dict[str, Any]] = [
     _ASKED[0],
     {
@@ -142,20 +148,24 @@ class Rendering:
         skeleton = self._skeleton(shape, messages) if shape is not None else None
         if skeleton is None:
             return None, None
-        if skeleton.has_arguments:
+        if skeleton.has_arguments or self._tools:
             return fill_masked(skeleton, self.render, messages, source, text, self._foreign), skeleton
         return fill(skeleton, messages, text), skeleton
 
     def _skeleton(self, shape: Any, messages: list[dict[str, Any]]) -> Skeleton | None:
         """Return the skeleton of a shape, made when it is first seen."""
         template = self._template
-        key = (shape, self._foreign if not self._is_plain or self._variables else "")
+        key = (shape, bool(self._tools), spelled(self._variables, "variables"))
         if key not in template.skeletons:
             if not template.marks.is_known:
                 self._know_marks()
             if len(template.skeletons) >= _MOST_SKELETONS:
                 template.skeletons.clear()
-            made = skeleton_of(self.render, messages, template.source, template.marks, self._foreign)
+            # A row may have tools of its own, which stand between texts and bound no turn.
+            like = Rendering(
+                template, Chat(messages=messages), _TOOLS if self._tools else None, self._variables
+            )
+            made = skeleton_of(like.render, messages, template.source, template.marks, like._foreign)
             template.skeletons[key] = made
         return template.skeletons[key]
 

@@ -39,7 +39,7 @@ class Said:
 def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
     """Return where assistants speak in a text that is the skeleton with these texts, else None.
 
-    Not for skeletons with arguments, whose text `fill_masked` renders.
+    Not for chats with tools or arguments, whose text `fill_masked` renders.
     """
     return _said(skeleton, skeleton.pieces, [slot.text_in(messages) for slot in skeleton.slots], text)
 
@@ -47,10 +47,10 @@ def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[
 def fill_masked(
     skeleton: Skeleton, render: Render, messages: list[dict[str, Any]], source: str, text: str, foreign: str
 ) -> list[Said] | None:
-    """Return where assistants speak in a text whose calls have these arguments, else None.
+    """Return where assistants speak in a text that has tools, or calls with arguments, else None.
 
     The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
-    template's own, or an argument, and what ends a turn stands at the end of that.
+    template's own, a tool or an argument, and what ends a turn stands at the end of that.
 
     Args:
         skeleton: of the chat's shape.
@@ -82,8 +82,10 @@ def _said(skeleton: Skeleton, pieces: Sequence[str], values: Sequence[str], text
         spans = []
         for region in turn.regions:
             start = ends[region.first] - len(region.lead)
-            if pieces[region.last] == skeleton.pieces[region.last] and region.is_bare:
+            if region.is_bare:
                 stop = begins[region.last] + len(region.mark)
+                if not text.startswith(region.mark, begins[region.last]):
+                    return None
             else:
                 stop = ends[region.last] - len(region.tail)
                 is_kept = text.startswith(region.tail, stop) and text.endswith(region.seal, 0, stop)

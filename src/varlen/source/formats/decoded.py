@@ -45,7 +45,8 @@ def row_sizes(array: Any) -> IntArray:
     if types.is_fixed_size_list(kind):
         width = kind.list_size
         values = array.values.slice(array.offset * width, len(array) * width)
-        return row_sizes(values).reshape(len(array), width).sum(axis=1)
+        widths: IntArray = row_sizes(values).reshape(len(array), width).sum(axis=1)
+        return widths
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         return _of_lists(array, np.int64 if types.is_large_list(kind) else np.int32)
     if types.is_string(kind) or types.is_binary(kind):
