@@ -84,11 +84,11 @@ class Rendering:
 
     def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
         """Render, find what is said, and count what is lost."""
+        if self._program.has_generation:
+            return self._generated(first, trained, choice)
         text = well_formed(self.render(self._messages, False))
         if self._tools:
             self._check_tools(text)
-        if self._program.has_generation:
-            return self._generated(text, first, trained, choice)
         try:
             said, skeleton, is_exact = self._said(text)
         except SourceError:
@@ -233,21 +233,38 @@ class Rendering:
                 "choose a template that does, or leave the column out"
             )
 
-    def _generated(self, text: str, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
-        """Read the spans off the template's own marks."""
-        start = free_character(text)
-        stop = free_character(text + start)
-        handed = self._messages
+    def _marked(self) -> tuple[str, str, str, str]:
+        """Render the chat with a mark before and after each generation block.
+
+        Returns:
+            The text, the text with marks, and both marks.
+
+        Raises:
+            SourceError: the template works with the text of the blocks.
+        """
+        handed, program = self._messages, self._program
         if not self._is_plain:
             from varlen.source.chats.wants import hand
 
             handed = hand(handed, self._template.wants(self._variables))
-        marked = self._program.run(handed, self._tools, marks=start + stop, variables=self._variables)
-        if marked.replace(start, "").replace(stop, "") != text:
+        messages = self._messages
+        said = "".join(m["content"] for m in messages) if self._is_plain else spelled(messages, "a chat")
+        start = free_character(said + self._foreign)
+        stop = free_character(said + self._foreign + start)
+        marked = program.run(handed, self._tools, marks=start + stop, variables=self._variables)
+        text = marked.replace(start, "").replace(stop, "")
+        if not program.has_bare_generation and text != self.render(messages, False):
             raise SourceError(
                 "the chat template works with the text of its {% generation %} blocks, so that they can't be "
                 "located; let it write them as they are"
             )
+        return well_formed(text), marked, start, stop
+
+    def _generated(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
+        """Read the spans off the template's own marks."""
+        text, marked, start, stop = self._marked()
+        if self._tools:
+            self._check_tools(text)
         spans = between(marked, start, stop)
         messages = self._messages
         if first:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import wraps
-from types import MappingProxyType
+from types import BuiltinMethodType, MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateSyntaxError, nodes
@@ -21,7 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import do_format
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro, Undefined
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -35,6 +35,8 @@ _LONGEST_TEXT = 2**28
 
 _MARKS = "varlen_generation_marks"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_KINDS = (str, list, dict, LoopContext)
+"""Types whose attributes may be reached for every object, or for none."""
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
 
@@ -46,6 +48,8 @@ class Program:
     template: Template
     variables: Mapping[str, str]
     has_generation: bool
+    has_bare_generation: bool = False
+    """All its {% generation %} blocks are written as they stand, and none is kept in a variable or filtered."""
     takes_parts: bool = False
     """Contents are given as lists of parts, which templates of models that see pictures may insist on."""
 
@@ -81,7 +85,7 @@ class Program:
         }
         pieces, length = [], 0
         try:
-            for piece in self.template.generate(seen):
+            for piece in self.template.root_render_func(self.template.new_context(seen)):
                 pieces.append(piece)
                 length += len(piece)
                 if length > _LONGEST_TEXT:
@@ -120,9 +124,32 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
         raise SettingError(
             f"the chat template does not compile: {type(error).__name__}: {_line(error)}"
         ) from error
-    program = Program(template=template, variables=dict(variables), has_generation=environment.has_generation)
+    program = Program(
+        template=template,
+        variables=dict(variables),
+        has_generation=environment.has_generation,
+        has_bare_generation=environment.has_generation and _are_bare(environment.parse(source)),
+    )
     in_parts = replace(program, takes_parts=True)
     return in_parts if not _writes(program) and _writes(in_parts) else program
+
+
+def _are_bare(node: nodes.Node) -> bool:
+    """Whether generation blocks stand in loops and conditions alone, which write what they hold as it is."""
+    for child in node.iter_child_nodes():
+        is_plain = isinstance(child, (nodes.For, nodes.If, nodes.Output, nodes.Scope))
+        if _is_generation(child):
+            continue
+        if not is_plain and any(_is_generation(found) for found in child.find_all(nodes.CallBlock)):
+            return False
+        if is_plain and not _are_bare(child):
+            return False
+    return True
+
+
+def _is_generation(node: nodes.Node) -> bool:
+    called = node.call.node if isinstance(node, nodes.CallBlock) else None
+    return isinstance(called, nodes.ExtensionAttribute) and called.name == "_marked"
 
 
 def _writes(program: Program) -> bool:
@@ -181,6 +208,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
         self.has_generation = False
+        self._known: set[tuple[type, str]] = set()
         self.filters["tojson"] = _to_json
         self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         self.globals |= {
@@ -193,9 +221,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return what a template calls `obj.attribute`; of a dict at once where that is no method of it."""
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+        if (kind, attribute) in self._known:
+            return getattr(obj, attribute)
+        value = super().getattr(obj, attribute)
+        if kind in _KINDS and hasattr(kind, attribute) and not attribute.startswith(("_", "format")):
+            self._known.add((kind, attribute))  # it may be reached, whatever the object
+        return value
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Refuse at once, where jinja would print nothing."""
@@ -219,6 +253,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
                 _check_length(value)
+        if type(__obj) is BuiltinMethodType and type(__obj.__self__) in _KINDS:
+            for own in ("_loop_vars", "_block_vars"):  # jinja's, for its own functions
+                kwargs.pop(own, None)
+            return __obj(*args, **kwargs)  # a method that `getattr` let pass
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
