@@ -90,7 +90,7 @@ def check_places(data: Sequence[File] | Path, output: Path, tokens: Path | None 
     if isinstance(data, Path):
         read, written = {data}, [output]
     else:
-        read = {Path(file.path).parent for file in data if not file.is_remote and file.stored is None}
+        read = {file.folder for file in data if file.folder is not None}
         written = [output, tokens] if tokens else [output]
     places = {place for path in written for place in (path.resolve(), partial_of(path).resolve())}
     for folder in sorted(read):

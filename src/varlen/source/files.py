@@ -93,6 +93,11 @@ class File:
         return self.stored or self.path
 
     @property
+    def folder(self) -> Path | None:
+        """The folder that it lies in, if that is one of the user's."""
+        return None if self.is_remote or self.stored is not None else Path(self.path).parent
+
+    @property
     def is_remote(self) -> bool:
         """Whether fsspec opens it."""
         return is_url(self.path)

@@ -284,9 +284,7 @@ def _refuse_cut_rows(files: Sequence[File]) -> None:
     Raises:
         SourceError: it did.
     """
-    for folder in sorted(
-        {Path(file.path).parent for file in files if not file.is_remote and file.stored is None}
-    ):
+    for folder in sorted({file.folder for file in files if file.folder is not None}):
         if cut := split_documents(folder):
             raise SourceError(
                 f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
@@ -305,7 +303,7 @@ def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark 
         SettingError: another one made them, or they were made by several.
     """
     found: tuple[Path, TokenizerMark] | None = None
-    for folder in sorted({Path(file.path).parent for file in files if not file.is_remote}):
+    for folder in sorted({file.folder for file in files if file.folder is not None}):
         manifest = read_manifest(folder)
         mark = made_by(manifest)
         if manifest is None:
