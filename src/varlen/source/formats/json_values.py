@@ -70,7 +70,9 @@ def read(file: File, fields: Fields) -> Iterator[Rows]:
 def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
     consumed = 0
     for number, value in enumerate(values, start=1):
-        row: Any = value if isinstance(value, _Bad | Lost) else in_order(as_object(value), fields)
+        row: Any = value
+        if type(value) is dict or not isinstance(value, _Bad | Lost):
+            row = in_order(as_object(value), fields)
         yield number, values.consumed - consumed, row
         consumed = values.consumed
 
