@@ -60,6 +60,7 @@ def forget() -> None:
     """Forget what is remembered of objects by their marks, so that it is asked for again."""
     opening._compression_by_mark.cache_clear()
     reading._column_names_by_mark.cache_clear()
+    reading._row_names_by_mark.cache_clear()
 
 
 def starts_of(requests: list[str]) -> list[int]:

@@ -81,17 +81,17 @@ class _Reader:
         self.path, self._stream = file.path, stream
         self.width, self.is_odd = 0, False
         """Fields of a row, once they are known; and whether bytes weren't UTF-8, and are halves of characters."""
-        self._lines, self._spans_lines, self._begins = self._decoded(), False, 1
         self._row_lines: list[str] = []
+        self._lines, self._spans_lines, self._begins = self._decoded(), False, 1
         self._again: deque[str] = deque()
         """Lines that are to be read once more."""
-        self._rows = self._reader()
+        self._rows = self._reader(self._lines)
 
-    def _reader(self) -> Any:
-        """Return what reads rows, and keeps the lines of the row at hand."""
-        return csv.reader(self._kept(), delimiter=self._delimiter, strict=True)
+    def _reader(self, lines: Iterator[str]) -> Any:
+        return csv.reader(lines, delimiter=self._delimiter, strict=True)
 
-    def _kept(self) -> Iterator[str]:
+    def _replayed(self) -> Iterator[str]:
+        """Yield the lines that are to be read once more, and those after them; all are kept for the row at hand."""
         keep, again = self._row_lines.append, self._again
         while True:
             while again:
@@ -99,7 +99,6 @@ class _Reader:
                 keep(line)
                 yield line
             for line in self._lines:
-                keep(line)
                 yield line
                 if again:
                     break
@@ -134,11 +133,11 @@ class _Reader:
         judged = lines[1:-1] if is_error and "end of data" not in row else lines[1:]
         if self.width and self._are_rows(judged, is_error=is_error):
             self._again.extendleft(reversed(lines[1:]))
-            self._rows = self._reader()
+            self._rows = self._reader(self._replayed())
             return (row if isinstance(row, str) else "is not valid CSV: a quote is open at its end"), 1
         if not isinstance(row, str):
             return row, len(lines)
-        self._rows = self._reader()
+        self._rows = self._reader(self._replayed())
         size = sum(len(line.encode("utf-8", "surrogateescape")) for line in lines)
         said = f"{row} (a quote is open over {len(lines):,} lines)"
         return Lost.of(said, Losses(num_bytes=size)), len(lines)
@@ -160,7 +159,7 @@ class _Reader:
 
     def _decoded(self) -> Iterator[str]:
         """Yield lines with their ends as they are, since quotes may hold them; decoded one by one."""
-        mark, stream = "\ufeff", self._stream
+        mark, stream, keep = "\ufeff", self._stream, self._row_lines.append
         while line := stream.readline(_MOST_FIELD_CHARACTERS):
             if len(line) >= _MOST_FIELD_CHARACTERS:
                 raise SourceError(
@@ -174,8 +173,11 @@ class _Reader:
             text = text.removeprefix(mark)
             mark = ""
             if text.count("\r") > text.endswith("\r\n"):  # line ends of old, or within quotes
-                yield from io.StringIO(text, newline="")
+                for part in io.StringIO(text, newline=""):
+                    keep(part)
+                    yield part
             else:
+                keep(text)
                 yield text
 
 

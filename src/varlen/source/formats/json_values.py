@@ -70,7 +70,9 @@ def read(file: File, fields: Fields) -> Iterator[Rows]:
 def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
     consumed = 0
     for number, value in enumerate(values, start=1):
-        row: Any = value if isinstance(value, _Bad | Lost) else in_order(as_object(value), fields)
+        row: Any = value
+        if type(value) is dict or not isinstance(value, _Bad | Lost):
+            row = in_order(as_object(value), fields)
         yield number, values.consumed - consumed, row
         consumed = values.consumed
 
@@ -94,8 +96,8 @@ class _Values:
         self._decoder = json.JSONDecoder()
         self._undecoded, self._is_odd = b"", False
         self._buffer, self._at, self._is_over, self._count = "", 0, False, 0
-        self._key = ""
-        """The first name of the last object that could be read."""
+        self._last: Any = None
+        """The last value that could be read."""
 
     def __iter__(self) -> Iterator[Any]:
         in_array = self._next() == "["
@@ -150,15 +152,15 @@ class _Values:
                 said = "can't be read: a number of too many digits, or brackets nested too deeply"
                 return self._after_fault(said, self._at)
             else:
-                odd, is_same_line = self._behind(stop)
-                is_extra = odd not in ",]{[" and is_same_line if isinstance(value, dict) else odd in ":}"
-                if odd and is_extra:
-                    return self._after_fault(f"is not valid JSON: Extra data {odd!r}", stop)
+                if self._buffer[stop : stop + 1] != ",":
+                    odd, is_same_line = self._behind(stop)
+                    is_extra = odd not in ",]{[" and is_same_line if isinstance(value, dict) else odd in ":}"
+                    if odd and is_extra:
+                        return self._after_fault(f"is not valid JSON: Extra data {odd!r}", stop)
                 self._at = stop
                 if self._is_odd and (wrong := _ODD.search(self._buffer, start, stop)) is not None:
                     return _Bad(f"is not valid UTF-8 (byte 0x{ord(wrong[0]) & 0xFF:02x})")
-                if isinstance(value, dict) and value:
-                    self._key = next(iter(value))
+                self._last = value
                 return value
 
     def _behind(self, stop: int) -> tuple[str, bool]:
@@ -191,9 +193,8 @@ class _Values:
         return _Bad(f"{said} {where}")
 
     def _next_record(self) -> int | None:
-        return next_record(
-            self._buffer, self._at, self._key, is_begun=self.consumed > 0, is_all=self._is_over
-        )
+        key = next(iter(self._last), "") if isinstance(self._last, dict) else ""
+        return next_record(self._buffer, self._at, key, is_begun=self.consumed > 0, is_all=self._is_over)
 
     def _more(self, wanted: int = _CHUNK_BYTES) -> bool:
         """Read on; returns whether there was anything. Bytes that aren't UTF-8 become halves of characters."""

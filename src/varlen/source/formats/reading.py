@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,8 +17,8 @@ from varlen.source.formats.lost import rest_of
 from varlen.source.formats.plain_text import Cut
 from varlen.source.rows import Fault, Rows, as_list, faulty
 
-_LOOKED_AT, _MOST_LOOKED_AT = 8, 1000
-"""Rows that tell what a file holds, and as many where none of these can be used."""
+_LOOKED_AT = (3, 16, 1000)
+"""Rows that tell what a file holds; more where these differ, and as many as that where none can be used."""
 
 
 def rows_of(
@@ -48,10 +49,10 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
         SourceError: the file can't be read, or has no column of documents.
     """
     if file.format in ("jsonl", "json"):
-        for most in (_LOOKED_AT, _MOST_LOOKED_AT):
+        for most in _LOOKED_AT:
             rows = _row_names(file, most)
-            columns = _of_most(rows, named, file.path, is_last=most == _MOST_LOOKED_AT or len(rows) < most)
-            if columns is not None or not rows:
+            columns = _of_most(rows, named, file.path, is_last=most == _LOOKED_AT[-1] or len(rows) < most)
+            if not rows or (columns is not None and (most > _LOOKED_AT[0] or len(set(rows)) == 1)):
                 return columns
     names = column_names(file)
     if not names and file.format in ("csv", "tsv"):
@@ -68,20 +69,29 @@ def _of_most(
         SourceError: none can, and these are the last; says what is wrong with the first.
     """
     found: dict[str, tuple[int, Columns]] = {}
-    first: SourceError | None = None
-    for names in rows:
+    first: tuple[str, ...] = ()
+    for names, count in Counter(rows).items():  # in the order in which they come first
         try:
-            columns = find_columns(names, named, path, are_fields=True)
-        except SourceError as error:
-            first = first or error
+            columns = _of_names(names, tuple(sorted(named.items())))
+        except SourceError:
+            first = first or names
             continue
         key = repr((columns.kind, sorted(columns.names.items())))
-        found[key] = found.get(key, (0, columns))[0] + 1, found.get(key, (0, columns))[1]
+        before, columns = found.get(key, (0, columns))
+        found[key] = before + count, columns
     if found:
         return max(found.values(), key=lambda one: one[0])[1]
-    if first is not None and is_last:
-        raise first
-    return None
+    return find_columns(first, named, path, are_fields=True) if first and is_last else None
+
+
+@lru_cache(maxsize=1 << 10)
+def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
+    """Return what a row of these names holds; of thousands of files most have the same.
+
+    Raises:
+        SourceError: nothing; it names no file.
+    """
+    return find_columns(names, dict(named), "", are_fields=True)
 
 
 def rows_in(
@@ -179,7 +189,7 @@ def column_names(file: File) -> list[str]:
 
 def _column_names(file: File) -> list[str]:
     if file.format in ("jsonl", "json"):
-        found = _names_of_rows(file, _LOOKED_AT)
+        found = _names_of_rows(file, _LOOKED_AT[1])
         return list(max(found, key=found.count)) if found else []
     readers = {
         "parquet": tables.column_names,
