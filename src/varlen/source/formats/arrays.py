@@ -50,7 +50,7 @@ def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
     """
     with _archive(file) as archive:
         members = _members(archive)
-        total = _checked_total(archive, members, file)
+        _, total = _checked(archive, members, file)
         streams = {name: _Stream(archive, members[name], file) for name in wanted}
         wrong = [name for name, stream in streams.items() if stream.num_values != total]
         if wrong:
@@ -75,10 +75,7 @@ def count_rows(file: File, _start: int, _stop: int | None) -> int:
         SourceError: its offsets can't be read.
     """
     with _archive(file) as archive:
-        members = _members(archive)
-        if "offsets" not in members:
-            return 0
-        return max(_Stream(archive, members["offsets"], file).num_values - 1, 0)
+        return _checked(archive, _members(archive), file)[0]
 
 
 def _members(archive: zipfile.ZipFile) -> dict[str, str]:
@@ -87,8 +84,8 @@ def _members(archive: zipfile.ZipFile) -> dict[str, str]:
     return {_SPELLINGS.get(name, name): member for name, member in found.items()}
 
 
-def _checked_total(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> int:
-    """Return how many values the offsets speak of, checked, a piece of them at a time.
+def _checked(archive: zipfile.ZipFile, members: dict[str, str], file: File) -> tuple[int, int]:
+    """Return how many documents and values the offsets speak of, checked, a piece of them at a time.
 
     Raises:
         SourceError: there are none, or they are no offsets.
@@ -98,7 +95,8 @@ def _checked_total(archive: zipfile.ZipFile, members: dict[str, str], file: File
             f"{file.path} has no array `offsets` (where documents begin); it has {listed(list(members))}"
         )
     last, is_sound, begins = 0, False, True
-    for piece in _pieces(_Stream(archive, members["offsets"], file)):
+    stream = _Stream(archive, members["offsets"], file)
+    for piece in _pieces(stream):
         is_sound = (
             (not begins or piece[0] == 0) and piece[0] >= last and bool((piece[1:] >= piece[:-1]).all())
         )
@@ -107,7 +105,7 @@ def _checked_total(archive: zipfile.ZipFile, members: dict[str, str], file: File
         last, begins = int(piece[-1]), False
     if not is_sound:
         raise SourceError(f"{file.path}: `offsets` must begin with 0 and never fall")
-    return last
+    return stream.num_values - 1, last
 
 
 def _pieces(stream: _Stream) -> Iterator[npt.NDArray[np.int64]]:

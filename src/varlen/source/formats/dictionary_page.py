@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from varlen.errors import SourceError
+
 _HEADER_BYTES = 256
 _DICTIONARY_PAGE = 2
 _TYPE, _DECODED, _STORED, _ENTRIES = (1,), (2,), (3,), (7, 1)
@@ -42,7 +44,7 @@ def dictionary_page(stored: BinaryIO, at: int) -> DictionaryPage | None:
     stored.seek(at)
     try:
         numbers, end = _struct(stored.read(_HEADER_BYTES), 0)
-    except (IndexError, ValueError):
+    except (IndexError, SourceError):
         return None
     sizes = [numbers.get(field, -1) for field in (_STORED, _DECODED, _ENTRIES)]
     if numbers.get(_TYPE) != _DICTIONARY_PAGE or min(sizes) < 0:
@@ -79,7 +81,7 @@ def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[t
     """Return the numbers of a struct by the path of their fields, and where it ends.
 
     Raises:
-        ValueError: a field of a kind that page headers of dictionaries don't have.
+        SourceError: a field of a kind that page headers of dictionaries don't have.
         IndexError: it isn't over where the content is.
     """
     numbers: dict[tuple[int, ...], int] = {}
@@ -97,7 +99,7 @@ def _struct(content: bytes, at: int, path: tuple[int, ...] = ()) -> tuple[dict[t
             inner, at = _struct(content, at, (*path, field))
             numbers |= inner
         elif kind not in (_TRUE, _FALSE):
-            raise ValueError(f"a field of kind {kind}")
+            raise SourceError(f"a field of kind {kind} in the header of a page")
     return numbers, at + 1
 
 

@@ -257,9 +257,7 @@ def _leaf_types(kind: Any) -> Iterator[Any]:
 
 
 def _is_dictionary(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_dictionary(kind))
+    return hasattr(kind, "index_type")
 
 
 def _longest(leaf: _Leaf, stored: BinaryIO) -> int:
