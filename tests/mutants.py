@@ -28,7 +28,7 @@ import pytest
 from reading_oracle import check
 
 from varlen.errors import VarlenError
-from varlen.source.files import find_files
+from varlen.source.finding import find_files
 from varlen.source.source import Source, open_source
 
 TEXTS = ["one", "", "two\nlines", 'say "hi", you', "żółć 🦆", "tab\there", "x" * 40, "a\\b", "[1]", "5"]

@@ -57,7 +57,10 @@ def test_an_index_of_kept_tokens_is_written_for_another_size(pack):
 
 def test_two_splits_share_their_metadata(pack):
     shared = ("--format", "megatron", "--capacity", 256)
-    assert pack("chats.jsonl", "-o", "v", "--split", "validation", "--method", "next_fit", *shared)[0] == 0
+    assert (
+        pack("chats.jsonl", "-o", "v", "--megatron-split", "validation", "--method", "next_fit", *shared)[0]
+        == 0
+    )
     code, out, _ = pack("chats.jsonl", "-o", "t", "--metadata-of", "v", "--json", *shared)
 
     assert code == 0

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.source import fingerprints
-from varlen.source.files import File, find_files
+from varlen.source.files import File
+from varlen.source.finding import find_files
 from varlen.source.fingerprints import fingerprint, fingerprint_files, quick_fingerprint
 from varlen.source.opening import open_stored
 from varlen.source.retry import Retry, is_passing, retried, within

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from varlen.errors import SourceError
-from varlen.source.read import find_files, read_texts
+from varlen.source.finding import find_files
+from varlen.source.read import read_texts
 
 
 def write_lines(path: Path, *rows: object) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from faulty_proxy import Spoil
 
 from varlen.errors import SourceError
 from varlen.source import opening, ranges
-from varlen.source.files import find_files
+from varlen.source.finding import Naming, find, find_files
 from varlen.source.fingerprints import fingerprint, fingerprint_files
 from varlen.source.formats import reading
 from varlen.source.remote import file_system
@@ -59,6 +60,7 @@ def texts_of_part(source: Source, part: Part) -> list[str]:
 def forget() -> None:
     """Forget what is remembered of objects by their marks, so that it is asked for again."""
     opening._compression_by_mark.cache_clear()
+    opening._head_by_mark.cache_clear()
     reading._column_names_by_mark.cache_clear()
     reading._row_names_by_mark.cache_clear()
 
@@ -339,3 +341,24 @@ def test_what_is_set_for_s3_by_the_user_goes_first(bucket, monkeypatch):
     assert fs.config_kwargs["read_timeout"] == 7
     assert fs.config_kwargs["retries"] == {"total_max_attempts": 1}
     assert texts_of(opened(bucket.url("set/a.jsonl"))) == TEXTS
+
+
+@pytest.mark.parametrize("key", ["enc/a.jsonl", "enc/a.jsonl.gz"])
+def test_objects_with_an_encoding_give_the_same(bucket, key):
+    fs, _ = file_system(bucket.url(key), PATIENT)
+    fs.pipe_file(f"{bucket.name}/{key}", gzip.compress(LINES), ContentEncoding="gzip")
+
+    assert texts_of(opened(bucket.url(key))) == TEXTS
+
+
+def test_unknown_names_of_a_bucket_cost_one_request_each_and_brackets_are_keys(bucket):
+    for key in ("odd/xaa", "odd/xab", "odd/[x]/y[1].jsonl"):
+        bucket.put(key, LINES)
+    bucket.proxy.spoil()
+
+    assert len(find(bucket.url("odd"), Naming(retry=PATIENT)).files) == 3
+    looked = [request for request in bucket.proxy.requests if "odd/xa" in request and "GET" in request]
+    assert len(looked) == 2
+    find(bucket.url("odd"), Naming(retry=PATIENT))
+    assert len([r for r in bucket.proxy.requests if "odd/xa" in r and "GET" in r]) == 2
+    assert texts_of(opened(bucket.url("odd/[x]/y[1].jsonl"))) == TEXTS

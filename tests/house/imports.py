@@ -34,7 +34,7 @@ TORCH_IN_FUNCTIONS = {
     "src/varlen/feed/agree.py",
     "src/varlen/source/tokenizer_folder.py",
 }
-READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2"}
+READERS = {"pyarrow", "fsspec", "tokenizers", "jinja2", "yaml"}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -36,6 +37,10 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or file that can't take a character is given its number, and never a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

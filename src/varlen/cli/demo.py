@@ -59,7 +59,8 @@ def demo(
     require_training("demo")
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
-    from varlen.source.files import find_files
+    from varlen.source.files import unread
+    from varlen.source.finding import find
     from varlen.train.demo.demo import run_demo
     from varlen.train.demo.settings import DemoSettings
 
@@ -68,7 +69,10 @@ def demo(
     settings = DemoSettings(**(_QUICK if quick else {}) | given, exact_steps=steps is not None)
     check_writable(output)
     if data is not None:
-        find_files(data)
+        found = find(data)
+        said = unread(found.left_out, found.taken)
+        if said is not None:
+            print(f"varlen: {said.partition('; --split')[0]}", file=sys.stderr)
     from varlen.cli.progress import progress
 
     with progress() as on_progress:

@@ -13,6 +13,7 @@ from varlen.cli.options import (
     OUTPUT,
     AllowUnwritten,
     AsJson,
+    BinaryAsText,
     ChatTemplate,
     ChatTemplateKwargs,
     Column,
@@ -23,10 +24,13 @@ from varlen.cli.options import (
     Overwrite,
     Processes,
     Ray,
+    ReadAs,
+    Split,
     Supervise,
     TextCut,
     Tokenizer,
 )
+from varlen.cli.reading import print_unread
 from varlen.counts import many
 
 
@@ -47,6 +51,9 @@ def index(
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
     on_error: OnError = "raise",
     processes: Processes = None,
     ray: Ray = False,
@@ -77,6 +84,9 @@ def index(
         eos=eos,
         append_eos=not no_eos,
         text_cut=text_cut,
+        split=split,
+        format=read_as,
+        binary_as_text=binary_as_text,
         on_error=on_error,
         leave_out=[output],
     )
@@ -107,6 +117,7 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
     )
     if manifest.get("grown") and not was_there:
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
+    print_unread(manifest["source"])
     if (mark := made_by(manifest)) is not None and mark.are_bytes:
         print("  tokens are bytes, for want of a --tokenizer: for a model with one, index again and name it")
     if losses.of_reading:

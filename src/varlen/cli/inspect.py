@@ -13,6 +13,7 @@ import typer
 from varlen.cli.options import (
     OUTPUT,
     AllowUnwritten,
+    BinaryAsText,
     ChatTemplate,
     ChatTemplateKwargs,
     Column,
@@ -20,6 +21,8 @@ from varlen.cli.options import (
     Eos,
     NoEos,
     OnError,
+    ReadAs,
+    Split,
     TextCut,
     Tokenizer,
 )
@@ -44,6 +47,9 @@ def inspect_data(
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
     on_error: OnError = "raise",
     capacity: Annotated[
         list[int] | None,
@@ -102,6 +108,9 @@ def inspect_data(
         "eos": eos,
         "append_eos": not no_eos,
         "text_cut": text_cut,
+        "split": split,
+        "format": read_as,
+        "binary_as_text": binary_as_text,
         "on_error": on_error,
     }
     with progress() as on_progress:
@@ -124,11 +133,13 @@ def inspect_data(
 
         write_page(output, inspect_page(inspection))
     if as_json:
-        said = {"skipped": list(found.skipped), "losses": found.losses.to_json()}
+        said = {"skipped": list(found.skipped), "losses": found.losses.to_json(), "unread": found.unread}
         json.dump(inspection.to_json() | said, sys.stdout, indent=1)
         print()
     else:
         _print_table(inspection, output, were_named=bool(capacity))
+    if found.unread is not None:
+        print(f"varlen: {found.unread}", file=sys.stderr)
 
 
 def _title(data: list[str]) -> str:

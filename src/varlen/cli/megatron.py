@@ -42,8 +42,12 @@ PadId = Annotated[
     int | None,
     typer.Option(help="Token of the padding.  [dim]\\[default: the end token][/]", rich_help_panel=_PANEL),
 ]
-Split = Annotated[
-    str, typer.Option(help="Begins the file's name: training or validation.", rich_help_panel=_PANEL)
+MegatronSplit = Annotated[
+    str | None,
+    typer.Option(
+        help="Begins the file's name: training or validation.  [dim]\\[default: as --split][/]",
+        rich_help_panel=_PANEL,
+    ),
 ]
 MetadataOf = Annotated[
     list[Path] | None,
@@ -65,10 +69,17 @@ _USUAL: dict[str, Any] = {
     "sequence_parallel": False,
     "longest": None,
     "pad_id": None,
-    "split": "training",
+    "megatron_split": None,
     "metadata_of": [],
     "part_tokens": None,
 }
+
+
+def split_of(read: str | None) -> str:
+    """Return Megatron-Bridge's word for the split that is read."""
+    from varlen.source.splits import canonical
+
+    return "validation" if read is not None and canonical(read) == "validation" else "training"
 
 
 def refuse_others(given: Mapping[str, Any]) -> None:
@@ -125,9 +136,14 @@ def megatron_packer(
             "it out"
         )
     chosen: dict[str, Any] = {"algorithm": method, "format": FORMATS[format_]}
-    names = ("longest", "pad_id", "split", "part_tokens")
+    names = ("longest", "pad_id", "part_tokens")
     settings = MegatronPackSettings(
-        pack_size=capacity, multiple=multiple, **chosen, **{name: given[name] for name in names}, **shared
+        pack_size=capacity,
+        multiple=multiple,
+        split=given["megatron_split"],
+        **chosen,
+        **{name: given[name] for name in names},
+        **shared,
     )
     return lambda source, output, **more: pack_for_megatron(
         source, output, settings, metadata_of=given["metadata_of"], **more

@@ -84,6 +84,30 @@ TextCut = Annotated[
         rich_help_panel=DOCUMENTS,
     ),
 ]
+Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of folders with several, the split to read, or [bold]all[/].  [dim]\\[default: train][/]",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+ReadAs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="What every file is, whatever its name: [bold]jsonl[/], json, csv, tsv, text, parquet, arrow, npz.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+BinaryAsText = Annotated[
+    bool,
+    typer.Option(
+        "--binary-as-text",
+        help="Read binary columns of Parquet and Arrow as UTF-8.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
 OnError = Annotated[
     str,
     typer.Option(

@@ -14,22 +14,24 @@ from varlen.cli.megatron import (
     FORMATS,
     ContextParallel,
     Longest,
+    MegatronSplit,
     MetadataOf,
     PadId,
     PadToMultipleOf,
     PartTokens,
     SequenceParallel,
-    Split,
     TensorParallel,
     megatron_packer,
     print_reading,
     refuse_others,
+    split_of,
 )
 from varlen.cli.options import (
     DOCUMENTS,
     OUTPUT,
     AllowUnwritten,
     AsJson,
+    BinaryAsText,
     ChatTemplate,
     ChatTemplateKwargs,
     Column,
@@ -40,10 +42,13 @@ from varlen.cli.options import (
     Overwrite,
     Processes,
     Ray,
+    ReadAs,
+    Split,
     Supervise,
     TextCut,
     Tokenizer,
 )
+from varlen.cli.reading import print_unread
 from varlen.counts import many
 
 if TYPE_CHECKING:
@@ -72,6 +77,9 @@ def pack(
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
     method: Annotated[
         str,
         typer.Option(
@@ -130,7 +138,7 @@ def pack(
     sequence_parallel: SequenceParallel = False,
     longest: Longest = None,
     pad_id: PadId = None,
-    split: Split = "training",
+    megatron_split: MegatronSplit = None,
     metadata_of: MetadataOf = None,
     part_tokens: PartTokens = None,
     on_error: OnError = "raise",
@@ -159,7 +167,7 @@ def pack(
         "sequence_parallel": sequence_parallel,
         "longest": longest,
         "pad_id": pad_id,
-        "split": split,
+        "megatron_split": megatron_split,
         "metadata_of": metadata_of or [],
         "part_tokens": part_tokens,
     }
@@ -170,7 +178,9 @@ def pack(
         "seed": seed,
     }
     columns = {"position_ids": position_ids, "trace": trace}
+    _check_format(format_)
     if format_ in FORMATS:
+        given["megatron_split"] = megatron_split or split_of(split)
         packer = megatron_packer(capacity, method, format_, given, columns, **shared)
     else:
         refuse_others(given)
@@ -186,6 +196,9 @@ def pack(
         eos=eos,
         append_eos=not no_eos,
         text_cut=text_cut,
+        split=split,
+        format=read_as,
+        binary_as_text=binary_as_text,
         on_error=on_error,
         leave_out=[path for path in (output, tokens) if path is not None],
     )
@@ -200,6 +213,21 @@ def pack(
     mark = made_by(done.manifest)
     are_bytes = mark is not None and mark.are_bytes
     _print_summary(done.manifest, done.folder, was_there=done.was_there, are_bytes=are_bytes)
+
+
+def _check_format(format_: str) -> None:
+    """Refuse a format of documents in place of one of rows.
+
+    Raises:
+        SettingError: it is one.
+    """
+    from varlen.errors import SettingError
+
+    if format_ in ("jsonl", "json", "csv", "tsv", "text", "npz"):
+        raise SettingError(
+            f"--format says how rows are written (parquet, arrow, {', '.join(FORMATS)}); to say that DATA is "
+            f"{format_}, pass --read-as {format_}"
+        )
 
 
 def _packer(**settings: Any) -> Callable[..., PackedSet]:
@@ -232,6 +260,7 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     )
     if are_bytes:
         print(f"  {_BYTES}")
+    print_unread(manifest["source"])
     notes = {
         "empty_documents": "left out: no tokens",
         "split_documents": "cut into pieces",

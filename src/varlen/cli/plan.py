@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from varlen.cli.options import (
     AllowUnwritten,
+    BinaryAsText,
     ChatTemplate,
     ChatTemplateKwargs,
     Column,
     Eos,
     NoEos,
     OnError,
+    ReadAs,
+    Split,
     TextCut,
     Tokenizer,
 )
@@ -91,6 +94,9 @@ def plan(
     eos: Eos = None,
     no_eos: NoEos = False,
     text_cut: TextCut = "auto",
+    split: Split = None,
+    read_as: ReadAs = None,
+    binary_as_text: BinaryAsText = False,
     on_error: OnError = "raise",
     output: Report = None,
     trace: Trace = None,
@@ -132,6 +138,9 @@ def plan(
         "eos": eos,
         "append_eos": not no_eos,
         "text_cut": text_cut,
+        "split": split,
+        "format": read_as,
+        "binary_as_text": binary_as_text,
         "on_error": on_error,
     }
     with progress() as on_progress:
@@ -270,6 +279,8 @@ def _lengths(
     from varlen.cli.reading import lengths_of
 
     found = counted(data) or lengths_of(data, on_progress, 0, **reading)
+    if found.unread is not None:
+        print(f"varlen: {found.unread}", file=sys.stderr)
     for said in found.losses.sentences():
         print(f"varlen: {said}", file=sys.stderr)
     return found.lengths, found.are_bytes

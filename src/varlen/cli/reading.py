@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +37,11 @@ def as_source(
     if len(data) == 1 and Path(data[0]).is_dir():
         manifest = read_manifest(Path(data[0]))
         if manifest is not None and manifest.get("kind") == "tokens":
-            if tokenizer != "bytes" or column or eos is not None or more.get("chat_template") is not None:
+            given = [more.get(name) for name in ("chat_template", "split", "format")]
+            if tokenizer != "bytes" or column or eos is not None or any(one is not None for one in given):
                 raise SettingError(
-                    f"{data[0]} holds tokens already, and --tokenizer, --column, --chat-template and --eos can't "
-                    "change them; leave these out, or name the documents"
+                    f"{data[0]} holds tokens already, and --tokenizer, --column, --chat-template, --eos, --split and "
+                    "--read-as can't change them; leave these out, or name the documents"
                 )
             return Path(data[0])
     if "chat_template_kwargs" in more:
@@ -72,9 +72,9 @@ def as_crew(processes: int | None, ray: bool) -> Crew:
         SettingError: fewer than one process.
     """
     from varlen.offline.crew import Crew
+    from varlen.offline.processors import processors
 
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Crew(processes=count if processes is None else processes, ray=ray)
+    return Crew(processes=processors() if processes is None else processes, ray=ray)
 
 
 def check_one_store(source: Source | Path, tokens: Path | None) -> None:
@@ -129,6 +129,9 @@ def pack_arguments(
     eos: str | None,
     append_eos: bool,
     text_cut: str,
+    split: str | None,
+    format: str | None,
+    binary_as_text: bool,
     on_error: str,
 ) -> list[str]:
     """Return the arguments with which `varlen pack` reads what was read here; arguments as given.
@@ -143,11 +146,17 @@ def pack_arguments(
         ("--chat-template-kwargs", chat_template_kwargs, None),
         ("--eos", eos, None),
         ("--text-cut", text_cut, "auto"),
+        ("--split", split, None),
+        ("--read-as", format, None),
         ("--on-error", on_error, "raise"),
     ]
     given = [word for name, value, usual in options if value != usual for word in (name, str(value))]
-    flags = [*([] if append_eos else ["--no-eos"]), *(["--allow-unwritten"] if allow_unwritten else [])]
-    return [*data, "-o", output, *given, *flags]
+    switches = {
+        "--no-eos": not append_eos,
+        "--allow-unwritten": allow_unwritten,
+        "--binary-as-text": binary_as_text,
+    }
+    return [*data, "-o", output, *given, *(name for name, is_given in switches.items() if is_given)]
 
 
 def _as_variables(text: str | None) -> dict[str, Any] | None:
@@ -165,6 +174,16 @@ def _as_variables(text: str | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r}")
     return found
+
+
+def print_unread(source: Mapping[str, Any]) -> None:
+    """Say which split was read, and what of folders wasn't, where the marks of a source tell."""
+    from varlen.source.files import LeftOut, unread
+
+    left_out = [LeftOut(**{**one, "names": tuple(one["names"])}) for one in source.get("left_out", ())]
+    said = unread(left_out, source.get("taken", ()))
+    if said is not None:
+        print(f"  {said}")
 
 
 def _as_columns(columns: Sequence[str]) -> dict[str, str]:

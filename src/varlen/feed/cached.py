@@ -10,10 +10,10 @@ from pathlib import Path
 
 from varlen.counts import many
 from varlen.errors import SettingError, StalledError
-from varlen.feed.process import processors
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
+from varlen.offline.processors import processors
 from varlen.source.source import Source
 from varlen.source.written import LOCK, PARTIAL, WORK
 

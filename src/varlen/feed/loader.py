@@ -11,20 +11,17 @@ from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError, UnknownLengthError
-from varlen.feed.device import DeviceWorker
-from varlen.feed.feed import Ended, Worker
+from varlen.feed.feed import Ended
+from varlen.feed.hired import hired
 from varlen.feed.lookup import StepDocuments
 from varlen.feed.opening import open_data
-from varlen.feed.process import ProcessWorker
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, FeedState, from_json, to_json
 from varlen.feed.stats import MOST_NOTED, LoaderStats, Meter
-from varlen.feed.thread import ThreadWorker
-from varlen.feed.wire import slot_bytes
 from varlen.pack.lengths import as_count
 from varlen.source.documents import Supervise
-from varlen.source.files import Data
+from varlen.source.files import Data, Format
 from varlen.source.mixture import Mixture
 from varlen.source.retry import Retry
 from varlen.source.source import OnError, TextCut
@@ -66,14 +63,11 @@ class PackedLoader:
             known there are none, and the same arguments serve both modes.
         method: of `vl.pack`; "best_fit" in shuffled order keeps the composition of packs random.
         overlong: what becomes of documents longer than a pack: "split", "truncate", "drop" or "error".
-        max_documents: most pieces a pack may hold.
-        document_multiple_of: round the space each piece takes up to this multiple.
-        shuffle: in random order, another one in each epoch; False keeps the order of the data.
-        seed: of the shuffle.
+        max_documents, document_multiple_of: most pieces a pack may hold; what the space of each is rounded up to.
+        shuffle, seed: in random order, another one in each epoch; False keeps the order of the data.
         epochs: passes over the data; None for no end.
         layout: "rows" or "flat", as in `vl.collate`.
-        pad_id: token id at padding.
-        pad_to_multiple_of: rounds the width of the flat layout up.
+        pad_id, pad_to_multiple_of: token id at padding; what the width of the flat layout is rounded up to.
         device: where torch tensors are wanted; None for numpy arrays in host memory.
         worker: "process", or "thread" within this process: the same bytes, for debugging.
         ring_slots: batches made ahead at most; in a process they lie in shared memory.
@@ -84,15 +78,14 @@ class PackedLoader:
             tokenizer's; None for the tokenizer's own, else ChatML.
         chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}.
         allow_unwritten: count what the template leaves out of an assistant's own turn; else it is an error.
-        eos: the token that ends a document, by id or text; None for the tokenizer's own.
-        append_eos: end every text with it.
+        eos, append_eos: the token that ends a document, by id or text (None: the tokenizer's own); end texts with it.
         supervise: "assistant": of chats only what the model is to say; "last": of that the last turn; "all":
             everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
-        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. Of tokens that can't
-            be read, "skip" masks the piece in its slot on the rank that reads it: `pad_id` without a label; all else
-            stays, so it may differ from that of a state. What packs are made of (lengths, labels of cut documents)
-            is an error on every rank whatever is passed.
+        split, format, binary_as_text: which files of folders are read, and as what, as in `open_source`.
+        on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. "skip" masks tokens
+            that can't be read on the rank that reads them: `pad_id` without a label; all else stays, so it may differ
+            from that of a state. What packs are made of (lengths, labels of cut documents) is always an error.
         retry: how often and how long reads of remote files are tried again; None for the usual.
         cache: folder for stores made on the fly; None for varlen's in the user's cache.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
@@ -140,6 +133,9 @@ class PackedLoader:
         append_eos: bool = True,
         supervise: Supervise = "assistant",
         text_cut: TextCut = "auto",
+        split: str | None = None,
+        format: Format | None = None,
+        binary_as_text: bool = False,
         on_error: OnError = "raise",
         retry: Retry | None = None,
         cache: Path | None = None,
@@ -179,6 +175,9 @@ class PackedLoader:
                 "append_eos": append_eos,
                 "supervise": supervise,
                 "text_cut": text_cut,
+                "split": split,
+                "format": format,
+                "binary_as_text": binary_as_text,
                 "on_error": on_error,
                 "retry": retry,
             },
@@ -197,20 +196,7 @@ class PackedLoader:
         self._noted = self._meter.noted
         self._lookup = self._opened.lookup()
         self._remembers = self._lookup.remembers
-        multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
-        positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
-        spec, exchanges = self._opened.spec, self._opened.exchanges
-        self._worker: Worker
-        if settings.worker == "process":
-            self._worker = ProcessWorker(spec, settings.ring_slots, slot_bytes(positions), exchanges)
-        else:
-            self._worker = ThreadWorker(spec, settings.ring_slots, exchanges)
-        if settings.device is not None:
-            try:
-                self._worker = DeviceWorker(self._worker, settings.device)
-            except BaseException:
-                self._worker.close()
-                raise
+        self._worker = hired(self._opened, settings)
         self._take, self._deadline_s = self._worker.take, settings.deadline_s
         self._end = weakref.finalize(self, self._worker.closer())
 

@@ -22,19 +22,20 @@ from varlen.feed.indexed import IndexedFeed
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
 from varlen.feed.mixing import MixSettings
 from varlen.feed.one_tokenizer import differing, one_tokenizer, say_bytes
-from varlen.feed.process import processors
 from varlen.feed.settings import LoaderSettings, check_vocabulary
+from varlen.feed.sources import of_folders, refuse_reading, source_of, tokens_of
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
+from varlen.offline.processors import processors
 from varlen.source.files import Data, File, entries_of, is_url
 from varlen.source.fingerprints import fingerprint_files
 from varlen.source.identity import TokenizerMark, made_by
 from varlen.source.losses import Losses
 from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
-from varlen.source.source import Source, open_source
+from varlen.source.source import Source
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.tokenizer import digest
@@ -89,13 +90,9 @@ def open_data(data: Data | Mixture, tokenizer: Any, settings: LoaderSettings) ->
 
 def _open_one(data: Data, tokenizer: Any, settings: LoaderSettings) -> Opened:
     """Decide how data that is no mixture is fed; arguments and errors as of `open_data`."""
-    tokens = (
-        None
-        if tokenizer is not None or settings.mode == "streaming"
-        else open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
-    )
+    tokens = None if tokenizer is not None or settings.mode == "streaming" else tokens_of(data, settings)
     if tokens is not None:
-        _refuse_reading(data, settings)
+        refuse_reading(tokens, data, settings)
         return open_indexed(tokens, data, settings)
     source = _open_documents(data, tokenizer, settings)
     made = source.encoding.tokenizer
@@ -128,9 +125,9 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     gives_labels = False
     marks: dict[str, TokenizerMark | None] = {}
     for name, data in mixture.sources.items():
-        tokens = open_tokens(data, patience_s=settings.patience_s, check_tokens=settings.on_error == "raise")
+        tokens = tokens_of(data, settings)
         if tokens is None:
-            source = open_source(data, tokenizer, **settings.reading)
+            source = source_of(data, tokenizer, settings)
             check_vocabulary(source.encoding.tokenizer.vocab_size, source.encoding.tokenizer.name, settings)
             marks[name] = source.made_by()
             data = indexed_in_cache(source, settings.cache, settings.patience_s)
@@ -138,9 +135,13 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
             check_tokens(tokens, settings)
             marks[name] = made_by(tokens)
         if settings.overlong == "error" and settings.method != "wrapped":
-            check_lengths(opened(data, settings.patience_s, settings.on_error), settings.capacity, name)
+            check_lengths(
+                opened(data, settings.patience_s, settings.on_error, **of_folders(settings)),
+                settings.capacity,
+                name,
+            )
         gives_labels = gives_labels or has_label(
-            opened(data, settings.patience_s, settings.on_error), settings
+            opened(data, settings.patience_s, settings.on_error, **of_folders(settings)), settings
         )
         places.append(data)
     if not gives_labels:
@@ -155,6 +156,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         rank=settings.ranks[0],
         patience_s=settings.patience_s,
         on_error=settings.on_error,
+        **of_folders(settings),
     )
     belongs_to = {
         **settings.deciding(spec.windows.window),
@@ -165,21 +167,6 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         TOKENIZER: one_tokenizer(marks, tokenizer),
     }
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
-
-
-_USUAL = {"append_eos": True, "supervise": "assistant", "text_cut": "auto", "allow_unwritten": False}
-"""Settings of reading that say how documents become tokens, where they aren't None."""
-
-
-def _refuse_reading(data: Data, settings: LoaderSettings) -> None:
-    """Refuse settings that say how documents become tokens, where they are tokens already.
-
-    Raises:
-        SettingError: one was changed.
-    """
-    for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *_USUAL):
-        if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
-            raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
 
 
 def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
@@ -195,7 +182,7 @@ def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Sou
     failed: SourceError | None = None
     if not stores:
         try:
-            return open_source(data, tokenizer, **settings.reading)
+            return source_of(data, tokenizer, settings)
         except SourceError as error:
             failed, stores = error, list(filter(is_megatron, entries))
     if failed is not None and not stores:
@@ -269,6 +256,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         first_parts=first_parts,
         patience_s=settings.patience_s,
         on_error=settings.on_error,
+        **of_folders(settings),
     )
     return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
 import subprocess
 import threading
@@ -315,11 +314,6 @@ def _hired(line: _Line) -> subprocess.Popen[bytes]:
     # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each other
     # at the end of every block, and take a fifth more of the processors' time.
     return fresh_interpreter("varlen.feed.worker", *arguments, threads=1, files=[ring.file])
-
-
-def processors() -> int:
-    """Count the processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _death(code: int | None) -> str:

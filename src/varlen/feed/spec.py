@@ -19,7 +19,7 @@ from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import Windows, WindowSettings
 from varlen.source import memory
-from varlen.source.files import Data
+from varlen.source.files import Data, Format
 from varlen.source.joined_tokens import JoinedTokens
 from varlen.source.losses import Losses, total
 from varlen.source.open_tokens import open_tokens
@@ -59,6 +59,9 @@ class IndexedSpec:
     """How long to wait for the next part of a store that is being written."""
     on_error: OnError = "raise"
     """What becomes of documents whose tokens can't be read."""
+    split: str | None = None
+    format: Format | None = None
+    """As `open_tokens` takes them."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:
         """Make the feed.
@@ -70,7 +73,7 @@ class IndexedSpec:
         Raises:
             SourceError: the store can't be read.
         """
-        tokens = opened(self.data, self.patience_s, self.on_error)
+        tokens = opened(self.data, self.patience_s, self.on_error, split=self.split, format=self.format)
         can_agree = exchanges is not None or self.batches.dp_world_size == 1
         parts: Callable[[int], int] = lambda _: self.first_parts  # noqa: E731
         if can_agree and isinstance(tokens, TokenStore):
@@ -94,6 +97,9 @@ class MixtureSpec:
     """How long to wait for the next part of a store that is being written."""
     on_error: OnError = "raise"
     """What becomes of documents whose tokens can't be read."""
+    split: str | None = None
+    format: Format | None = None
+    """As `open_tokens` takes them."""
 
     def open(self, exchanges: Exchanges | None = None) -> IndexedFeed:  # noqa: ARG002 - all know all lengths
         """Make the feed.
@@ -101,7 +107,10 @@ class MixtureSpec:
         Raises:
             SourceError: a store can't be read, or holds no document.
         """
-        sets = [opened(data, self.patience_s, self.on_error) for data in self.sources]
+        sets = [
+            opened(data, self.patience_s, self.on_error, split=self.split, format=self.format)
+            for data in self.sources
+        ]
         streams: list[PackStream] = []
         for number, (tokens, data) in enumerate(zip(sets, self.sources)):
             tokens.wait_for(tokens.num_parts)
@@ -164,18 +173,29 @@ class _PartsNow:
         return int(min(said.values()))
 
 
-def opened(data: Data, patience_s: float = PATIENCE_S, on_error: OnError = "raise") -> TokenDocuments:
+def opened(
+    data: Data,
+    patience_s: float = PATIENCE_S,
+    on_error: OnError = "raise",
+    *,
+    split: str | None = None,
+    format: Format | None = None,
+) -> TokenDocuments:
     """Open documents that were tokens when a loader was made.
 
     Args:
         data: as `open_tokens` takes it.
         patience_s: how long to wait for the next part of a store that is being written.
         on_error: "raise" as soon as missing tokens can be told, or "skip" documents when they are to be read.
+        split: of folders that hold several.
+        format: of every file.
 
     Raises:
         SourceError: they aren't any more.
     """
-    tokens = open_tokens(data, patience_s=patience_s, check_tokens=on_error == "raise")
+    tokens = open_tokens(
+        data, patience_s=patience_s, check_tokens=on_error == "raise", split=split, format=format
+    )
     if tokens is None:
         raise SourceError(f"{data} held tokens when the loader was made, and doesn't any more")
     return tokens

@@ -25,9 +25,9 @@ import numpy as np
 from varlen.errors import SettingError, SourceError
 from varlen.feed.groups import PACKS_A_GROUP, WINDOWS_A_GROUP
 from varlen.feed.kept import KeptTable
-from varlen.feed.process import processors
 from varlen.feed.stream import Grown, PackStream, Position
 from varlen.feed.windows import WindowSettings
+from varlen.offline.processors import processors
 from varlen.pack.count import count_packs
 from varlen.types import IntArray
 

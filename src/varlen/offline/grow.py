@@ -31,7 +31,12 @@ def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) 
         grown: stages that the store went through before.
     """
     stages = [list(grown)] if grown else []
-    return digest(json.dumps([STORE_FORMAT, __version__, unnamed(marks), *stages], sort_keys=True))
+    return digest(json.dumps([STORE_FORMAT, __version__, deciding(marks), *stages], sort_keys=True))
+
+
+def deciding(marks: dict[str, Any]) -> dict[str, Any]:
+    """Return those marks of a source that its tokens depend on: not what of its folders isn't read."""
+    return {name: value for name, value in unnamed(marks).items() if name not in ("left_out", "taken")}
 
 
 def unnamed(marks: dict[str, Any]) -> dict[str, Any]:

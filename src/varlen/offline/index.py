@@ -52,6 +52,8 @@ def quiet(done: int, total: int, text: str) -> None:
 def source_marks(source: Source) -> dict[str, Any]:
     """Return what identifies a source: its files by name, size and content, and how they become tokens.
 
+    Beside that stands what of its folders isn't read, which decides nothing.
+
     Raises:
         SourceError: a file can't be read.
     """
@@ -61,7 +63,9 @@ def source_marks(source: Source) -> dict[str, Any]:
         {"name": file.name, "size": file.size, "fingerprint": mark} for file, mark in zip(source.files, marks)
     ]
     encoding, mark = source.encoding, source.made_by()
+    unread = {"left_out": [asdict(one) for one in source.left_out], "taken": list(source.taken)}
     return {
+        **({name: json.loads(json.dumps(value)) for name, value in unread.items() if value}),
         "files": files,
         "reading": source.fingerprint,
         "on_error": source.on_error,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from varlen import __version__
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
-from varlen.offline.grow import unnamed
+from varlen.offline.grow import deciding
 from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
 from varlen.offline.places import (
     check_output,
@@ -139,7 +139,7 @@ def _made(
         marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
     else:
         marks = look_at(source, output, team, on_progress)
-    wanted = digest(json.dumps([__version__, unnamed(marks), settings], sort_keys=True))
+    wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
         tidy(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import IO, Any, TypeVar, cast
 
 from varlen.errors import SettingError, WorkerDiedError
 from varlen.offline.interpreter import fresh_interpreter
+from varlen.offline.processors import processors
 from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
 
 Result = TypeVar("Result")
@@ -23,7 +23,7 @@ class Workers:
     """A number of fresh interpreters, each started when there is a task for it or when `start` asks for all."""
 
     def __init__(self, count: int) -> None:
-        self._each = max((os.cpu_count() or 1) // count, 1)
+        self._each = max(processors() // count, 1)
         self._workers: list[_Worker | None] = [None] * count
         self._lock, self._stopped = threading.Lock(), threading.Event()
 

@@ -235,6 +235,8 @@ def _token_columns(schema: Any, path: str) -> Columns | None:
         return None
     if columns.kind != "tokens" or not _READ.issuperset(columns.names):
         return None
+    if any(schema.names.count(name) > 1 for name in columns.names.values()):
+        return None  # reading refuses it
     for name in columns.names.values():
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)

@@ -38,6 +38,14 @@ _ALSO_CALLED = {
 }
 """Other usual names, taken where the first is absent; the masks are TRL's. What Alpaca calls the input of an
 instruction is the whole question in files of `input` and `output`."""
+DOCUMENT_FIELDS = frozenset(
+    spelling
+    for kind in _NEEDED
+    for role in _NEEDED[kind]
+    if role not in ("instruction", "output")
+    for spelling in (role, *_ALSO_CALLED.get(role, ()))
+) | {"instruction", "output", "response", "chosen", "rejected"}
+"""Names of columns that documents stand in, which by themselves tell a row from other objects."""
 ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
 
 
@@ -154,12 +162,48 @@ def find_columns(
                 names={role: name for role, name in names.items() if name},
                 passed_over=frozenset(name for role in named for name in _spellings(role)),
             )
+    _refuse_others(present, where)
     line = " in its first line, where names must stand" if are_a_line else ""
     raise SourceError(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, "
         "`instruction` and `output`, or `input_ids`, "
         f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}})"
     )
+
+
+def _refuse_others(present: Sequence[str], where: str) -> None:
+    """Refuse rows that are something else than documents, by what they are.
+
+    Raises:
+        SourceError: they are preference pairs, or indices of other rows.
+    """
+    if list(present) == ["indices"]:
+        raise SourceError(
+            f"{where} has the column `indices` alone: it says which rows of another file are meant and in which "
+            "order, as `datasets` keeps them after select, shuffle or sort; load the data set with datasets, call "
+            "flatten_indices() and save it again"
+        )
+    pairs = [(name, _other_of(name)) for name in present if _other_of(name) in present]
+    if pairs:
+        better, worse = pairs[0]
+        role = (
+            "input_ids"
+            if better.endswith("input_ids")
+            else "completion"
+            if "prompt" in present
+            else "messages"
+        )
+        raise SourceError(
+            f"{where} holds preference pairs (`{better}` and `{worse}`), two answers of which one is better, and not "
+            "documents: to train on the better ones alone, name them, as in "
+            f"--column {role}={better} (columns={{'{role}': '{better}'}}; text={better} where they are texts); to "
+            "train on pairs, use varlen.adapters.trl.dpo.PackedDPOTrainer"
+        )
+
+
+def _other_of(name: str) -> str:
+    """Return what the worse answer's column is called beside the better one's; "" where it is none."""
+    return name.replace("chosen", "rejected") if "chosen" in name else ""
 
 
 def _spellings(role: str) -> tuple[str, ...]:

@@ -390,5 +390,8 @@ def _not_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return f"holds half a character in `{name}` (a lone surrogate)"
     if isinstance(value, bytes):
-        return f"holds bytes in `{name}`, which must be a string of valid UTF-8"
+        return (
+            f"holds bytes in `{name}`, which must be a string of valid UTF-8; where they are UTF-8, read them so: "
+            "--binary-as-text (binary_as_text=True)"
+        )
     return f"holds {json_kind(value)} in `{name}`, which must be a string"

@@ -37,6 +37,8 @@ class Lengths:
     """Records that couldn't be read."""
     losses: Losses = field(default_factory=Losses)
     """What these stand for, and what chat templates left out."""
+    unread: str | None = None
+    """Which split was read, and what of folders wasn't."""
     are_bytes: bool = False
     """Whether bytes were counted, for want of a tokenizer."""
     are_counted: bool = False
@@ -84,6 +86,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
         excerpts=excerpts,
         skipped=skipped,
         losses=losses,
+        unread=source.unread(),
         are_bytes=source.counts_bytes(),
     )
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from varlen.errors import SourceError
 from varlen.source.arrow_tokens import ArrowFile, map_arrow
-from varlen.source.files import Data, File, entries_of, find_files, is_url
+from varlen.source.files import Data, File, Format, LeftOut, entries_of, is_url, unread
+from varlen.source.finding import Naming, find
 from varlen.source.megatron import MAGIC, MegatronFile
 from varlen.source.memory import placed
 from varlen.source.partial import PATIENCE_S, PartialStore, is_begun
+from varlen.source.splits import choose
 from varlen.source.store import open_store
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.token_files import FileTokens
@@ -25,6 +27,8 @@ def open_tokens(
     patience_s: float = PATIENCE_S,
     check_tokens: bool = True,
     cache: Path | None = None,
+    split: str | None = None,
+    format: Format | None = None,
 ) -> TokenDocuments | None:
     """Open documents that needn't be tokenized or copied to be read at any place.
 
@@ -38,6 +42,8 @@ def open_tokens(
         check_tokens: refuse missing tokens as soon as the lengths of documents, or their labels, are counted; False:
             who reads them is told, as plans need the lengths alone.
         cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
+        split: of folders that hold several, as `open_source` takes it.
+        format: of every file, as `open_source` takes it.
 
     Returns:
         The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
@@ -57,16 +63,18 @@ def open_tokens(
             return PartialStore(folder, patience_s=patience_s, check_tokens=check_tokens)
     pairs = [_pairs(entry) for entry in entries]
     if all(pairs):
-        named = {str(prefix.absolute()): (prefix, name) for found in pairs for prefix, name in found}
+        choices = [_of_split(entry, found, split) for entry, found in zip(entries, pairs)]
+        named = {str(prefix.absolute()): (prefix, name) for found, _ in choices for prefix, name in found}
         return FileTokens(
-            [MegatronFile(prefix, name, check_tokens=check_tokens) for prefix, name in named.values()]
+            [MegatronFile(prefix, name, check_tokens=check_tokens) for prefix, name in named.values()],
+            unread="; ".join(said for _, said in choices if said) or None,
         )
     if any(pairs):
         with_, without = (
             next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
         )
         raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
-    return _mapped(data, check_tokens)
+    return _mapped(data, check_tokens, Naming(split=split, format=format))
 
 
 def is_token_store(entry: str | Path | File) -> bool:
@@ -86,15 +94,42 @@ def is_megatron(entry: str | Path | File) -> bool:
         return False
 
 
-def _mapped(data: Data, check_tokens: bool) -> FileTokens | None:
+def _mapped(data: Data, check_tokens: bool, naming: Naming) -> FileTokens | None:
     """Open Arrow files, if all are of the kind that can be read at any place."""
+    found = find(data, naming)
     files: list[ArrowFile] = []
-    for file in find_files(data):
+    for file in found.files:
         mapped = map_arrow(file)
         if mapped is None:
             return None
         files.append(mapped)
-    return FileTokens(files, check_tokens=check_tokens)
+    return FileTokens(files, check_tokens=check_tokens, unread=unread(found.left_out, found.taken))
+
+
+def _of_split(
+    entry: str | Path, pairs: list[tuple[Path, str]], split: str | None
+) -> tuple[list[tuple[Path, str]], str | None]:
+    """Choose the pairs of a split, where a folder of them is named; returns what to say of the others, too."""
+    if not Path(entry).expanduser().is_dir():
+        return pairs, None
+    names = {
+        f"{name}.arrow": pair for name, pair in zip((name for _, name in pairs), pairs)
+    }  # as rows are named
+    choice = choose(list(names), names, split, str(entry))
+    reasons: dict[str, list[tuple[Path, str]]] = {}
+    for name, why in choice.left_out.items():
+        reasons.setdefault(why, []).append(names[name])
+    left_out = [
+        LeftOut(
+            why=why,
+            num_files=len(some),
+            num_bytes=sum(Path(f"{prefix}.bin").stat().st_size for prefix, _ in some),
+            names=tuple(name for _, name in some),
+        )
+        for why, some in reasons.items()
+    ]
+    said = unread(left_out, [] if choice.split is None else [choice.split])
+    return [names[name] for name in names if name in choice.taken], said
 
 
 def _pairs(entry: str | Path | File) -> list[tuple[Path, str]]:

@@ -11,14 +11,15 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
-from varlen.source.files import Compression, File
+from varlen.source.contents import LOOKED_AT_BYTES, MARK_BYTES, mark_of, rows_in
+from varlen.source.files import Compression, File, Format, says_text
 from varlen.source.live import open_live
 from varlen.source.ranges import BUFFER_BYTES, changed, open_remote
 from varlen.source.remote import remote_faults
@@ -118,11 +119,16 @@ def _compression_of(file: File) -> Compression | None:
     for magic, kind in _REFUSED.items():
         if first.startswith(magic) and file.format != "npz":
             raise SourceError(f"{file.path} is compressed ({kind}); unpack it, or use gzip or zstd")
-    if file.suffix_compression and first:
+    if file.suffix_compression and first and not _is_unpacked_on_the_way(file):
         raise SourceError(
             f"{file.path} is not a {file.suffix_compression} file, though its name says so; rename it"
         )
     return None
+
+
+def _is_unpacked_on_the_way(file: File) -> bool:
+    """Whether a client may have unpacked a file already: a web server that says Content-Encoding says no size."""
+    return file.size < 0 and file.path.startswith("http")
 
 
 _compression_by_mark = lru_cache(maxsize=1 << 14)(_compression_of)
@@ -140,6 +146,18 @@ def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO
     Raises:
         SourceError: it can't be opened, read or unpacked, while the stream is in use too.
     """
+    with _unpacked(file, buffer_bytes) as stream:
+        # Rows that are given while they are read are JSON lines, and wouldn't wait for being looked at.
+        is_given = file.live is not None
+        kind = None if is_given else mark_of(cast(io.BufferedReader, stream).peek(MARK_BYTES)[:MARK_BYTES])
+        if kind is not None:
+            raise SourceError(_holds(file, kind))
+        yield stream
+
+
+@contextmanager
+def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
+    """Give a file's bytes, unpacked, whatever they are."""
     compression = compression_of(file)
     with faults(file), open_stored(file, buffer_bytes) as stored:
         if compression == "gzip":
@@ -152,6 +170,107 @@ def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO
                 yield cast(BinaryIO, io.BufferedReader(unpacked, _UNPACKED_BYTES))
         else:
             yield stored
+
+
+def rows_at(file: File, fields: Collection[str]) -> Format | None:
+    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
+
+    Cost: reads 64 KB, by one request where it is remote, once as long as it stays what it is.
+
+    Args:
+        file: to be looked into.
+        fields: names of columns that documents stand in.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    head, is_whole = _head(file) if file.mark is None else _head_by_mark(replace(file, on_read=None))
+    return rows_in(head, fields, is_whole=is_whole)
+
+
+def _head(file: File) -> tuple[bytes, bool]:
+    """Return a file's first bytes, unpacked, and whether they are all."""
+    with faults(file), open_stored(file, LOOKED_AT_BYTES) as stored:
+        first = stored.read(LOOKED_AT_BYTES)
+    is_whole = len(first) < LOOKED_AT_BYTES
+    compression = next((kind for magic, kind in _MAGIC.items() if first.startswith(magic)), None)
+    if compression is None:
+        return first, is_whole
+    if compression == "gzip":
+        unpacking = zlib.decompressobj(wbits=31)
+        with suppress(zlib.error):
+            return unpacking.decompress(first, LOOKED_AT_BYTES), is_whole and unpacking.eof
+        return b"", False
+    import pyarrow as pa
+
+    unpacked = bytearray()
+    with suppress(OSError), pa.CompressedInputStream(pa.BufferReader(first), "zstd") as stream:
+        while len(unpacked) < LOOKED_AT_BYTES and (more := stream.read(1 << 12)):
+            unpacked += more
+    return bytes(unpacked), is_whole and len(unpacked) < LOOKED_AT_BYTES
+
+
+_head_by_mark = lru_cache(maxsize=1 << 7)(_head)
+"""Remembered by the server's mark of the file's content; faults are not remembered."""
+_SAID: dict[Format, str] = {
+    "jsonl": "JSON lines",
+    "json": "JSON",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "text": "text",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "npz": "npz",
+}
+_READABLE: dict[str, Format] = {
+    "a Parquet file": "parquet",
+    "an Arrow file": "arrow",
+    "an Arrow stream": "arrow",
+    "JSON lines": "jsonl",
+    "JSON": "json",
+}
+
+
+def other_content(file: File, fields: Collection[str]) -> str | None:
+    """Say that a file holds something else than its name or the caller says; None where its first bytes don't tell.
+
+    Args:
+        file: that can't be read as what it should be.
+        fields: names of columns that documents stand in.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    with _unpacked(file, None) as stream:
+        head = stream.read(LOOKED_AT_BYTES)
+    kind = mark_of(head[:MARK_BYTES])
+    if kind is None:
+        rows = rows_in(head, fields, is_whole=len(head) < LOOKED_AT_BYTES)
+        kind = _SAID[rows] if rows else _binary(file, head)
+    same = kind is None or _READABLE.get(kind) == file.format
+    return None if kind is None or same else _holds(file, kind)
+
+
+def _binary(file: File, head: bytes) -> str | None:
+    """Say that a file of text, or of rows as text, is none."""
+    is_text = file.format not in ("parquet", "arrow", "npz")
+    return "binary data" if is_text and b"\0" in head else None
+
+
+def _holds(file: File, kind: str) -> str:
+    """Say what a file holds, what it should, and what to do about it."""
+    should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_told else ""
+    if not should:
+        named = file.format != "text" or says_text(file.name)
+        should = f"though its name says {_SAID[file.format]}" if named else "and its name doesn't say so"
+    if kind in _READABLE:
+        format_ = _READABLE[kind]
+        out = f'rename it, or say what it is: --read-as {format_} (format="{format_}")'
+    elif "tar" in kind:
+        out = "unpack it, and name the files in it"
+    else:
+        out = "leave it out, or convert it to something that is read"
+    return f"{file.path} holds {kind}, {should}; {out}"
 
 
 @contextmanager
@@ -169,7 +288,7 @@ def open_seekable(file: File) -> Iterator[BinaryIO]:
             yield stored
         return
     with faults(file), tempfile.TemporaryFile() as unpacked:
-        with open_plain(file) as stream:
+        with _unpacked(file, None) as stream:
             shutil.copyfileobj(stream, unpacked, _BUFFER_BYTES)
         unpacked.seek(0)
         yield cast(BinaryIO, unpacked)

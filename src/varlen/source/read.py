@@ -9,7 +9,8 @@ from varlen.errors import SourceError
 from varlen.source.chats.instructions import instruction_messages
 from varlen.source.chats.messages import as_messages
 from varlen.source.columns import Columns, Kind
-from varlen.source.files import Data, find_files
+from varlen.source.files import Data
+from varlen.source.finding import Naming, find
 from varlen.source.formats.reading import rows_of
 from varlen.source.memory import placed
 from varlen.source.rows import Rows, as_list, json_kind
@@ -23,7 +24,7 @@ _READ: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def read_texts(data: Data) -> Iterator[str]:
+def read_texts(data: Data, split: str | None = None) -> Iterator[str]:
     """Yield the text of every document, files in the order of their names and rows in the order of the file.
 
     Messages become lines of `role: content`; a prompt is followed by its completion. A single text file is cut at its
@@ -32,11 +33,12 @@ def read_texts(data: Data) -> Iterator[str]:
 
     Args:
         data: a file, a folder, a glob or a URL, or several of them.
+        split: of folders that hold several; "all", or None for `train`.
 
     Raises:
         SourceError: nothing is there, or a file is not what its name says; file and row are named.
     """
-    files = find_files(placed(data))
+    files = find(placed(data), Naming(split=split)).files
     found_any = False
     for file in files:
         for rows, columns in rows_of(file, {}, "paragraph" if len(files) == 1 else "file"):

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import has_magic
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from varlen.errors import SourceError, VarlenError
 from varlen.source.retry import Retry, as_os_error, first_line, is_nothing_there, missing_package, retried
 
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c")
 _S3 = ("s3://", "s3a://")
+Kind = Literal["file", "folder", "glob"]
+"""What a URL names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +88,11 @@ def _of_s3(retry: Retry) -> dict[str, Any]:
     return {"config_kwargs": ours | configured, "use_listings_cache": False}
 
 
-def list_remote(url: str, retry: Retry) -> list[Listed]:
-    """List the files that a URL stands for, sorted.
+def list_remote(url: str, retry: Retry) -> tuple[list[Listed], Kind]:
+    """List the files that a URL stands for, sorted, and say what it names.
+
+    A name with the characters of a glob is a glob only where nothing is called so. Of a glob, what is hidden isn't
+    listed.
 
     Raises:
         SourceError: nothing is there, or the file system failed.
@@ -98,22 +103,32 @@ def list_remote(url: str, retry: Retry) -> list[Listed]:
     return retried(lambda: _list(fs, path, url), url, retry, silence_s=retry.deadline_s)
 
 
-def _list(fs: Any, path: str, url: str) -> list[Listed]:
+def _list(fs: Any, path: str, url: str) -> tuple[list[Listed], Kind]:
     is_web = url.startswith("http")
-    if has_magic(path) and not (is_web and _info(fs, path) is not None):
-        found = fs.glob(path, detail=True) if is_web else _glob(fs, path)
+    found: dict[str, dict[str, Any]] = {}
+    if has_magic(path) and not is_web:
+        found, info = _glob(fs, path)
+    else:
+        info = _info(fs, path)
+    if info is None and has_magic(path):
+        found = fs.glob(path, detail=True) if is_web else found
         fixed = "/".join(_before_magic(path))
         files = [entry for entry in found.items() if entry[1]["type"] == "file"]
-        if not files:
+        listing = [one for one in _listed(fs, files, fixed) if not is_hidden(one.name)]
+        if not listing:
             raise SourceError(f"no file matches {url}")
-        return _listed(fs, files, fixed)
-    info = _info(fs, path)
+        return listing, "glob"
     if info is None:
         raise SourceError(f"{url} does not exist")
     if info["type"] == "directory" and not is_web:
-        return _listed(fs, fs.find(path, detail=True).items(), path)
+        return _listed(fs, fs.find(path, detail=True).items(), path), "folder"
     name = path.rstrip("/").rsplit("/", 1)[-1].split("?")[0]
-    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info))]
+    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info))], "file"
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name, or a folder in it, begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _info(fs: Any, path: str) -> dict[str, Any] | None:
@@ -126,25 +141,40 @@ def _info(fs: Any, path: str) -> dict[str, Any] | None:
         raise
 
 
-def _glob(fs: Any, path: str) -> dict[str, dict[str, Any]]:
-    """Return what matches; fsspec's own leaves out, without a word, folders whose listing failed."""
+def _glob(fs: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Return what matches, and what is called so itself, or None.
+
+    fsspec's own leaves out, without a word, folders whose listing failed.
+    """
     from fsspec.utils import glob_translate
 
     parts = path.split("/")
     fixed = _before_magic(path)
     if "**" in path:
         wanted = re.compile(glob_translate(path))
-        return {
-            name: info for name, info in fs.find("/".join(fixed), detail=True).items() if wanted.match(name)
-        }
+        every = fs.find("/".join(fixed), detail=True)
+        return {name: info for name, info in every.items() if wanted.match(name)}, every.get(path)
     level: dict[str, dict[str, Any]] = {"/".join(fixed): {"type": "directory"}}
+    itself: dict[str, Any] | None = None
     for depth in range(len(fixed) + 1, len(parts) + 1):
-        wanted = re.compile(glob_translate("/".join(parts[:depth])))
+        so_far = "/".join(parts[:depth])
+        wanted = re.compile(glob_translate(so_far))
         inside: dict[str, dict[str, Any]] = {}
-        for folder in [name for name, info in level.items() if info["type"] == "directory"]:
+        folders = {name for name, info in level.items() if info["type"] == "directory"}
+        if itself is not None and itself["type"] == "directory":
+            folders.add("/".join(parts[: depth - 1]))
+        for folder in sorted(folders):
             inside |= {info["name"].rstrip("/"): info for info in _entries(fs, folder)}
-        level = {name: info for name, info in inside.items() if wanted.match(name)}
-    return level
+        itself = inside.get(so_far)
+        level = {
+            name: info for name, info in inside.items() if wanted.match(name) and _is_within(name, level)
+        }
+    return level, itself
+
+
+def _is_within(name: str, level: dict[str, Any]) -> bool:
+    """Whether a name lies in a folder that matches so far, and not only in one that is called as the pattern."""
+    return name.rpartition("/")[0] in level
 
 
 def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:

@@ -1,9 +1,8 @@
-"""Data sets that Hugging Face's `save_to_disk` wrote: what their descriptions say."""
+"""Data sets that Hugging Face's `datasets` wrote to disk: what their descriptions say."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from varlen.errors import SourceError
@@ -33,16 +32,30 @@ def refuse_indices(content: bytes, path: str) -> None:
         )
 
 
-def described(path: Path, key: str) -> list[Any]:
+def described(content: bytes, path: str, key: str) -> list[Any]:
     """Return a list that a data set's description holds.
+
+    Args:
+        content: of the description.
+        path: of that, for messages.
+        key: of the list.
 
     Raises:
         SourceError: it doesn't.
     """
     try:
-        value = json.loads(path.read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        value = json.loads(content)[key]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SourceError(f"{path} doesn't describe a saved data set: no list `{key}`") from error
     if not isinstance(value, list) or (key == "_data_files" and not all(isinstance(v, dict) for v in value)):
         raise SourceError(f"{path} doesn't describe a saved data set: `{key}` is not a list of files")
     return value
+
+
+def splits_described(content: bytes) -> list[str]:
+    """Return the names of the splits that a dataset_info.json lists; none where it lists none."""
+    try:
+        splits = json.loads(content)["splits"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [str(name) for name in splits] if isinstance(splits, dict) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
@@ -14,7 +14,8 @@ from varlen.source.chats.template import chat_template as make_template
 from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
-from varlen.source.files import Data, File, find_files
+from varlen.source.files import Data, File, Format, LeftOut, unread
+from varlen.source.finding import Naming, find
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import columns_of, cut_points, rows_of
 from varlen.source.identity import TokenizerMark, check_same, made_by, mark_of
@@ -52,6 +53,10 @@ class Source:
 
     files: tuple[File, ...]
     encoding: Encoding
+    left_out: tuple[LeftOut, ...] = field(default=(), compare=False)
+    """Files of folders that hold data and aren't read: other splits, caches."""
+    taken: tuple[str, ...] = field(default=(), compare=False)
+    """Splits that were taken of folders with several."""
     on_error: OnError = "raise"
     text_cut: Cut = "file"
     """What a document is in text files."""
@@ -104,6 +109,10 @@ class Source:
     def watched(self, on_read: Callable[[str, int, int], None]) -> Source:
         """Return the same source, which tells what bytes are read of which file; for this process alone."""
         return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
+
+    def unread(self) -> str | None:
+        """Say which split is read, what of folders isn't, and how to read it; None where all is."""
+        return unread(self.left_out, self.taken)
 
     def counts_bytes(self) -> bool:
         """Whether texts or chats are to become bytes: no tokenizer is given, and not all is tokens already.
@@ -191,6 +200,9 @@ def open_source(
     append_eos: bool = True,
     supervise: Supervise = "assistant",
     text_cut: TextCut = "auto",
+    split: str | None = None,
+    format: Format | None = None,
+    binary_as_text: bool = False,
     vocab_size: int | None = None,
     on_error: OnError = "raise",
     leave_out: Sequence[Path] = (),
@@ -215,6 +227,11 @@ def open_source(
             turn; "all": everything.
         text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
             single file, else files.
+        split: of folders that hold several by Hugging Face's naming: the one to read, or "all"; None for `train`
+            where there are others, and else everything. Files and globs are read as they are named.
+        format: of every file, as "jsonl", "json", "csv", "tsv", "text", "parquet", "arrow" or "npz"; None goes by
+            their names, and by what they hold where those say nothing.
+        binary_as_text: read binary columns of Parquet and Arrow as UTF-8 text.
         vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
         on_error: "raise" at the first bad record, or "skip" it and tell.
         leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
@@ -232,9 +249,19 @@ def open_source(
         raise SettingError(f'supervise must be "assistant", "last" or "all", got {supervise!r}')
     if text_cut not in ("auto", "file", "paragraph", "line"):
         raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
+    check_reading(split, format)
     named = dict(columns or {})
     check_named(named)
-    files = tuple(find_files(placed(data, named, cache), leave_out, retry))
+    naming = Naming(
+        split=split,
+        format=format,
+        binary_as_text=binary_as_text,
+        fields=tuple(named.values()),
+        leave_out=leave_out,
+        retry=retry or Retry(),
+    )
+    found = find(placed(data, named, cache), naming)
+    files = found.files
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials
@@ -260,11 +287,18 @@ def open_source(
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
     deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
-    # What is left out or allowed decides which records are refused.
-    settings = (*deciding, encoding.vocab_size, *(["allow_unwritten"] if allow_unwritten else []))
+    # Absent unless given, so that what was made before there were these settings is known again.
+    given = {
+        "allow_unwritten": allow_unwritten,
+        str(format): format is not None,
+        "binary_as_text": binary_as_text,
+    }
+    settings = (*deciding, encoding.vocab_size, *(name for name, is_given in given.items() if is_given))
     return Source(
         files=files,
         encoding=encoding,
+        left_out=found.left_out,
+        taken=found.taken,
         on_error=on_error,
         text_cut=cut,
         packed_by=packed_by,
@@ -276,6 +310,18 @@ def _reading(tokenizer: Tokenizer) -> str:
     """Return what changes with the ids of documents, their ends among them."""
     eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
     return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
+
+
+def check_reading(split: str | None, format_: str | None) -> None:
+    """Refuse a split without a name, and formats that aren't read.
+
+    Raises:
+        SettingError: one is given.
+    """
+    if split is not None and not (isinstance(split, str) and split):
+        raise SettingError(f'split must be the name of one, or "all", got {split!r}')
+    if format_ is not None and format_ not in get_args(Format):
+        raise SettingError(f"format must be one of {', '.join(get_args(Format))}; got {format_!r}")
 
 
 def _refuse_cut_rows(files: Sequence[File]) -> None:

@@ -85,18 +85,22 @@ class FileTokens:
 
     tables: Path | None = None  # nothing is written among data that isn't ours
 
-    def __init__(self, files: Sequence[TokenFile], *, check_tokens: bool = True) -> None:
+    def __init__(
+        self, files: Sequence[TokenFile], *, check_tokens: bool = True, unread: str | None = None
+    ) -> None:
         """Take the files.
 
         Args:
             files: one after the other.
             check_tokens: refuse marks of tokens that are none as soon as labels are counted; else who reads them is
                 told.
+            unread: which split the files are, and what of their folders isn't read.
 
         Raises:
             SourceError: they hold no document.
         """
         self._files, self._check_tokens = list(files), check_tokens
+        self.unread = unread
         counts = [file.num_documents for file in files]
         if not sum(counts):
             more = f" and {len(counts) - 1:,} more" if len(counts) > 1 else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.errors import SettingError
+from varlen.source.files import Format
 from varlen.source.retry import Retry
 from varlen.step_plan import PlanMethod
 from varlen.types import Method, Overlong
@@ -58,6 +59,9 @@ class DataSettings:
     append_eos: bool | None = None
     supervise: Literal["assistant", "last", "all"] | None = None
     text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
+    split: str | None = None
+    format: Format | None = None
+    binary_as_text: bool | None = None
     on_error: Literal["raise", "skip"] | None = None
     retry: Retry | None = None
     cache: str | None = None

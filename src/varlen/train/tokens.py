@@ -57,7 +57,8 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     """
     own = model.path if model.path is not None and holds_tokenizer(model.path) else None
     origin = data.tokenizer if data.tokenizer is not None else own
-    tokens = None if data.mode == "streaming" else open_tokens(as_data(data.source))
+    of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
+    tokens = None if data.mode == "streaming" else open_tokens(as_data(data.source), **of_folders)
     if tokens is not None:
         return _of_tokens(tokens, data, model, origin)
     made = None if origin is None else _loaded(origin, own if data.tokenizer is None else None)
@@ -69,7 +70,7 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     mark = None
     if model.type is not None:
         mark = open_source(
-            as_data(data.source), columns=data.columns, on_error=data.on_error or "raise"
+            as_data(data.source), columns=data.columns, on_error=data.on_error or "raise", **of_folders
         ).made_by()
     return RunTokenizer(made=made, vocab_size=None if mark is None else mark.vocab_size, words=words)
 

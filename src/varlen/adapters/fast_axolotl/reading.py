@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +11,8 @@ from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count
-from varlen.source.files import File, Format, find_files
+from varlen.source.files import File, Format
+from varlen.source.finding import Naming, find
 from varlen.source.formats.reading import all_columns
 
 OnError = Literal["raise", "skip"]
@@ -62,12 +62,12 @@ def streaming_dataset_reader(
     as_choice(on_error, "on_error", ("raise", "skip"))
     size = as_count(batch_size, "batch_size")
     as_count(num_threads, "num_threads", least=0)
-    files = find_files(file_path)
+    kind: Format | None = None
     if dataset_type is not None and dataset_type != "hf_dataset":
         kind = _TYPES.get(dataset_type.split(".")[0])
         if kind is None:
             raise SettingError(f"dataset_type must be one of {', '.join(_TYPES)}; got {dataset_type!r}")
-        files = [replace(file, format=kind) for file in files]
+    files = find(file_path, Naming(format=kind)).files
     return _batches(files, size, on_error)
 
 

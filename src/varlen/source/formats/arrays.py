@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError, VarlenError
+from varlen.source.columns import DOCUMENT_FIELDS
 from varlen.source.files import File
 from varlen.source.lists import list_column
-from varlen.source.opening import open_seekable
+from varlen.source.opening import open_seekable, other_content
 from varlen.source.retry import first_line
 from varlen.source.rows import Rows, listed
 
@@ -186,6 +187,8 @@ def _archive(file: File) -> Iterator[zipfile.ZipFile]:
         except VarlenError:
             raise
         except Exception as error:  # zipfile, its four ways to pack and numpy's headers raise a dozen kinds
+            if (other := other_content(file, DOCUMENT_FIELDS)) is not None:
+                raise SourceError(other) from error
             said = first_line(error)
             why = (
                 f"is not a readable .npz file: {said}"

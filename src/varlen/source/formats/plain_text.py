@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, cast
 
 from varlen.errors import SourceError
+from varlen.source.columns import DOCUMENT_FIELDS
+from varlen.source.contents import LOOKED_AT_BYTES, fields_in, rows_in
 from varlen.source.files import File
 from varlen.source.formats.gather import BATCH_SIZE, Found, gather
 from varlen.source.opening import open_plain
@@ -27,16 +30,44 @@ def read(file: File, cut: Cut) -> Iterator[Rows]:
         SourceError: the file can't be read, or a document is so long that it would fill the memory.
     """
     with open_plain(file) as stream:
+        _refuse_rows(file, stream)
         documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
         unit = "" if cut == "file" else "line"
         # Only size fills a batch: no document is without any.
         yield from gather(_rows(documents), names=["text"], path=file.path, unit=unit, most_rows=BATCH_SIZE)
 
 
+def _refuse_rows(file: File, stream: BinaryIO) -> None:
+    """Refuse JSON lines under the name of a text, unless the caller says that they are one.
+
+    Raises:
+        SourceError: the file holds some.
+    """
+    if file.is_told:
+        return
+    head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]
+    if head[:4].strip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
+        return
+    rows = rows_in(head, DOCUMENT_FIELDS, is_whole=len(head) < LOOKED_AT_BYTES)
+    if rows is not None and not fields_in(head.decode(errors="replace").lstrip("\ufeff \t\r\n[")).isdisjoint(
+        DOCUMENT_FIELDS
+    ):
+        raise SourceError(
+            f"{file.path} holds rows as JSON, though its name says text; rename it, or say which is meant: "
+            f'--read-as {rows} or --read-as text (format="{rows}", format="text")'
+        )
+
+
 def _rows(documents: Iterator[tuple[int, bytes]]) -> Iterator[Found]:
     for line, content in documents:
         try:
-            yield line, len(content), [content.decode().removeprefix("\ufeff" if line == 1 else "")]
+            text = content.decode()
+            if "\0" in text:
+                at = content.index(b"\0")
+                why = f"is not text: byte {at:,} is NUL; leave it out, or name it by its format if it has one"
+                yield line, len(content), why
+            else:
+                yield line, len(content), [text.removeprefix("\ufeff" if line == 1 else "")]
         except UnicodeDecodeError as error:
             bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
             why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"

@@ -10,11 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.columns import Columns, Fields, find_columns
+from varlen.source.columns import DOCUMENT_FIELDS, Columns, Fields, find_columns
 from varlen.source.files import File
 from varlen.source.formats import arrays, delimited, json_values, jsonl, plain_text, tables
 from varlen.source.formats.lost import rest_of
 from varlen.source.formats.plain_text import Cut
+from varlen.source.opening import other_content
 from varlen.source.rows import Fault, Rows, as_list, faulty
 
 _LOOKED_AT = (3, 16, 1000)
@@ -48,6 +49,24 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     Raises:
         SourceError: the file can't be read, or has no column of documents.
     """
+    try:
+        return _columns_of(file, named)
+    except SourceError as error:
+        # JSON under the name of another text of rows would be called broken.
+        if file.format in ("csv", "tsv", "jsonl") and (other := _rows_otherwise(file)) is not None:
+            raise SourceError(other) from error
+        raise
+
+
+def _rows_otherwise(file: File) -> str | None:
+    """Say that a file of rows is one of another format; None where nothing says so."""
+    try:
+        return None if file.live is not None else other_content(file, DOCUMENT_FIELDS)
+    except SourceError:
+        return None
+
+
+def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     if file.format in ("jsonl", "json"):
         for most in _LOOKED_AT:
             rows = _row_names(file, most)
@@ -57,7 +76,9 @@ def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
     names = column_names(file)
     if not names and file.format in ("csv", "tsv"):
         return None  # without a row there is no name of a column
-    return find_columns(names, named, file.path, are_a_line=file.format in ("csv", "tsv"))
+    columns = find_columns(names, named, file.path, are_a_line=file.format in ("csv", "tsv"))
+    _refuse_twice(names, columns, file.path)
+    return columns
 
 
 def _of_most(
@@ -92,6 +113,19 @@ def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Col
         SourceError: nothing; it names no file.
     """
     return find_columns(names, dict(named), "", are_fields=True)
+
+
+def _refuse_twice(names: Sequence[str], columns: Columns, path: str) -> None:
+    """Refuse columns that several have the name of: nothing says which is meant.
+
+    Raises:
+        SourceError: there are some among those that are read.
+    """
+    twice = [name for name in columns.fields.names if names.count(name) > 1]
+    if twice:
+        raise SourceError(
+            f"{path} has {names.count(twice[0]):,} columns called `{twice[0]}`; rename all but one"
+        )
 
 
 def rows_in(

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError, VarlenError
+from varlen.source.columns import DOCUMENT_FIELDS
 from varlen.source.files import File
 from varlen.source.formats import record_batches, row_groups
 from varlen.source.formats.arrow_blocks import MAGIC, blocks_of, stream_rows
@@ -18,7 +19,7 @@ from varlen.source.formats.damage import is_damage
 from varlen.source.formats.decoded import pieces
 from varlen.source.formats.row_groups import TooLarge
 from varlen.source.losses import Losses
-from varlen.source.opening import compression_of, open_seekable
+from varlen.source.opening import compression_of, open_seekable, other_content
 from varlen.source.retry import first_line
 from varlen.source.rows import Fault, Rows, faulty, place
 
@@ -30,7 +31,8 @@ def column_names(file: File) -> list[str]:
         SourceError: the file isn't such a table.
     """
     with open_seekable(file) as stored, table_faults(file), _table(file, stored) as table:
-        return list(table.schema_arrow.names if file.format == "parquet" else table.schema.names)
+        schema = table.schema_arrow if file.format == "parquet" else table.schema
+        return list(schema.names)
 
 
 def cut_points(file: File, target_bytes: int) -> list[int] | None:
@@ -122,7 +124,7 @@ def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = N
                     yield faulty(fault, wanted)
                     row += fault.covers
                     continue
-                yield _rows(batch, file, row, base)
+                yield _rows(_as_text(batch) if file.binary_as_text else batch, file, row, base)
                 row += batch.num_rows
     except SourceError as error:
         after = base() + row
@@ -179,6 +181,39 @@ def _rows(batch: Any, file: File, before: int, base: Callable[[], int]) -> Rows:
         columns = [pa.concat_arrays(pieces) for pieces in zip(*sound)]
     named = dict(zip(batch.schema.names, columns))
     return Rows(columns=named, numbers=numbers, path=file.path, base=base, faults=tuple(faults))
+
+
+def _as_text(batch: Any) -> Any:
+    """Return a batch whose bytes pass for text, without copying any; what isn't UTF-8 is found by checking."""
+    import pyarrow as pa
+
+    columns = [column.view(_text_type(column.type)) for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _text_type(kind: Any) -> Any:
+    """Return a type with text in place of bytes, wherever they stand in it."""
+    import pyarrow as pa
+
+    texts = {
+        pa.binary(): pa.string(),
+        pa.large_binary(): pa.large_string(),
+        pa.binary_view(): pa.string_view(),
+    }
+    if kind in texts:
+        return texts[kind]
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_text_type(field.type)) for field in kind])
+    for is_it, made in (
+        (pa.types.is_list, pa.list_),
+        (pa.types.is_large_list, pa.large_list),
+        (pa.types.is_map, None),
+    ):
+        if is_it(kind):
+            if made is None:
+                return pa.map_(_text_type(kind.key_type), _text_type(kind.item_type))
+            return made(kind.value_field.with_type(_text_type(kind.value_type)))
+    return kind
 
 
 def _alone(row: Any) -> list[Any]:
@@ -307,8 +342,18 @@ def table_faults(file: File) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, VarlenError) or getattr(error, "errno", None) is not None:
             raise
+        if not isinstance(error, MemoryError) and (other := _other_content(file)) is not None:
+            raise SourceError(other) from error
         kind = "a Parquet" if file.format == "parquet" else "an Arrow"
         why = f"is not {kind} file, or is damaged: {first_line(error)}"
         raise SourceError(
             f"{file.path} {why if file.size else f'is empty (0 bytes), not {kind} file'}"
         ) from error
+
+
+def _other_content(file: File) -> str | None:
+    """Say that a file is another kind of file altogether; None where it may be a damaged table."""
+    try:
+        return other_content(file, DOCUMENT_FIELDS) if file.size else None
+    except SourceError:
+        return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from varlen.errors import SettingError
+from varlen.offline.processors import processors
 from varlen.types import IntArray
 
 RUN_TOKENS = 45_000
@@ -51,7 +51,7 @@ class DemoSettings:
     validation_documents: int = 40
     """Documents kept aside, the same for every run; a quarter of all where there are few."""
     learning_rate: float = 4e-3
-    threads: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))
+    threads: int = field(default_factory=lambda: min(2, processors()))
     """Threads of every run."""
     model: ModelSettings = field(default_factory=ModelSettings)
 

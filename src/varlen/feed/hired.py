@@ -1,0 +1,34 @@
+"""The worker that makes a loader's batches: a process or a thread, and behind it a device."""
+
+from __future__ import annotations
+
+from varlen.feed.device import DeviceWorker
+from varlen.feed.feed import Worker
+from varlen.feed.opening import Opened
+from varlen.feed.process import ProcessWorker
+from varlen.feed.settings import LoaderSettings
+from varlen.feed.thread import ThreadWorker
+from varlen.feed.wire import slot_bytes
+
+
+def hired(opened: Opened, settings: LoaderSettings) -> Worker:
+    """Return the worker that settings ask for, started.
+
+    Args:
+        opened: what it runs.
+        settings: of the loader.
+    """
+    multiple = settings.pad_to_multiple_of if settings.layout == "flat" else 1
+    positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
+    worker: Worker
+    if settings.worker == "process":
+        worker = ProcessWorker(opened.spec, settings.ring_slots, slot_bytes(positions), opened.exchanges)
+    else:
+        worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges)
+    if settings.device is None:
+        return worker
+    try:
+        return DeviceWorker(worker, settings.device)
+    except BaseException:
+        worker.close()
+        raise

@@ -1,0 +1,89 @@
+"""A loader's data, opened as its settings say, and what is said of what isn't read of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from varlen.errors import SettingError
+from varlen.feed.settings import LoaderSettings
+from varlen.source.files import Data
+from varlen.source.open_tokens import open_tokens
+from varlen.source.source import Source, check_reading, open_source
+from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_files import FileTokens
+
+_log = logging.getLogger(__name__)
+
+
+def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
+    """Open documents that are tokens already; None where they aren't.
+
+    Args:
+        data: as given.
+        settings: of the loader.
+
+    Raises:
+        SettingError: a setting out of its range.
+        SourceError: nothing is there, or it can't be read.
+    """
+    reading = settings.reading
+    check_reading(reading.get("split"), reading.get("format"))
+    tokens = open_tokens(
+        data,
+        patience_s=settings.patience_s,
+        check_tokens=settings.on_error == "raise",
+        split=reading.get("split"),
+        format=reading.get("format"),
+    )
+    _say_unread(getattr(tokens, "unread", None), settings)
+    return tokens
+
+
+def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
+    """Open documents that are to be tokenized, and say which of them are read.
+
+    Args:
+        data: as given.
+        tokenizer: of the documents.
+        settings: of the loader.
+
+    Raises:
+        SourceError: nothing is there, or it can't be read.
+    """
+    source = open_source(data, tokenizer, **settings.reading)
+    _say_unread(source.unread(), settings)
+    return source
+
+
+def _say_unread(said: str | None, settings: LoaderSettings) -> None:
+    """Say which split is read and what isn't; of several ranks, one does."""
+    if said is not None:
+        _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", said)
+
+
+def of_folders(settings: LoaderSettings) -> dict[str, Any]:
+    """Return the settings that say which files of folders are tokens."""
+    return {name: settings.reading.get(name) for name in ("split", "format")}
+
+
+_USUAL = {
+    "append_eos": True,
+    "supervise": "assistant",
+    "text_cut": "auto",
+    "binary_as_text": False,
+    "allow_unwritten": False,
+}
+"""Settings of reading that say how documents become tokens, where they aren't None."""
+
+
+def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -> None:
+    """Refuse settings that say how documents become tokens, where they are tokens already.
+
+    Raises:
+        SettingError: one was changed.
+    """
+    of_files = () if isinstance(tokens, FileTokens) else ("split", "format")
+    for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *of_files, *_USUAL):
+        if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):
+            raise SettingError(f"{data} holds tokens already, which {name} can't change; leave it out")
