@@ -260,8 +260,7 @@ def open_source(
         leave_out=leave_out,
         retry=retry or Retry(),
     )
-    found = find(placed(data, named, cache), naming)
-    files = found.files
+    files = (found := find(placed(data, named, cache), naming)).files
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=eos)
     specials = made.specials

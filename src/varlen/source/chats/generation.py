@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.chats.skeleton import Render, try_render
+from varlen.source.chats.slots import Render, try_render
 
 
 def between(marked: str, start: str, stop: str) -> list[tuple[int, int]]:

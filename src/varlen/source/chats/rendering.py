@@ -12,7 +12,8 @@ from varlen.source.chats.conserve import Lost, losses_of, lost_texts
 from varlen.source.chats.generation import after_prompt, between, of_messages
 from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
-from varlen.source.chats.skeleton import Skeleton, free_character, shape_of, skeleton_of
+from varlen.source.chats.skeleton import Skeleton, skeleton_of
+from varlen.source.chats.slots import free_character, shape_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
 from varlen.source.chats.twins import twin_of
 from varlen.source.losses import Losses
@@ -83,7 +84,11 @@ class Rendering:
         return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
 
     def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
-        """Render, find what is said, and count what is lost."""
+        """Render, find what is said, and count what is lost.
+
+        Raises:
+            SourceError: the template fails, loses what is said, or writes it where it can't be located.
+        """
         if self._program.has_generation:
             return self._generated(first, trained, choice)
         text = well_formed(self.render(self._messages, False))

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from varlen.source.chats.marks import EndMarks
-from varlen.source.chats.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
+from varlen.source.chats.skeleton import Skeleton, Turn
+from varlen.source.chats.slots import Render, cut, free_character, masked, try_render
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
