@@ -287,11 +287,7 @@ def open_source(
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
     deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
     # Absent unless given, so that what was made before there were these settings is known again.
-    given = {
-        "allow_unwritten": allow_unwritten,
-        str(format): format is not None,
-        "binary_as_text": binary_as_text,
-    }
+    given = {"allow_unwritten": allow_unwritten, "binary_as_text": binary_as_text, format or "": bool(format)}
     settings = (*deciding, encoding.vocab_size, *(name for name, is_given in given.items() if is_given))
     return Source(
         files=files,
