@@ -5,42 +5,20 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import zipfile
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from shared_values import MB, PEAK, chats, text_column, undone, write
 
-from varlen.errors import SourceError
 from varlen.source.blocks import cut_blocks
 from varlen.source.files import find_files
 from varlen.source.formats import row_groups, tables
 from varlen.source.formats.arrow_blocks import blocks_of
-from varlen.source.formats.decoded import list_counts, plain, row_sizes
+from varlen.source.formats.decoded import plain, row_sizes
 from varlen.source.rows import as_list
 from varlen.source.source import open_source
-
-MB = 1 << 20
-
-
-def text_column(texts, indices):
-    return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), pa.array(texts))
-
-
-def chats(rows, per_row, texts, indices):
-    """A column of messages whose contents are shared."""
-    count = rows * per_row
-    roles = text_column(["user", "assistant"], np.arange(count) % 2)
-    messages = pa.StructArray.from_arrays([roles, text_column(texts, indices)], ["role", "content"])
-    return pa.ListArray.from_arrays(pa.array(np.arange(0, count + 1, per_row), pa.int32()), messages)
-
-
-def write(path, column, *, name="text", is_dictionary=False, **named):
-    """Write a column; unless it is to be read as a dictionary, with no word of how it was made."""
-    table = pa.table({name: column})
-    pq.write_table(table, path, store_schema=is_dictionary, **named)
-    return path
 
 
 def rows_of(path):
@@ -53,13 +31,15 @@ def rows_of(path):
     return [row[0] for row in found] if len(names) == 1 else found
 
 
-LIMITED = """
-import resource, sys
+LIMITED = (
+    PEAK
+    + """
+import sys
 from varlen.source.formats import tables
 from varlen.source.files import find_files
 from varlen.source.rows import as_list
 import pyarrow.parquet, numpy
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 (file,) = find_files(sys.argv[1])
 names = tables.column_names(file)
 count = size = most = 0
@@ -70,8 +50,9 @@ for rows in tables.read(file, names):
     if count >= int(sys.argv[2]):
         break
     del values, rows
-print(count, size, most, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(count, size, most, (peak() - before) // 1024)
 """
+)
 
 
 def read_apart(path, rows=1 << 40):
@@ -207,68 +188,41 @@ def test_values_are_arrows_own_however_they_are_encoded(tmp_path, monkeypatch, k
     assert found == [tuple(row.values()) if len(row) > 1 else next(iter(row.values())) for row in wanted]
 
 
-def undone(kind):
-    """The same type without dictionaries."""
-    if pa.types.is_dictionary(kind):
-        return kind.value_type
-    if pa.types.is_list(kind):
-        return pa.list_(undone(kind.value_type))
-    if pa.types.is_struct(kind):
-        return pa.struct([(field.name, undone(field.type)) for field in kind])
-    return kind
-
-
-def size_of(value):
-    """Bytes of a value as a reader would count them."""
-    if isinstance(value, dict):
-        return sum(map(size_of, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(size_of, value))
-    return len(value.encode() if isinstance(value, str) else value) if value is not None else 0
-
-
-NESTED = pa.array([["a", "bcd", None], None, [], ["xy"] * 3])
-ARRAYS = {
-    "strings": pa.array(["a", "bb", None, "cccc"]),
-    "large strings": pa.array(["a", "bb", None, "cccc"], pa.large_string()),
-    "views": pa.array(["a" * 30, "bb", None, "cccc"], pa.string_view()),
-    "dictionary": pa.array(["a", "bb", "a", "a"]).dictionary_encode(),
-    "runs": pa.compute.run_end_encode(pa.array(["aa", "aa", "b", "b", "cccc"])),
-    "lists": NESTED,
-    "large lists": NESTED.cast(pa.large_list(pa.string())),
-    "lists of a dictionary": NESTED.cast(pa.list_(pa.dictionary(pa.int32(), pa.string()))),
-    "lists of one length": pa.array([["a", "bb"], ["", "cccc"], ["d", "e"]], pa.list_(pa.string(), 2)),
-    "structs": pa.array([{"a": "x", "b": "yz"}, {"a": "", "b": "long"}, {"a": "q", "b": None}]),
-    "maps": pa.array([[("k", "vv")], [], [("a", "b"), ("c", "d")]], pa.map_(pa.string(), pa.string())),
-    "nothing": pa.array([], pa.list_(pa.string())),
+TYPES = {
+    "large strings": (pa.large_string(), lambda text: text),
+    "binary": (pa.binary(), lambda text: text.encode()),
+    "large lists": (pa.large_list(pa.large_string()), lambda text: [text, "", text]),
+    "lists of one length": (pa.list_(pa.string(), 2), lambda text: [text, "b"]),
+    "maps": (pa.map_(pa.string(), pa.string()), lambda text: [("k", text), ("l", "m")]),
+    "structs": (pa.struct([("a", pa.struct([("b", pa.string())]))]), lambda text: {"a": {"b": text}}),
+    "lists of lists": (pa.list_(pa.list_(pa.string())), lambda text: [[text], [], [text, "x"]]),
+    "lists of categories": (pa.list_(pa.dictionary(pa.int32(), pa.string())), lambda text: [text, "x"]),
+    "lists of structs": (
+        pa.list_(pa.struct([("a", pa.list_(pa.string())), ("n", pa.int8())])),
+        lambda text: [{"a": [text], "n": 1}, {"a": [], "n": None}],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_the_sizes_of_rows_are_those_of_their_values(name):
-    array = ARRAYS[name]
+@pytest.mark.parametrize("store_schema", [False, True])
+@pytest.mark.parametrize("least", [0, 1 << 30])
+@pytest.mark.parametrize("name", TYPES)
+def test_values_of_any_type_are_arrows_own(tmp_path, monkeypatch, name, least, store_schema):
+    monkeypatch.setattr(row_groups, "_MOST_ROW_BYTES", least)
+    monkeypatch.setattr(row_groups, "_MOST_BYTES", 5000)
+    kind, value = TYPES[name]
+    texts = ["ab" * (n % 37) for n in range(500)]
+    column = pa.array([None if n % 11 == 0 else value(text) for n, text in enumerate(texts)], kind)
+    pq.write_table(
+        pa.table({"a": column}), tmp_path / "a.parquet", row_group_size=120, store_schema=store_schema
+    )
 
-    for some in (array, array.slice(1), array.slice(1, 2), array.slice(0, 0)):
-        assert row_sizes(some).tolist() == [size_of(value) for value in some.to_pylist()]
+    (file,) = find_files(tmp_path / "a.parquet")
+    arrays = [rows.columns["a"] for rows in tables.read(file, ["a"])]
 
-
-def test_sizes_of_damaged_offsets_are_no_error():
-    offsets = pa.py_buffer(np.array([0, 2_000_000_000, -5, 3], dtype=np.int32))
-    array = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"abc")])
-
-    assert (row_sizes(array) >= 0).all()
-
-
-@pytest.mark.parametrize("start", [0, 1, 2])
-def test_dictionaries_are_undone_and_lists_counted_wherever_they_begin(start):
-    column = chats(4, 2, ["a", "bb", ""], [0, 1, 2, 1, None, 0, 0, 1]).slice(start)
-
-    decoded = plain(column, undone(column.type))
-
-    decoded.validate(full=True)
-    assert decoded.type == undone(column.type)
-    assert decoded.to_pylist() == column.to_pylist()
-    assert list_counts(column).tolist() == [2] * (4 - start)
+    wanted = pq.read_table(tmp_path / "a.parquet")["a"]
+    assert pa.chunked_array(arrays).to_pylist() == wanted.to_pylist()
+    assert {array.type for array in arrays} == {wanted.type}
 
 
 def arrow_file(path, table, **options):
@@ -350,14 +304,14 @@ def test_blocks_of_ordinary_files_are_those_of_their_encoded_sizes(tmp_path):
 
 def test_streaming_a_file_of_shared_texts_takes_little_memory(tmp_path):
     path = write(tmp_path / "a.parquet", text_column([LONG, "b"], np.arange(2000) % 2), compression="zstd")
-    program = f"""
-import resource, itertools
+    program = f"""{PEAK}
+import itertools
 import varlen as vl
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 settings = dict(capacity=1 << 16, global_batch_size=2, mode="streaming", worker="thread")
 with vl.PackedLoader({str(path)!r}, "bytes", **settings) as loader:
     tokens = sum(batch.num_tokens for batch in itertools.islice(loader, 300))
-print(tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print(tokens, (peak() - before) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
 
@@ -383,63 +337,3 @@ def test_damage_in_shared_texts_is_counted_and_no_cause_to_refuse_the_file(tmp_p
     assert [fault.covers for rows in found for fault in rows.faults] == [4000 // groups]
     assert sum(map(len, found)) > 0 or groups == 1
     assert len(tables.stretch_sizes(file, ["text"])) == groups
-
-
-NPZ_LIMITED = """
-import resource, sys
-from varlen.source.source import open_source
-source = open_source(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-documents = tokens = 0
-for part in source.parts():
-    for found in source.read(part):
-        documents, tokens = documents + len(found), tokens + len(found.tokens)
-print(documents, tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-"""
-
-
-@pytest.mark.parametrize("form", ["empty documents", "short documents", "one document"])
-def test_an_npz_that_unpacks_to_much_is_read_in_little_memory(tmp_path, form):
-    count = 40_000_000
-    offsets = {
-        "empty documents": np.zeros(count, dtype=np.int64),
-        "short documents": np.arange(0, count + 1, 1000),
-        "one document": np.array([0, count]),
-    }[form]
-    ids = np.zeros(0 if form == "empty documents" else count, dtype=np.int64)
-    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=offsets)
-    assert (tmp_path / "a.npz").stat().st_size < 1_000_000
-
-    done = subprocess.run(
-        [sys.executable, "-c", NPZ_LIMITED, str(tmp_path / "a.npz")], capture_output=True, text=True
-    )
-
-    assert done.returncode == 0, done.stderr[-2000:]
-    documents, tokens, grown = map(int, done.stdout.split())
-    assert documents == len(offsets) - 1
-    assert tokens == len(ids)
-    assert grown < (900 if form == "one document" else 250)
-
-
-def test_ids_that_need_more_than_32_bits_are_still_told_in_a_long_document(tmp_path):
-    ids = np.zeros(3 << 20, dtype=np.int64)
-    ids[2_500_000] = 1 << 40
-    np.savez_compressed(tmp_path / "a.npz", input_ids=ids, offsets=np.array([0, len(ids)]))
-    source = open_source(tmp_path / "a.npz")
-
-    with pytest.raises(SourceError, match=f"{1 << 40}|{1 << 40:,}"):
-        list(source.read(source.parts()[0]))
-
-
-def test_an_npz_that_holds_fewer_values_than_it_says_is_refused_before_they_are_read(tmp_path):
-    count = 1_900_000_000
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        for name, shape, values in (("input_ids", count, [1] * 9), ("offsets", 2, [0, count])):
-            with archive.open(f"{name}.npy", "w") as member:
-                described = {"descr": "<i8", "fortran_order": False, "shape": (shape,)}
-                np.lib.format.write_array_header_1_0(member, described)
-                member.write(np.array(values, dtype=np.int64).tobytes())
-    source = open_source(tmp_path / "a.npz")
-
-    with pytest.raises(SourceError, match=r"a\.npz: `input_ids` ends too early"):
-        list(source.read(source.parts()[0]))

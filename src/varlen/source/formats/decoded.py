@@ -62,7 +62,10 @@ def row_sizes(array: Any) -> IntArray:
 
 def batch_sizes(batch: Any) -> IntArray:
     """Return the bytes that each row of a batch takes by itself, int64 `[rows]`."""
-    return sum(map(row_sizes, batch.columns), start=np.zeros(batch.num_rows, dtype=np.int64))
+    sizes = np.zeros(batch.num_rows, dtype=np.int64)
+    for column in batch.columns:
+        sizes += row_sizes(column)
+    return sizes
 
 
 def cuts(sizes: IntArray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
@@ -162,6 +165,10 @@ def plain(array: Any, kind: Any) -> Any:
             return pa.MapArray.from_arrays(bounds, keys, items, type=kind, mask=mask)
         made = pa.LargeListArray if types.is_large_list(kind) else pa.ListArray
         return made.from_arrays(bounds, plain(inner, kind.value_type), type=kind, mask=mask)
+    if types.is_fixed_size_list(kind):
+        inner = array.values.slice(array.offset * kind.list_size, len(array) * kind.list_size)
+        mask = array.is_null() if array.null_count else None
+        return pa.FixedSizeListArray.from_arrays(plain(inner, kind.value_type), type=kind, mask=mask)
     return array.cast(kind)
 
 
