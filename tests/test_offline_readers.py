@@ -17,7 +17,7 @@ from varlen.errors import SettingError, SourceError
 from varlen.offline.crew import Crew
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.files import find_files
+from varlen.source.finding import find_files
 from varlen.source.source import open_source
 from varlen.source.written import skipped_path
 

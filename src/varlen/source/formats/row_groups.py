@@ -32,8 +32,8 @@ from varlen.types import IntArray
 
 # Column chunks are streamed through a small buffer: row groups may be larger than memory.
 OPENED: dict[str, Any] = {"pre_buffer": False, "buffer_size": 1 << 20, "page_checksum_verification": True}
-_MOST_BYTES = 256 << 20
-"""Of a batch, if each of its values were the longest that there is."""
+_MOST_BYTES, _FIRST_BYTES = 512 << 20, 64 << 20
+"""Of a batch, if each of its values were the longest that there is; and of the first, before anything is known."""
 _MOST_ROW_BYTES = 1 << 30
 """Of a row, by the same bound; else strings are read as dictionaries."""
 _STRING_BYTES = 2**31 - 1
@@ -343,7 +343,8 @@ def _adapted(
     rows = table.metadata.row_group(group).num_rows
     # A dictionary is made anew for every batch, and takes its place once, however many rows share it.
     most = MOST_ROWS if any(leaf.column.is_shared for leaf in leaves) else 0
-    count = min(max(_fitting(sum(leaf.decoded for leaf in leaves), rows), most), limit(0))
+    first = max(limit(0) * _FIRST_BYTES // _MOST_BYTES, 1) if limit(0) < MOST_ROWS else MOST_ROWS
+    count = min(max(_fitting(sum(leaf.decoded for leaf in leaves), rows), most), first)
     at = 0
     for batch in table.iter_batches(count, row_groups=[group], columns=wanted, use_threads=False):
         at += batch.num_rows
