@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,10 @@ def as_source(
     if more.get("chat_template") is not None:
         more["chat_template"] = str(more["chat_template"])  # a file, or the name of a twin
     end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
-    return open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
+    source = open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
+    if (said := source.said_of_template()) is not None:
+        print(f"varlen: {said}", file=sys.stderr)
+    return source
 
 
 def as_documents(data: Sequence[str], **settings: Any) -> Source:

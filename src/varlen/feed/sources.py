@@ -36,7 +36,7 @@ def tokens_of(data: Data, settings: LoaderSettings) -> TokenDocuments | None:
         split=reading.get("split"),
         format=reading.get("format"),
     )
-    _say_unread(getattr(tokens, "unread", None), settings)
+    _say(getattr(tokens, "unread", None), settings)
     return tokens
 
 
@@ -52,12 +52,13 @@ def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
         SourceError: nothing is there, or it can't be read.
     """
     source = open_source(data, tokenizer, **settings.reading)
-    _say_unread(source.unread(), settings)
+    _say(source.unread(), settings)
+    _say(source.said_of_template(), settings)
     return source
 
 
-def _say_unread(said: str | None, settings: LoaderSettings) -> None:
-    """Say which split is read and what isn't; of several ranks, one does."""
+def _say(said: str | None, settings: LoaderSettings) -> None:
+    """Log what is worth knowing of a source; of several ranks, one warns."""
     if said is not None:
         _log.log(logging.WARNING if settings.ranks[0] == 0 else logging.DEBUG, "%s", said)
 

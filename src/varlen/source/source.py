@@ -123,15 +123,20 @@ class Source:
             return False
         return any(columns.kind != "tokens" for columns in self._first_columns())
 
-    def falls_back(self) -> bool:
-        """Whether chats are written as ChatML since the tokenizer has no chat template, and none was named.
+    def said_of_template(self) -> str | None:
+        """Say that chats are written as ChatML since the tokenizer has no chat template, and none was named.
 
         Looks at the columns of the first files only; one that can't be read is left to reading.
         """
-        encoding = self.encoding
-        if encoding.template.source is not CHATML or isinstance(encoding.tokenizer, ByteTokenizer):
-            return False
-        return any(columns.kind in ("messages", "instruction") for columns in self._first_columns())
+        tokenizer = self.encoding.tokenizer
+        if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
+            return None
+        if not any(columns.kind in ("messages", "instruction") for columns in self._first_columns()):
+            return None
+        return (
+            f"the tokenizer {tokenizer.name} has no chat template, so chats are written as ChatML; name the model's "
+            "own by --chat-template (chat_template=)"
+        )
 
     def made_by(self) -> TokenizerMark | None:
         """Return the tokenizer that makes the tokens, or made those that are there; None where nobody says which.
