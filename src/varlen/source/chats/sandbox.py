@@ -35,6 +35,7 @@ _LONGEST_TEXT = 2**28
 
 _MARKS = "varlen_generation_marks"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_ABSENT = object()
 _KINDS = (str, list, dict, LoopContext)
 """Types whose attributes may be reached for every object, or for none."""
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
@@ -226,6 +227,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind, attribute) in self._known:
             return getattr(obj, attribute)
+        if kind is _Notes and not attribute.startswith("_"):  # what it holds was reached by the template before
+            value = getattr(obj, attribute, _ABSENT)
+            return self.undefined(obj=obj, name=attribute) if value is _ABSENT else value
         value = super().getattr(obj, attribute)
         if kind in _KINDS and hasattr(kind, attribute) and not attribute.startswith(("_", "format")):
             self._known.add((kind, attribute))  # it may be reached, whatever the object
