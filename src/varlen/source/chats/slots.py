@@ -191,8 +191,10 @@ def free_character(text: str) -> str:
     Raises:
         SourceError: all of them do.
     """
-    used = set(text) if not text.isascii() else set()
-    free = next((c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used), "")
+    free = next((c for c in map(chr, range(0xF0000, 0xF0008)) if c not in text), "")
+    if not free:
+        used = set(text)
+        free = next((c for c in map(chr, range(0xF0008, 0xFFFFE)) if c not in used), "")
     if not free:
         raise SourceError("the chat holds all 65,534 private-use characters of plane 15, which no text does")
     return free
