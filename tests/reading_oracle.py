@@ -239,8 +239,10 @@ def of_text(plain: bytes) -> Iterator[Any]:
         if line.strip(BLANKS if number == 0 else None):
             try:
                 text = ended.decode()
+                if "\0" in text:
+                    raise ValueError("no text")
                 yield text.removeprefix("\ufeff") if number == 0 else text
-            except UnicodeDecodeError:
+            except ValueError:
                 yield GONE
 
 

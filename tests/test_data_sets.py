@@ -150,7 +150,8 @@ def shards(folder: Path) -> Path:
 
 
 def saved(folder: Path) -> Path:
-    datasets = pytest.importorskip("datasets", reason="datasets, which saves the set, is not installed")
+    import datasets
+
     datasets.Dataset.from_list(rows_of(openai)).save_to_disk(folder / "saved")
     return folder / "saved"
 

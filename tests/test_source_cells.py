@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source.files import find_files
+from varlen.source.finding import find_files
 from varlen.source.formats.reading import all_columns
 from varlen.source.rows import json_kind
 from varlen.source.source import open_source

@@ -277,7 +277,7 @@ def test_a_mask_that_only_later_rows_have_or_two_masks_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({**row, "assistant_masks": [0]}))
 
     with pytest.raises(
-        SourceError, match=r"line 2 has `completion_mask`, which the file's first rows haven't"
+        SourceError, match=r"line 2 has `completion_mask`, which the file's first row has not"
     ):
         read_all(open_source(tmp_path / "a.jsonl"))
     with pytest.raises(SourceError, match=r"has `completion_mask`, `assistant_masks`, two masks .* name one"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from varlen import __version__
+from varlen.counts import many
 from varlen.errors import LedgerError, OverlongDocumentError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import deciding
@@ -24,7 +25,6 @@ from varlen.offline.places import (
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.offline.write import PartCounts, opened_store, write_part
-from varlen.source.losses import nothing_left
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
@@ -193,9 +193,13 @@ def _write(
         on_progress(done, total, "packing")
     parts.sort(key=lambda counts: (len(counts.name), counts.name))
     if not parts:
+        were = many(plan.ledger.dropped_documents, "document is", "documents are")
+        said = [
+            f"{were} longer than {many(settings.capacity, 'token')} and dropped",
+            *store.losses.sentences(),
+        ]
         raise OverlongDocumentError(
-            f"no document is left to pack; {nothing_left(plan.ledger, store.losses, settings.capacity)}; pass "
-            "--overlong split, or a larger --capacity"
+            f"no document is left to pack: {'; '.join(said)}; pass --overlong split, or a larger --capacity"
         )
     ledger = plan.ledger.check()
     packs, packed = sum(p.num_packs for p in parts), sum(p.num_tokens for p in parts)

@@ -227,7 +227,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind, attribute) in self._known:
             return getattr(obj, attribute)
-        if kind is _Notes and not attribute.startswith("_"):  # what it holds was reached by the template before
+        if kind is _Notes and not attribute.startswith(
+            "_"
+        ):  # what it holds was reached by the template before
             value = getattr(obj, attribute, _ABSENT)
             return self.undefined(obj=obj, name=attribute) if value is _ABSENT else value
         value = super().getattr(obj, attribute)

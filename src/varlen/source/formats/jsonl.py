@@ -220,7 +220,7 @@ def in_order(row: dict[str, Any] | str, fields: Fields) -> list[Any] | str:
         return f"has no {listed(absent)}; it has {listed(list(row))}"
     extra = [name for name in row if name in fields.refused]
     if extra:
-        return f"has {listed(extra)}, which the file's first rows haven't; give it to all rows or to none"
+        return f"has {listed(extra)}, which the file's first row has not; give it to all rows or to none"
     return [row.get(name) for name in fields.names]
 
 
