@@ -19,8 +19,14 @@ def largest(distances: Iterable[float]) -> float:
 
 
 def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The largest difference of any tensor, relative to that tensor."""
-    return largest(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(1e-300)) for n in found)
+    """The largest difference of any tensor, relative to that tensor.
+
+    A gradient that is 0 comes out as 0 on one processor, and as a rounding of what cancels out on another: what is
+    less than float64's epsilon of the largest tensor is exact.
+    """
+    size = max((float(wanted[n].norm()) for n in found), default=0.0)
+    least = max(size * torch.finfo(torch.float64).eps / EXACT, 1e-300)
+    return largest(float((found[n] - wanted[n]).norm() / wanted[n].norm().clamp_min(least)) for n in found)
 
 
 @dataclass
