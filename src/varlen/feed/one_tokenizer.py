@@ -1,4 +1,4 @@
-"""One tokenizer for all that a loader feeds: named where several meet, and where tokens are bytes for want of one."""
+"""One tokenizer for all that a loader feeds: refused by name where several meet, logged where tokens are bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def one_tokenizer(marks: Mapping[str, TokenizerMark | None], given: Any) -> dict
     """Require that the sources of a mixture hold tokens of one tokenizer, and return its mark.
 
     Args:
-        marks: the tokenizer of each source; None where nobody knows.
+        marks: the tokenizer of each source; None where it is unknown.
         given: the tokenizer for documents among them, if there is one.
 
     Raises:

@@ -175,7 +175,7 @@ class Inspection:
     """Documents of such a window."""
     seed: int
     are_bytes: bool
-    """Whether tokens are bytes, for want of a tokenizer."""
+    """Whether tokens are bytes, since no tokenizer was given."""
 
     def at(self, capacity: int) -> CapacityFigures:
         """Return the figures of a capacity."""

@@ -67,7 +67,7 @@ def inspect_lengths(
         seed: of random batches, shuffles and samples.
         name: what the documents are, for headings.
         arguments: with which `varlen pack` would read these documents and write them, for the advice.
-        are_bytes: whether the lengths count bytes, for want of a tokenizer; figures then say so.
+        are_bytes: whether the lengths count bytes, since no tokenizer was given; figures then say so.
         on_progress: called with capacities done, all of them, and what is going on.
 
     Returns:

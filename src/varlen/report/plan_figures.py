@@ -83,7 +83,7 @@ class PlanComparison:
     methods: tuple[MethodFigures, ...]
     """From the fastest to the slowest, those without a plan last."""
     are_bytes: bool = False
-    """Whether lengths are of bytes, for want of a tokenizer."""
+    """Whether lengths are of bytes, since no tokenizer was given."""
     estimated: str = ""
     """A sentence about rates that weren't measured on the hardware, or ""."""
     stretched: str = ""

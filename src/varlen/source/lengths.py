@@ -40,7 +40,7 @@ class Lengths:
     unread: str | None = None
     """Which split was read, and what of folders wasn't."""
     are_bytes: bool = False
-    """Whether bytes were counted, for want of a tokenizer."""
+    """Whether bytes were counted, since no tokenizer was given."""
     are_counted: bool = False
     """Whether they were lengths already: there are no tokens to pack."""
 
