@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import attention, isolation, slices, training
-from benchmarks.gpu.__main__ import PARTS, run
+from benchmarks.gpu import attention, engine, gradients, isolation, slices, training
+from benchmarks.gpu.__main__ import PARTS, Part, run, run_part
 from benchmarks.gpu.models import TINY, llama, one_document
 
 import varlen as vl
@@ -17,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def test_families_are_verified_with_every_attention() -> None:
-    found = isolation.isolation("cpu", ["llama", "no such family"], [torch.float32])
+    found = list(isolation.isolation("cpu", ["llama", "no such family"], [torch.float32]))
 
     assert [row["attention"] for row in found[:-1:2]] == [
         "eager",
@@ -87,18 +89,57 @@ def test_padded_and_packed_steps_train_the_same_documents() -> None:
     assert found["ratio"] == pytest.approx(found["padded_sdpa_s"] / found["packed_varlen_s"])
 
 
+def test_gradients_of_slices_are_measured_beside_float64() -> None:
+    found = list(gradients.gradients(CPU, families=["llama"], dtypes=[torch.float32, torch.bfloat16]))
+
+    assert [row["kernels"] for row in found] == ["auto", "auto", "sdpa", "varlen", "flash_attn", "flex"]
+    assert found[0]["error"] < 1e-5 < found[1]["error"] < 2 * found[1]["unsliced_error"]
+    assert all("half precision on CUDA" in row["not_run"] for row in found[3:])
+    assert found[2]["used"] == ["rectangles"]
+
+
+def test_steps_are_measured_beside_the_simulator() -> None:
+    first, *steps = engine.ways(
+        CPU, sizes=TINY, tokens=256, slice_tokens=64, dtype=torch.float32, budget_s=1, rounds=1
+    )
+
+    assert "float32" in first["source"]
+    assert len(steps) == 2 * len(engine.WAYS)
+    assert [row["count"] for row in steps[:: len(engine.WAYS)]] == [1, 3]
+    for row in steps:
+        assert min(row[of] for of in ("seconds", "simulated_s", "peak_bytes", "simulated_peak_bytes")) > 0
+
+
+def test_kernels_of_a_step_are_counted() -> None:
+    found = engine.kernels(CPU, sizes=TINY, tokens=256, slice_tokens=64, dtype=torch.float32)
+
+    assert [row["documents"] for row in found] == ["one long", "short"]
+    assert all(row["seconds"] > 0 for row in found)
+
+
 def test_a_part_that_fails_is_told_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: torch.device) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setitem(PARTS, "attention", broken)
-    monkeypatch.setitem(PARTS, "slices", lambda device: {"device": device.type})
-    file = tmp_path / "gpu.json"
+    monkeypatch.setitem(PARTS, "attention", Part(broken, 60))
 
-    result = run(["attention", "slices"], file, CPU)
+    assert run_part("attention", tmp_path / "found.json", CPU) == 0
 
-    assert result["attention"] == {"failed": "RuntimeError: no kernel"}
-    assert result["slices"] == {"device": "cpu"}
-    assert "RuntimeError: no kernel" in file.read_text()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["failed"] == "RuntimeError: no kernel"
+    assert "in broken" in found["log"]
+
+
+def test_parts_run_in_processes_that_are_stopped_at_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PARTS, "attention", replace(PARTS["attention"], limit_s=0.1))
+
+    result = run(["attention", "transfer"], tmp_path / "gpu.json", "cpu")
+
+    assert result["attention"]["failed"] == "stopped after 0 s"
+    if not torch.cuda.is_available():
+        assert "RuntimeError" in result["transfer"]["failed"]
+    assert json.loads((tmp_path / "gpu.json").read_text()) == result

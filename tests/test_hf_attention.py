@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import math
-import sys
 import types
 from typing import Any
 
 import pytest
 import torch
-from hf_models import GROUPED, LENGTHS, loss_one_by_one, make, packed, packed_loss, tiny
+from attention_oracle import by_definition, ends_of, tensors
+from hf_models import GROUPED, loss_one_by_one, make, packed, packed_loss, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
 
 from varlen.adapters import hf
-from varlen.adapters.hf import fused, per_document
+from varlen.adapters.hf import per_document
 from varlen.adapters.hf.attention import NAME, varlen_attention
 from varlen.adapters.hf.rules import LayerRules
 from varlen.errors import ModelError
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: list[int], rules: LayerRules
-) -> Any:
-    """Attention within segments, a query and a head at a time, as the formula says."""
-    tokens, heads, dim = q.shape
-    group = heads // k.shape[1]
-    scale = dim**-0.5 if rules.scale is None else rules.scale
-    rows = []
-    for start, stop in zip(ends[:-1], ends[1:]):
-        for i in range(start, stop):
-            first = start if rules.window is None else max(start, i - rules.window + 1)
-            for h in range(heads):
-                scores = k[first : i + 1, h // group] @ q[i, h] * scale
-                if rules.softcap:
-                    scores = rules.softcap * torch.tanh(scores / rules.softcap)
-                weights = torch.exp(scores)
-                total = weights.sum()
-                if rules.sinks is not None:
-                    total = total + torch.exp(rules.sinks[h])
-                rows.append((weights / total) @ v[first : i + 1, h // group])
-    return torch.stack(rows).view(tokens, heads, -1)
-
-
-def tensors(tokens: int, heads: int, groups: int, value_dim: int, seed: int) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((tokens, heads, 4), (tokens, groups, 4), (tokens, groups, value_dim))
-    return tuple(  # type: ignore[return-value]
-        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes
-    )
-
-
-def ends_of(lengths: list[int]) -> list[int]:
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
 @settings(max_examples=50)
@@ -290,91 +253,6 @@ def test_chunked_attention_is_refused_since_chunks_reach_only_masks() -> None:
 
     model.set_attn_implementation("sdpa")
     assert packed_loss(model, packed()).item() == pytest.approx(loss_one_by_one(model).item(), rel=1e-5)
-
-
-# The kernels themselves need a GPU. Here they are stood in for by their documented meaning.
-
-
-def fake_varlen_attn(
-    query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
-    scale: Any = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """What `torch.nn.attention.varlen.varlen_attn` is documented to compute, for causal windows."""
-    left, right = window_size
-    assert right == 0
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert max_q == max_k == int(cu_seq_q.diff().max())
-    assert torch.equal(cu_seq_q, cu_seq_k)
-    rules = LayerRules(scale=scale, window=None if left < 0 else left + 1)
-    return by_definition(query, key, value, cu_seq_q.tolist(), rules)
-
-
-def fake_flash_attn(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *,
-    dropout_p: float, softmax_scale: Any, causal: bool, window_size: tuple[int, int], softcap: float,
-) -> Any:  # fmt: skip
-    """What `flash_attn.flash_attn_varlen_func` is documented to compute, for causal windows."""
-    assert causal
-    assert dropout_p == 0
-    assert window_size[1] == 0
-    window = None if window_size[0] < 0 else window_size[0] + 1
-    rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None)
-    return by_definition(q, k, v, cu_seqlens_q.tolist(), rules)
-
-
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("name", ["torch", "flash_attn"])
-def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(
-    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch.nn.attention.varlen as torch_varlen
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", fake_varlen_attn)
-    package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    kernel = fused.by_torch if name == "torch" else fused.by_flash_attention
-    rules = LayerRules(scale=0.7, window=window, softcap=None if name == "torch" else 2.0)
-    q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
-    ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
-
-    ours = kernel(q, k, v, ends, max(LENGTHS), rules)
-    theirs = per_document.attend(q, k, v, ends=ends, longest=None, rules=rules)
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rules", "flash", "expected"),
-    [
-        (torch.bfloat16, LayerRules(), False, "by_torch"),
-        (torch.float16, LayerRules(window=9, scale=0.1), False, "by_torch"),
-        (torch.bfloat16, LayerRules(softcap=30.0), True, "by_flash_attention"),
-        (torch.bfloat16, LayerRules(dropout=0.1), True, "by_flash_attention"),
-        (torch.bfloat16, LayerRules(softcap=30.0), False, None),
-        (torch.float32, LayerRules(), True, None),
-        (torch.bfloat16, LayerRules(sinks=torch.zeros(2)), True, None),
-    ],
-)
-def test_a_fused_kernel_is_chosen_only_for_what_it_computes(
-    dtype: torch.dtype, rules: LayerRules, flash: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object() if flash else None)
-    query = torch.zeros(3, 2, 4, dtype=dtype)
-
-    kernel = fused.fused_kernel(query, query, rules)
-    assert (kernel.__name__ if kernel else None) == expected
-
-
-def test_an_older_pytorch_without_windows_is_not_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.nn.attention.varlen as torch_varlen
-
-    def older(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int) -> Any:
-        raise AssertionError
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", older)
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
-    query = torch.zeros(3, 2, 4, dtype=torch.bfloat16)
-
-    assert fused.fused_kernel(query, query, LayerRules()) is None
 
 
 def test_what_is_no_transformers_model_is_refused_in_a_sentence() -> None:

@@ -135,9 +135,11 @@ def flex(
     scale: float,
     enable_gqa: bool,
     return_aux: Any,
+    kernel_options: dict[str, Any],
 ) -> Any:
     """FlexAttention, by its documentation: the mask and the scores are what its functions say, pair by pair."""
     assert return_aux.lse
+    assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}
     assert enable_gqa == (query.shape[1] != key.shape[1])
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * scale
@@ -292,9 +294,17 @@ def test_what_a_kernel_cannot_take_is_said_before_it_is_called() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of whole slices run on CUDA")
 @pytest.mark.parametrize("name", ["varlen", "flex"])
-def test_on_cuda_a_kernel_agrees_with_scores(name: str) -> None:
-    kernel, fault = choice._tried(name, torch.device("cuda"), torch.bfloat16, (4, 2, 64, 64), True, False)
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
+def test_on_cuda_a_kernel_agrees_with_scores(name: str, windowed: bool, capped: bool) -> None:
+    if capped and name == "varlen":
+        pytest.skip("it knows no soft cap")
+    cuda, half, heads = torch.device("cuda"), torch.bfloat16, (4, 2, 64)
+    kernel, fault = choice._tried(name, cuda, half, (*heads, 64), windowed, capped)
     assert kernel is not None, fault
+    rule = Rule(0.125, 100 if windowed else None, 5.0 if capped else None)
+    for lengths in (Lengths((96,), (96,)), Lengths((96, 204), (300, 204)), Lengths((130, 7), (130, 700))):
+        assert choice.error_of(kernel, lengths, heads, rule, cuda, half) < 0.05, lengths
 
 
 def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot() -> None:

@@ -226,6 +226,7 @@ def test_scales_of_quantised_activations_are_coupled_and_no_leak() -> None:
     assert {cell.call for cell in report.leaks} >= {"position_ids, use_cache=True", "input_ids alone"}
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of what imports Inductor first
 def test_a_compiled_model_is_checked_as_its_modules_say() -> None:
     report = vl.verify(torch.compile(tiny_model("llama")), backends=["eager"], layouts=["rows"], calls=False)
 

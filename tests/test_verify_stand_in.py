@@ -1,7 +1,10 @@
 """The stand-in for FlashAttention has the form that transformers unpacks, in each version that we support."""
 
+import pytest
+import torch
 from transformers import modeling_flash_attention_utils as flash
 
+import varlen as vl
 from varlen.verify import stand_in
 
 
@@ -35,3 +38,12 @@ def test_what_transformers_finds_is_put_back():
     with stand_in.flash_attention():
         assert flash.lazy_import_flash_attention is not found
     assert flash.lazy_import_flash_attention is found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels that compute it run on CUDA")
+def test_on_cuda_it_says_segments_where_the_tokens_are():
+    report = vl.verify(
+        "llama", backends=["flash_attention_2"], device="cuda", dtype=torch.bfloat16, calls=False
+    )
+
+    assert {cell.verdict for cell in report.cells} == {"isolated"}

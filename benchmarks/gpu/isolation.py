@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,8 @@ def isolation(
     device: str = "cuda",
     families: Sequence[str] = FAMILIES,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Verify tiny models of some families, with every attention and layout, in the dtypes that the kernels take."""
-    found = []
     for family in families:
         for dtype in dtypes:
             row = {"family": family, "dtype": str(dtype).removeprefix("torch.")}
@@ -41,10 +40,9 @@ def isolation(
                 report = vl.verify(family, device=device, dtype=dtype, calls=False)
             except (VarlenError, RuntimeError) as error:
                 reason = str(error).splitlines()[0][:200]
-                found.append({**row, "attention": "all", "verdict": "not run", "reason": reason})
+                yield {**row, "attention": "all", "verdict": "not run", "reason": reason}
                 continue
-            found += [{**row, **_cell(cell)} for cell in report.cells]
-    return found
+            yield from ({**row, **_cell(cell)} for cell in report.cells)
 
 
 def _cell(cell: Any) -> dict[str, Any]:

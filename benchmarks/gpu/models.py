@@ -35,7 +35,8 @@ TINY = {
 def llama(sizes: dict[str, int], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a Llama with random weights, in training mode, its gradients there already."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).to(device).train()
+    with device:  # random numbers of a billion parameters take half a minute on a CPU
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model

@@ -12,8 +12,8 @@ import varlen as vl
 from benchmarks.gpu.clock import peak_bytes, side_by_side
 from benchmarks.gpu.models import BILLION, llama, one_document
 
-TOKENS = 65_536
-SLICES = (2048, 4096, 8192, 16_384, 32_768)
+TOKENS = 32_768
+SLICES = (1024, 2048, 4096, 8192, 16_384)
 LONGEST = 2**21
 """Tokens beyond which the longest document isn't looked for."""
 HEAD_ROWS = 1024
@@ -26,7 +26,7 @@ def overhead(
     tokens: int = TOKENS,
     slice_tokens: tuple[int, ...] = SLICES,
     dtype: torch.dtype = torch.bfloat16,
-    rounds: int = 3,
+    rounds: int = 2,
 ) -> dict[str, Any]:
     """Time steps of one document cut into slices, beside the unsliced step with the same recomputation.
 
@@ -102,7 +102,7 @@ def longest(
     slice_tokens: int = 8192,
     most: int = LONGEST,
     first: int = 8192,
-    limit_s: float = 60.0,
+    limit_s: float = 24.0,
 ) -> list[dict[str, Any]]:
     """Return the longest document that each way runs before the device is out of memory, doubling from `first`.
 

@@ -12,9 +12,9 @@ from benchmarks.gpu.clock import peak_bytes, seconds, side_by_side
 from benchmarks.gpu.models import BILLION, llama
 from varlen.adapters import hf
 
-CAPACITY = 8192
-DOCUMENTS = 256
-ROWS = 8
+CAPACITY = 4096
+DOCUMENTS = 64
+ROWS = 4
 """Of a padded micro-batch; packed ones hold as many packs as make up as many slots."""
 
 

@@ -108,18 +108,32 @@ def _tried(
 def error_on_a_small_case(
     kernel: SliceKernel, heads: tuple[int, int, int], rule: Rule, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return how far a kernel is from scores formed here, on two slices, in both passes; in units of the largest.
+    """Return how far a kernel is from scores formed here on two slices, as `error_of`."""
+    return error_of(kernel, Lengths((4, 9), (11, 9)), heads, rule, device, dtype)
+
+
+def error_of(
+    kernel: SliceKernel,
+    lengths: Lengths,
+    heads: tuple[int, int, int],
+    rule: Rule,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
+    """Return how far a kernel is from scores formed here, in both passes; in units of the largest.
 
     Args:
         kernel: to be tried.
+        lengths: of the slices that it is tried on.
         heads: of queries and of keys, and how wide.
         rule: of scores.
         device: to try it on.
         dtype: of what it is given.
     """
     query_heads, key_heads, width = heads
-    lengths, made = Lengths((4, 9), (11, 9)), torch.Generator().manual_seed(0)
-    sizes = [(13, query_heads), (20, key_heads), (20, key_heads), (13, query_heads)]
+    made = torch.Generator().manual_seed(0)
+    rows, keys = sum(lengths.queries), sum(lengths.keys)
+    sizes = [(rows, query_heads), (keys, key_heads), (keys, key_heads), (rows, query_heads)]
     *tokens, gradient = (torch.randn(*size, width, generator=made).to(device, dtype) for size in sizes)
     given, exact = Qkv(*tokens), Qkv(*(x.double() for x in tokens))
     merged, known = kernel.forward(given, lengths, rule), BY_SCORES.forward(exact, lengths, rule)

@@ -148,6 +148,7 @@ class Flex:
 
             attention = torch.compile(flex_attention, dynamic=True)
         self._attention = attention
+        self._caps: dict[float, torch.Tensor] = {}
 
     def forward(self, given: Qkv, lengths: Lengths, rule: Rule) -> Merged:
         """As `SliceKernel.forward`."""
@@ -171,7 +172,10 @@ class Flex:
 
     def _run(self, given: Qkv, lengths: Lengths, rule: Rule) -> Merged:
         heads = [x.transpose(0, 1)[None] for x in given]
-        cap = rule.cap
+        if rule.cap is not None and rule.cap not in self._caps:
+            self._caps[rule.cap] = torch.tensor(rule.cap, device=given.query.device)
+        # A number would become symbolic under dynamic shapes, which the kernel doesn't take.
+        cap = None if rule.cap is None else self._caps[rule.cap]
 
         def capped(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
             return score if cap is None else cap * torch.tanh(score / cap)
@@ -185,6 +189,8 @@ class Flex:
             scale=rule.scale,
             enable_gqa=given.query.shape[1] != given.key.shape[1],
             return_aux=AuxRequest(lse=True),
+            # The kernel for few queries takes at most 128 rows times query heads of a key head.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
         return out, aux.lse
 

@@ -116,9 +116,11 @@ class Parts:
             slices: whose rows they are.
             like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
         """
-        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None].to(
-            like.device
-        )
+        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None]
+        if like.is_cuda:
+            ids = ids.pin_memory().to(
+                like.device, non_blocking=True
+            )  # else the host waits for the device here
         ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
         named = {
             kind: self._rotated(ids, ends, like, *([kind] if kind else []))

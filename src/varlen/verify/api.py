@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from importlib.metadata import version
 from numbers import Integral
 from typing import Any, get_args
 
 import torch
+import transformers
 
+from varlen import __version__
 from varlen.adapters import hf
 from varlen.adapters.hf.model import check_family
 from varlen.adapters.hf.recurrent import TOLD
@@ -119,7 +120,10 @@ def verify(
         weights=sum(weight.numel() for weight in base.parameters()),
         dtype=str(base.dtype).removeprefix("torch."),
         device=str(base.device),
-        versions=_versions(),
+        versions=(
+            ("varlen", __version__),
+            *((each.__name__, str(each.__version__)) for each in (transformers, torch)),
+        ),
         notes=(*loaded.notes, *_notes(model, batches)),
         cells=tuple(cells),
         calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
@@ -195,10 +199,6 @@ def _rope_limit(model: Any) -> int | None:
         return None
     limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    return tuple((name, version(name)) for name in ("varlen", "transformers", "torch"))
 
 
 def _with_attention(loaded: LoadedModel, backend: str) -> Any:

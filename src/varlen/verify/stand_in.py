@@ -98,7 +98,7 @@ def _varlen_kernel(
 def _dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """Attend as `flash_attn_func` does: each row is a segment."""
     rows, width = q.shape[:2]
-    ends = torch.arange(rows + 1, dtype=torch.int32) * width
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * width
     out = _varlen_kernel(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, width, width, **options
     )

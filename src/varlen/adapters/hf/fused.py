@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -30,25 +29,12 @@ def fused_kernel(query: torch.Tensor, value: torch.Tensor, rules: LayerRules) ->
         rules: of the layer.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if (
-        not half
-        or rules.sinks is not None
-        or query.shape[-1] != value.shape[-1]
-        or query.shape[-1] > MAX_HEAD_DIM
-    ):
+    width = query.shape[-1]
+    if not half or rules.sinks is not None or width != value.shape[-1] or width % 8 or width > MAX_HEAD_DIM:
         return None
-    if rules.softcap is None and rules.dropout == 0 and _torch_takes("scale", "window_size", "enable_gqa"):
+    if rules.softcap is None and rules.dropout == 0:
         return by_torch
     return by_flash_attention if importlib.util.find_spec("flash_attn") is not None else None
-
-
-def _torch_takes(*names: str) -> bool:
-    """Return whether this PyTorch has a variable-length kernel with these arguments (2.10 lacks some)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return set(names) <= set(inspect.signature(varlen_attn).parameters)
 
 
 def by_torch(
@@ -59,7 +45,9 @@ def by_torch(
     longest: int,
     rules: LayerRules,
 ) -> torch.Tensor:
-    """Attend within segments with `torch.nn.attention.varlen`.
+    """Attend within segments with the kernel that `torch.nn.attention.varlen` calls.
+
+    `varlen_attn` itself takes no scale, window or grouped heads in PyTorch 2.11.
 
     Args:
         query: `[tokens, query_heads, head_dim]`, in half precision.
@@ -72,9 +60,9 @@ def by_torch(
     Returns:
         `[tokens, query_heads, head_dim]`.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    out: Any = varlen_attn(
+    # A window is one of both sides, and takes the place of the causal diagonal.
+    sides = (None, None) if rules.window is None else (rules.window - 1, 0)
+    out: Any = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -82,11 +70,14 @@ def by_torch(
         ends,
         longest,
         longest,
+        0.0,
+        rules.window is None,
+        False,
         scale=rules.scale,
-        window_size=(_to_the_left(rules), 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        window_size_left=sides[0],
+        window_size_right=sides[1],
     )
-    return out  # type: ignore[no-any-return]
+    return out[0]  # type: ignore[no-any-return]
 
 
 def by_flash_attention(

@@ -1,0 +1,184 @@
+"""Steps of `SliceEngine` on the device: seconds and bytes beside the simulator's, waits on the host, and kernels."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import varlen as vl
+from benchmarks.gpu.clock import peak_bytes, seconds, side_by_side
+from benchmarks.gpu.models import BILLION, llama
+from benchmarks.gpu.training import documents
+from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.calibrate import calibrate
+
+WAYS: tuple[dict[str, str], ...] = (
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "none"},
+    {"recompute": "full", "saved": "stage"},
+    {"recompute": "full", "offload": "kv"},
+    {"recompute": "full", "saved": "stage", "offload": "kv"},
+)
+"""How a step keeps activations."""
+
+
+def batches(sizes: dict[str, int], tokens: int) -> dict[str, vl.PackedBatch]:
+    """Return one long document, and short ones of skewed lengths, of about as many tokens."""
+    random = np.random.default_rng(0)
+    lengths = documents(sizes["vocab_size"], 4096, max(64, tokens // 8))[0]
+    lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), tokens)))]
+    sets = {"one long": [tokens], "short": lengths.tolist()}
+    return {
+        name: vl.collate(
+            [random.integers(0, sizes["vocab_size"], n).astype(np.int32) for n in held],
+            vl.pack(held, capacity=tokens),
+        )
+        for name, held in sets.items()
+    }
+
+
+def ways(
+    device: torch.device,
+    *,
+    sizes: dict[str, int] = BILLION,
+    tokens: int = 32_768,
+    slice_tokens: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    budget_s: float = 15.0,
+    rounds: int = 2,
+) -> Iterator[dict[str, Any]]:
+    """Yield seconds and peaks of a step in each way, and what `vl.simulate` says with rates calibrated here."""
+    model = llama(sizes, device, dtype)
+    shape = vl.ModelShape.from_config(model.config)
+    measured = calibrate(shape, device=device, dtype=dtype, budget_s=budget_s)
+    yield {
+        "source": measured.hardware.source,
+        "mape_attention": measured.mape_attention,
+        "mape_gemm": measured.mape_gemm,
+        "repeat_mape": measured.repeat_mape,
+        "tokens": tokens,
+        "slice_tokens": slice_tokens,
+    }
+    for name, batch in batches(sizes, tokens).items():
+        for way in WAYS:
+            row = {"documents": name, "count": int(batch.document_lengths.size), **way}
+            settings = {key: value for key, value in way.items() if key != "saved"}
+            plan = one_gpu_plan(batch.document_lengths, slice_tokens, **settings)  # type: ignore[arg-type]
+            cost = vl.CostModel(
+                model=shape, hardware=measured.hardware, kernels="eager", saved=way.get("saved", "layers")
+            )
+            timeline = vl.simulate(plan, cost)
+            states = float(np.max(cost.as_planned(plan).memory(plan.mesh).state_bytes))
+            row["simulated_s"] = float(timeline.stops_s.max())
+            row["simulated_peak_bytes"] = float(timeline.peaks_bytes.max()) - states
+            try:
+                row |= _step(model, batch, way, slice_tokens, device, rounds)
+            except torch.OutOfMemoryError:
+                row["not_run"] = "out of memory"
+            gc.collect()
+            yield row
+
+
+def _step(
+    model: Any,
+    batch: vl.PackedBatch,
+    way: dict[str, str],
+    slice_tokens: int,
+    device: torch.device,
+    rounds: int,
+) -> dict[str, Any]:
+    """Return seconds of a step, and the most bytes that it takes beside parameters and gradients."""
+    engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
+    taken = side_by_side([lambda: engine.step(batch)], device, rounds=rounds, warm=1)[0]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    row = {
+        "seconds": taken,
+        "tokens_per_s": batch.num_tokens / taken,
+        "peak_bytes": peak_bytes(lambda: engine.step(batch), device),
+    }
+    if device.type == "cuda":
+        row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - torch.cuda.memory_allocated()
+    return row
+
+
+def waits(
+    device: torch.device,
+    *,
+    sizes: dict[str, int] = BILLION,
+    tokens: int = 16_384,
+    slice_tokens: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict[str, Any]]:
+    """Return where a warm step makes the host wait for the device, and how often, as PyTorch's debug mode sees it."""
+    model = llama(sizes, device, dtype)
+    found = []
+    for name, batch in batches(sizes, tokens).items():
+        for way in WAYS:
+            engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
+            engine.step(batch)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    engine.step(batch)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            places = collections.Counter(
+                f"{each.filename.rsplit('site-packages/')[-1].rsplit('src/')[-1]}:{each.lineno}"
+                for each in seen
+                if "synchroniz" in str(each.message)
+            )
+            found.append({"documents": name, **way, "waits": dict(places.most_common())})
+    return found
+
+
+def kernels(
+    device: torch.device,
+    *,
+    sizes: dict[str, int] = BILLION,
+    tokens: int = 32_768,
+    slice_tokens: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict[str, Any]]:
+    """Return which kernels a warm step spends its time in, how many are launched, and how long the device is idle."""
+    model = llama(sizes, device, dtype)
+    engine = vl.SliceEngine(model, slice_tokens)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    found = []
+    for name, batch in batches(sizes, tokens).items():
+        taken = seconds(lambda batch=batch: engine.step(batch), device, rounds=3)
+        with profile(activities=activities) as seen:
+            engine.step(batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        rows = [each for each in seen.key_averages() if each.self_device_time_total > 0]
+        rows = [each for each in rows if not each.key.startswith("aten::")]
+        rows.sort(key=lambda each: -each.self_device_time_total)
+        busy = sum(each.self_device_time_total for each in rows) / 1e6
+        found.append(
+            {
+                "documents": name,
+                "count": int(batch.document_lengths.size),
+                "seconds": taken,
+                "busy_s": busy,
+                "launches": sum(each.count for each in rows),
+                "top": [
+                    {
+                        "kernel": each.key[:120],
+                        "count": each.count,
+                        "seconds": each.self_device_time_total / 1e6,
+                    }
+                    for each in rows[:25]
+                ],
+            }
+        )
+    return found
