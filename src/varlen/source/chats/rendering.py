@@ -12,7 +12,7 @@ from varlen.source.chats.conserve import Lost, losses_of, lost_texts
 from varlen.source.chats.generation import after_prompt, between, of_messages
 from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
-from varlen.source.chats.skeleton import Skeleton, skeleton_of
+from varlen.source.chats.skeleton import Kind, Skeleton, skeleton_of
 from varlen.source.chats.slots import free_character, shape_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
 from varlen.source.chats.twins import twin_of
@@ -27,12 +27,6 @@ _WAYS_OUT = (
     'choose another template, or supervise="all"'
 )
 _ASKED: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-_TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
-    }
-]
 _CALLED: list[dict[str, Any]] = [
     _ASKED[0],
     {
@@ -153,25 +147,31 @@ class Rendering:
         skeleton = self._skeleton(shape, messages) if shape is not None else None
         if skeleton is None:
             return None, None
-        if skeleton.has_arguments or self._tools:
-            return fill_masked(skeleton, self.render, messages, source, text, self._foreign), skeleton
-        return fill(skeleton, messages, text), skeleton
+        said = None if skeleton.is_open else fill(skeleton, messages, text)
+        if said is None and (self._tools or any("tool_calls" in message for message in messages)):
+            if any(slot.key == "arguments" for slot in skeleton.slots):
+                skeleton = self._skeleton(shape, messages, "apart")
+            if skeleton is not None:
+                said = fill_masked(skeleton, self.render, messages, source, text, self._foreign)
+        return said, skeleton
 
-    def _skeleton(self, shape: Any, messages: list[dict[str, Any]]) -> Skeleton | None:
+    def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
         """Return the skeleton of a shape, made when it is first seen."""
         template = self._template
-        key = (shape, bool(self._tools), spelled(self._variables, "variables"))
+        key = (kind, shape, bool(self._tools), spelled(self._variables, "variables"))
         if key not in template.skeletons:
             if not template.marks.is_known:
                 self._know_marks()
             if len(template.skeletons) >= _MOST_SKELETONS:
                 template.skeletons.clear()
             # A row may have tools of its own, which stand between texts and bound no turn.
+            tool = free_character(self._foreign) if self._tools else None
             like = Rendering(
-                template, Chat(messages=messages), _TOOLS if self._tools else None, self._variables
+                template, Chat(messages=messages), _tools_named(tool) if tool else None, self._variables
             )
-            made = skeleton_of(like.render, messages, template.source, template.marks, like._foreign)
-            template.skeletons[key] = made
+            template.skeletons[key] = skeleton_of(
+                like.render, messages, template.source, template.marks, like._foreign, kind=kind, tool=tool
+            )
         return template.skeletons[key]
 
     def _know_marks(self) -> None:
@@ -277,14 +277,15 @@ class Rendering:
         if not spans:
             raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
         speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= first]
-        owned = of_messages(self.render, messages, text, spans, speaking)
-        if owned is None and len(trained) < len(speaking):
+        is_all = len(trained) == len(speaking) and not self._off
+        owned = None if is_all else of_messages(self.render, messages, text, spans, speaking)
+        if owned is None and not is_all:
             raise SourceError(
                 "the chat template rewrites earlier turns, so that the {% generation %} blocks of single messages "
                 'can\'t be told apart; switch no message off, and leave supervise="last"'
             )
         shape = shape_of(messages, self._template.source)
-        skeleton = self._skeleton(shape, messages) if shape is not None else None
+        skeleton = self._skeleton(shape, messages, "unwritten") if shape is not None else None
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
         losses = self._losses(trained, turns, dict.fromkeys(trained, text), choice)
         off: list[tuple[int, int]] = []
@@ -299,6 +300,12 @@ class Rendering:
             bare = self._skeleton(shape_of(roles, self._template.source), roles)
             ends = not (bare and bare.turns[-1].mark)
         return Rendered(text=text, spans=tuple(spans), needs_eos=ends, off=tuple(off), losses=losses)
+
+
+def _tools_named(name: str) -> list[Any]:
+    """Return a tool that stands for those of a row."""
+    parameters = {"type": "object", "properties": {}}
+    return [{"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}]
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

@@ -7,11 +7,15 @@ arguments of calls. It says where a turn begins and ends, and which texts the te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from varlen.source.chats.marks import EndMarks, call_closing, closing_of, opening_of
 from varlen.source.chats.slots import Render, Slot, cut, free_character, masked, try_render
+
+Kind = Literal["joined", "apart", "unwritten"]
+"""What a skeleton is for: to be filled in, arguments written as JSON among its texts; to be filled in with arguments
+and tools as a rendering has them; or to tell what isn't written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +67,21 @@ class Skeleton:
     slots: tuple[Slot, ...]
     """In the order of the text, those of arguments left out; one may stand twice."""
     turns: tuple[Turn, ...]
-    has_arguments: bool
+    is_open: bool
+    """Arguments are left out, or tools stand in several pieces, so that it can't be filled in."""
+    hole: int | None
+    """The one piece in which tools stand, whose text is another for each row."""
 
 
 def skeleton_of(
-    render: Render, messages: Sequence[dict[str, Any]], source: str, marks: EndMarks, foreign: str
+    render: Render,
+    messages: Sequence[dict[str, Any]],
+    source: str,
+    marks: EndMarks,
+    foreign: str,
+    *,
+    kind: Kind = "joined",
+    tool: str | None = None,
 ) -> Skeleton | None:
     """Render the skeleton of a chat's shape.
 
@@ -77,6 +91,8 @@ def skeleton_of(
         source: of the template.
         marks: what ends a turn.
         foreign: text that the template may write itself; the slots' marks are chosen not to stand in it.
+        kind: what it is for.
+        tool: the name of the tool that is rendered, which stands nowhere else; None without tools.
 
     Returns:
         The skeleton, or None where the template fails on it, or writes the assistant's turns out of order.
@@ -89,29 +105,63 @@ def skeleton_of(
     if text is None:
         return None
     pieces, order = cut(text, slot)
+    if kind == "joined":
+        pieces, order, slots = _joined(pieces, order, slots)
     own = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     firsts = {number: at for at, number in reversed(list(enumerate(order)))}
     once = {n for n, one in enumerate(slots) if one.is_said and one.call < 0 and one.message in own}
     if any(order.count(number) > 1 for number in once & set(order)):
         return None
     builder = _Builder(render, marked, slots, slot, marks, pieces, order, firsts)
-    turns = [builder.turn(number) for number in own]
-    begins = [turn.regions[0].first for turn in turns if turn.regions]
+    if kind == "unwritten":
+        turns = [builder.unwritten(number) for number in own]
+        begins = [0 for number in firsts if slots[number].is_said and slots[number].message in own]
+    else:
+        turns = [builder.turn(number) for number in own]
+        begins = [turn.regions[0].first for turn in turns if turn.regions]
     unsaid = any(slot.key == "content" for turn in turns for slot in turn.missing)
     if begins != sorted(begins) or (unsaid and not begins):
         return None
     kept = [at for at, number in enumerate(order) if not slots[number].is_argument]
     bounds = [-1, *kept, len(order)]
-    joined = tuple(
+    kept_pieces = tuple(
         "".join([pieces[a + 1], *(f"{slot}{pieces[at + 1]}" for at in range(a + 1, b))])
         for a, b in zip(bounds, bounds[1:])
     )
+    holes = [at for at, piece in enumerate(kept_pieces) if tool and tool in piece]
     return Skeleton(
-        pieces=joined,
+        pieces=kept_pieces,
         slots=tuple(slots[order[at]] for at in kept),
         turns=tuple(turns),
-        has_arguments=any(one.is_argument for one in slots),
+        is_open=any(one.is_argument for one in slots) or len(holes) > 1,
+        hole=holes[0] if holes else None,
     )
+
+
+def _joined(
+    pieces: list[str], order: list[int], slots: list[Slot]
+) -> tuple[list[str], list[int], list[Slot]]:
+    """Take arguments that are written as the JSON of an object as one text, in the slot of their value."""
+    if len(set(order)) < len(order):  # what stands twice may be written in two ways
+        return pieces, order, slots
+    kept, numbers, slots, at = [pieces[0]], [], list(slots), 0
+    while at < len(order):
+        number, following = order[at], pieces[at + 1]
+        is_json = (
+            slots[number].is_argument
+            and slots[number].key == "key"
+            and order[at + 1 : at + 2] == [number + 1]
+            and (kept[-1].endswith('{"') and following in ('": "', '":"') and pieces[at + 2].startswith('"}'))
+        )
+        if is_json:
+            slots[number] = replace(slots[number], key="")
+            number, at = number + 1, at + 1
+            slots[number] = replace(slots[number], key="arguments")
+            kept[-1], following = kept[-1][:-2], pieces[at + 1][2:]
+        kept.append(following)
+        numbers.append(number)
+        at += 1
+    return kept, numbers, slots
 
 
 @dataclass(slots=True)
@@ -130,25 +180,11 @@ class _Builder:
 
     def turn(self, number: int) -> Turn:
         """Return what is written for the assistant's message of a number."""
-        mine = [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
-        at = sorted(self.firsts[n] for n in mine if n in self.firsts)
-        alone = try_render(self.render, self.marked[: number + 1], False) or ""
-        missing = tuple(self.slots[n] for n in mine if n not in self.firsts)
-        by_design = frozenset(
-            self.slots[n] for n in mine if n not in self.firsts and f"{self.slot}{n}{self.slot}" in alone
-        )
+        found = self.unwritten(number)
+        at = sorted(self.firsts[n] for n in self._said_in(number) if n in self.firsts)
         if not at:
-            nothing: tuple[Region, ...] = ()
-            return Turn(
-                message=number,
-                regions=nothing,
-                has_mark=True,
-                opening=None,
-                closing="",
-                mark=0,
-                missing=missing,
-                by_design=by_design,
-            )
+            return found
+        alone = try_render(self.render, self.marked[: number + 1], False) or ""
         runs = self._runs(at, number)
         regions = []
         opening, closing, mark = None, "", 0
@@ -163,16 +199,33 @@ class _Builder:
                 alone = try_render(self.render, self.marked[: until + 1], False) or ""
             closing, mark = self._closing(alone, run[-1], number)
             regions.append(self._region(run, lead, mark))
-        return Turn(
-            message=number,
+        return replace(
+            found,
             regions=tuple(regions),
             has_mark=self._ends(closing[:mark], runs[-1][-1]) or self._asks_a_tool(alone, runs[-1][-1]),
             opening=opening,
             closing=closing,
             mark=mark,
-            missing=missing,
-            by_design=by_design,
         )
+
+    def unwritten(self, number: int) -> Turn:
+        """Return what isn't written of the assistant's message of a number, as a turn that stands nowhere."""
+        missing = [n for n in self._said_in(number) if n not in self.firsts]
+        alone = (try_render(self.render, self.marked[: number + 1], False) or "") if missing else ""
+        return Turn(
+            message=number,
+            regions=(),
+            has_mark=True,
+            opening=None,
+            closing="",
+            mark=0,
+            missing=tuple(self.slots[n] for n in missing),
+            by_design=frozenset(self.slots[n] for n in missing if f"{self.slot}{n}{self.slot}" in alone),
+        )
+
+    def _said_in(self, number: int) -> list[int]:
+        """Return the slots of what the message says."""
+        return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
 
     def _runs(self, at: list[int], number: int) -> list[list[int]]:
         """Part a message's slots where another message's stands between them."""
@@ -186,8 +239,7 @@ class _Builder:
 
     def _closing(self, alone: str, last: int, number: int) -> tuple[str, int]:
         """Return what belongs to the message after its slot `last`, and where its mark stops."""
-        mark = f"{self.slot}{self.order[last]}{self.slot}"
-        rest = alone.rpartition(mark)[2] if mark in alone else ""
+        rest = self._after(alone, last)
         own, piece = rest.partition(self.slot)[0], self.pieces[last + 1]
         if self.slots[self.order[last]].key == "content":
             return closing_of(own, piece, self.marks)
@@ -202,8 +254,14 @@ class _Builder:
 
     def _asks_a_tool(self, alone: str, last: int) -> bool:
         """Whether the template opens a tool's answer after the turn, which so has ended."""
-        rest = alone.rpartition(f"{self.slot}{self.order[last]}{self.slot}")[2]
-        return rest.startswith(tuple(self.marks.of_answers))
+        return self._after(alone, last).startswith(tuple(self.marks.of_answers))
+
+    def _after(self, alone: str, last: int) -> str:
+        """Return what the template writes after a slot where no message follows."""
+        _, mark, rest = alone.rpartition(f"{self.slot}{self.order[last]}{self.slot}")
+        if not mark:
+            return ""
+        return rest.removeprefix('"}') if self.slots[self.order[last]].key == "arguments" else rest
 
     def _region(self, run: list[int], lead: int, mark: int) -> Region:
         """Return a region in pieces that are counted without the slots of arguments."""

@@ -18,7 +18,7 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 _THOUGHTS = "reasoning_content"
 _ALWAYS = {"role", "content", _THOUGHTS, "tool_calls"}
 _IDS = ("id", "tool_call_id")
-_OF_CALLS = ("name", "key", "value")
+_OF_CALLS = ("name", "key", "value", "arguments")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +27,14 @@ class Slot:
 
     message: int
     key: str
-    """Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments."""
+    """Of the message; of a call `name` or `id`, and `key` and `value`, which stand for its arguments, or `arguments`
+    where those are one JSON text."""
     call: int = -1
     """Of the message's calls; -1: of the message itself."""
 
     @property
     def is_argument(self) -> bool:
-        """Whether it stands for arguments, which are as many as a row has."""
+        """Whether it stands for arguments that are no one text, which are as many as a row has."""
         return self.key in ("key", "value") and self.call >= 0
 
     @property
@@ -41,12 +42,14 @@ class Slot:
         """Whether it stands for what an assistant says."""
         return self.key in (_OF_CALLS if self.call >= 0 else ("content", _THOUGHTS))
 
-    def text_in(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return what stands in its place in a chat of the shape; not for arguments."""
+    def value_in(self, messages: Sequence[dict[str, Any]]) -> str | dict[str, Any]:
+        """Return what stands in its place in a chat of the shape: a text, or the arguments of a call."""
         message = messages[self.message]
         if self.call < 0:
             return str(message[self.key])
         call = message["tool_calls"][self.call]
+        if self.key == "arguments":
+            return call["function"]["arguments"]  # type: ignore[no-any-return]
         return str(call["id"] if self.key == "id" else call["function"]["name"])
 
 

@@ -21,6 +21,12 @@ from varlen.source.chats.marks import EndMarks
 from varlen.source.chats.skeleton import Skeleton, Turn
 from varlen.source.chats.slots import Render, cut, free_character, masked, try_render
 
+Value = str | dict[str, Any]
+"""What stands in a slot: a text, or the arguments of a call."""
+Forms = Callable[[Value], Iterable[str]]
+Way = tuple[Any, ...]
+"""Empty, or the way to a place, where it begins and where it stops."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
@@ -40,21 +46,22 @@ class Said:
 def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
     """Return where assistants speak in a text that is the skeleton with these texts, else None.
 
-    Not for chats with tools or arguments, whose text `fill_masked` renders.
+    Not for skeletons that are open, which `fill_masked` closes.
     """
-    return _said(skeleton, skeleton.pieces, [slot.text_in(messages) for slot in skeleton.slots], text)
+    values = [slot.value_in(messages) for slot in skeleton.slots]
+    return _said(skeleton, skeleton.pieces, values, text, skeleton.hole)
 
 
 def fill_masked(
     skeleton: Skeleton, render: Render, messages: list[dict[str, Any]], source: str, text: str, foreign: str
 ) -> list[Said] | None:
-    """Return where assistants speak in a text that has tools, or calls with arguments, else None.
+    """Return where assistants speak in a text that has tools, or calls with arguments of any form, else None.
 
     The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
     template's own, a tool or an argument, and what ends a turn stands at the end of that.
 
     Args:
-        skeleton: of the chat's shape.
+        skeleton: of the chat's shape, arguments apart.
         render: the template.
         messages: the chat.
         source: of the template.
@@ -69,12 +76,14 @@ def fill_masked(
     pieces, order = cut(rendered, slot)
     if [slots[number] for number in order] != list(skeleton.slots):
         return None
-    return _said(skeleton, pieces, [slot.text_in(messages) for slot in skeleton.slots], text)
+    return _said(skeleton, pieces, [slot.value_in(messages) for slot in skeleton.slots], text)
 
 
-def _said(skeleton: Skeleton, pieces: Sequence[str], values: Sequence[str], text: str) -> list[Said] | None:
-    """Find the turns in a text that is these pieces with these values between them."""
-    places = _places(pieces, values, text)
+def _said(
+    skeleton: Skeleton, pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
+) -> list[Said] | None:
+    """Find the turns in a text that is these pieces with these values between them, one piece but for a hole."""
+    places = _places(pieces, values, text, hole)
     if places is None:
         return None
     begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(text)]
@@ -99,37 +108,76 @@ def _said(skeleton: Skeleton, pieces: Sequence[str], values: Sequence[str], text
     return said
 
 
-def _places(pieces: Sequence[str], values: Sequence[str], text: str) -> list[tuple[int, int]] | None:
-    """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
-    if not text.startswith(pieces[0]):
-        return None
-    return _walk(pieces, values, text, _forms) or _walk(pieces, values, text, _json_forms)
-
-
-def _walk(
-    pieces: Sequence[str], values: Sequence[str], text: str, forms: Callable[[str], Iterable[str]]
+def _places(
+    pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
 ) -> list[tuple[int, int]] | None:
-    """Walk through the text, content by content."""
-    reached: dict[int, Any] = {len(pieces[0]): None}  # a position, and the places on the way to it
+    """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
+    for forms in (_forms, _json_forms):
+        places = _around(pieces, values, text, forms, hole) if hole is not None else None
+        if hole is None and (way := _walk(pieces, values, text, forms).get(len(text))):
+            places = _along(way)
+        if places is not None:
+            return places
+    return [] if hole is None and not values and text == pieces[0] else None
+
+
+def _around(
+    pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms, hole: int
+) -> list[tuple[int, int]] | None:
+    """Find where contents stand on both sides of a piece that may be any text.
+
+    Everything is known from either end. None where that leaves a choice of where the piece begins or ends.
+    """
+    before = _walk([*pieces[:hole], ""], values[:hole], text, forms)
+    length, behind = len(text), [piece[::-1] for piece in pieces[:hole:-1]]
+    after = _walk(
+        [*behind, ""],
+        values[hole:][::-1],
+        text[::-1],
+        lambda value: (form[::-1] for form in forms(value)),
+    )
+    if len(before) != 1 or len(after) != 1:
+        return None
+    (begin, way), (end, back) = *before.items(), *after.items()
+    if begin > length - end:
+        return None
+    return [*_along(way), *((length - stop, length - start) for start, stop in reversed(_along(back)))]
+
+
+def _walk(pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms) -> dict[int, Way]:
+    """Walk through the text, content by content; return where that may end, and the places on the way to it."""
+    reached: dict[int, Way] = {len(pieces[0]): ()} if text.startswith(pieces[0]) else {}
     for value, piece in zip(values, pieces[1:]):
-        following: dict[int, Any] = {}
+        following: dict[int, Way] = {}
         for position, way in reached.items():
             for form in forms(value):
                 stop = position + len(form)
                 if text.startswith(form, position) and text.startswith(piece, stop):
                     following.setdefault(stop + len(piece), (way, position, stop))
+                    if type(value) is not str:
+                        break  # no spelling of an object begins another
         reached = following
-    if len(text) not in reached:
-        return None
-    places, way = [], reached[len(text)]
-    while way is not None:
+    return reached
+
+
+def _along(way: Way) -> list[tuple[int, int]]:
+    """Return the places on a way."""
+    places = []
+    while way:
         way, start, stop = way
         places.append((start, stop))
     return places[::-1]
 
 
-def _forms(content: str) -> Iterator[str]:
-    """Yield a content as templates write it: whole first, then trimmed in their ways."""
+def _forms(content: Value) -> Iterator[str]:
+    """Yield a content as templates write it: whole first, then trimmed in their ways; arguments as JSON."""
+    if isinstance(content, dict):
+        yield json.dumps(content, ensure_ascii=False)
+        if text := getattr(content, "text", None):
+            yield text
+        yield json.dumps(content)
+        yield from (json.dumps(content, ensure_ascii=e, separators=(",", ":")) for e in (False, True))
+        return
     yield content
     if content != content.strip():
         lines = (content.strip("\n"), content.lstrip("\n"), content.rstrip("\n"))
@@ -137,10 +185,11 @@ def _forms(content: str) -> Iterator[str]:
         yield from (form for form in trimmed if form != content)
 
 
-def _json_forms(content: str) -> Iterator[str]:
+def _json_forms(content: Value) -> Iterator[str]:
     """Yield a content as templates write it, those that write JSON among them."""
     yield from _forms(content)
-    yield from dict.fromkeys(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))
+    if isinstance(content, str):
+        yield from dict.fromkeys(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))
 
 
 def by_prefixes(
