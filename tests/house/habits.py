@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from house.tree import functions, python_files
+from house.tree import functions, nodes, python_files
 
 FEWEST_WORDS = 3
 SKIPS = ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif")
@@ -27,7 +27,7 @@ def skips_say_why(root: Path) -> list[str]:
     """A skip gives its reason as words; nothing is expected to fail."""
     found = []
     for source in python_files(root, "tests", "src"):
-        for node in ast.walk(source.tree):
+        for node in nodes(source.tree):
             where = f"{source.path}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Attribute) and node.attr in ("xfail", "importorskip"):
                 found.append(f"{where}: {node.attr} hides a failure")
@@ -44,6 +44,6 @@ def tests_use_fakes(root: Path) -> list[str]:
     return [
         f"{source.path}:{node.lineno}: imports a mock; write a fake"
         for source in python_files(root, "tests")
-        for node in ast.walk(source.tree)
+        for node in nodes(source.tree)
         if isinstance(node, ast.Import | ast.ImportFrom) and re.search(r"\bmock\b", ast.unparse(node))
     ]

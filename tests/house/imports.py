@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from house.tree import Source, is_type_checking, python_files
@@ -47,6 +48,7 @@ class Import:
     for_types: bool
 
 
+@cache
 def imports(source: Source) -> list[Import]:
     """Return all imports of a file, those inside functions and under `if TYPE_CHECKING` included."""
     return list(_imports(source, source.tree, in_function=False, for_types=False))

@@ -7,7 +7,7 @@ import fnmatch
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 CODE_FOLDERS = ("src", "tests", "benchmarks", "examples", "docs", "scripts")
@@ -34,7 +34,7 @@ class Source:
         return self.module[1] if len(self.module) > 1 else ""
 
 
-@lru_cache(maxsize=1000)
+@cache
 def _parsed(path: str, text: str) -> Source:
     return Source(path, text, ast.parse(text, path))
 
@@ -69,9 +69,15 @@ def text_files(root: Path) -> Iterator[tuple[str, str]]:
                 continue
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Return every node of a tree, found once for all rules."""
+    return tuple(ast.walk(tree))
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function and method, inner ones included."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
