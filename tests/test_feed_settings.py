@@ -126,14 +126,14 @@ def test_documents_are_indexed_once_into_the_cache_and_found_there(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("one\n\ntwo\n\nthree")
     counts = []
-    for _ in range(2):
+    for cache in (tmp_path / "cache", str(tmp_path / "cache")):
         loader = vl.PackedLoader(
             tmp_path / "data",
             capacity=8,
             global_batch_size=1,
             mode="indexed",
             worker="thread",
-            cache=tmp_path / "cache",
+            cache=cache,
         )
         with loader:
             counts.append(sum(batch.num_tokens for batch in loader))

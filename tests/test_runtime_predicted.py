@@ -152,7 +152,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("weights", ["at once", "apart", "apart and late"])
-@pytest.mark.parametrize("seed", mostly([6, 15], range(20)))  # these two miss nothing of what is counted
+@pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(
     seed: int, weights: str, ranks: int, stages: int
 ) -> None:

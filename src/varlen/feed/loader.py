@@ -138,7 +138,7 @@ class PackedLoader:
         binary_as_text: bool = False,
         on_error: OnError = "raise",
         retry: Retry | None = None,
-        cache: Path | None = None,
+        cache: str | Path | None = None,
         model: Any = None,
     ) -> None:
         self._settings = LoaderSettings(
@@ -181,7 +181,7 @@ class PackedLoader:
                 "on_error": on_error,
                 "retry": retry,
             },
-            cache=cache,
+            cache=None if cache is None else Path(cache),
             model=model,
         )
         self._begin(source, tokenizer)
