@@ -179,7 +179,8 @@ class Rendering:
         marks = self._template.marks
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
-        marks.know_prompt(asked.render, _ASKED)
+        thought = [_ASKED[0], {**_ASKED[1], "reasoning_content": "."}]
+        marks.know_prompt(asked.render, thought)
         called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
         marks.know_answers(called.render, _CALLED)
         found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
