@@ -151,7 +151,7 @@ def opening_of(
 
 
 def opened_by(plain: str | None, prompted: str | None, piece: str, slot: str) -> str:
-    """Return what a generation prompt has more than what is written before a turn's first slot, in which it may stand.
+    """Return what a generation prompt has more than the text before a turn's first slot: that slot may begin with it.
 
     Arguments as of `opening_of`.
     """
@@ -203,7 +203,9 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
         if piece.startswith(closing) and (mark := marks.stop(closing)):
             return closing, mark
     last, among = marks.first(own), marks.first(piece)
-    is_other = last and among and last.start() == among.start() and among[0] not in (*marks.headers, marks.begins)
+    is_other = (
+        last and among and last.start() == among.start() and among[0] not in (*marks.headers, marks.begins)
+    )
     if among and is_other:  # the last turn of a chat ends with a mark of its own
         stop = marks.with_eos(piece, among.end())
         return piece[:stop], stop

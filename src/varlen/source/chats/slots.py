@@ -168,7 +168,9 @@ def masked(
 
 def _masked_part(made: _Marked, message: int, number: int, part: dict[str, Any]) -> dict[str, Any]:
     is_blank = not part["text"].strip()
-    return part if is_blank else {**part, "text": made.mark(Slot(message=message, key="content", part=number))}
+    return (
+        part if is_blank else {**part, "text": made.mark(Slot(message=message, key="content", part=number))}
+    )
 
 
 def _masked_call(
