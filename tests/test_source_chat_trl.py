@@ -15,6 +15,7 @@ import pytest
 from tests.trl_chats import FAMILIES, Chat, marked, native, source_of, template_names, tokenizer_of, twin_name
 from tests.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
 from tests.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
+from tests.trl_turns import TURNS, UNTOLD
 
 from varlen.source.chats.template import ChatTemplate, chat_template
 from varlen.source.columns import Columns
@@ -146,3 +147,19 @@ _TURNS = [
 def test_each_turn_as_the_last_where_a_template_rewrites(family: str, conversation: str, number: int) -> None:
     chat = CHATS[conversation].up_to(number + 1)
     _compare(family, source_of(family), chat, of_last_turn(family, chat), "last")
+
+
+_TOLD = [
+    pytest.param(family, name, id=f"{family}-{name}")
+    for family in FAMILIES
+    for name in TURNS
+    if name not in UNTOLD.get(family, ())
+]
+
+
+@pytest.mark.parametrize(("family", "name"), _TOLD)
+def test_turns_that_begin_or_end_in_odd_ways(family: str, name: str) -> None:
+    if family in _ORIGINALS:
+        _compare(family, source_of(family), TURNS[name], of_original(family, TURNS[name]))
+    if family in _TWINS:
+        _compare(family, hidden_twin(family), TURNS[name], of_twin(family, TURNS[name]))

@@ -171,7 +171,8 @@ def find_columns(
     raise SourceError(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, "
         "`instruction` and `output`, or `input_ids`, "
-        f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}})"
+        f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}}), "
+        "or messages=NAME for chats"
     )
 
 

@@ -282,7 +282,7 @@ def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
     if known is None:
         raise SourceError(
             f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}, and "
-            "ShareGPT's words (human, gpt, ...)"
+            "ShareGPT's words (human, gpt, ...)" + (f"; {READ_AS_TEXT}" if isinstance(role, bytes) else "")
         )
     return role, known
 

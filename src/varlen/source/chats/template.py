@@ -24,6 +24,7 @@ from varlen.source.chats.rendering import Rendering, spelled
 from varlen.source.chats.skeleton import Skeleton
 from varlen.source.chats.twins import training_twin, twin_of
 from varlen.source.losses import Losses
+from varlen.source.rows import READ_AS_TEXT
 
 if TYPE_CHECKING:
     from varlen.source.chats.sandbox import Program
@@ -256,7 +257,7 @@ def prompt_and_completion(
     seen, other = (kinds.get(name, name) for name in names)
     raise SourceError(
         f"prompt and completion must both be text or both lists of messages; the prompt is {seen}, "
-        f"the completion {other}"
+        f"the completion {other}" + (f"; {READ_AS_TEXT}" if "bytes" in names else "")
     )
 
 
