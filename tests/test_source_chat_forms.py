@@ -221,3 +221,45 @@ def test_a_variable_that_no_row_may_give_costs_its_row_alone():
     ]
 
     assert len(texts(rows, on_error="skip")) == 1
+
+
+PARTIAL = {
+    "strings alone": ("for k, v in c.function.arguments.items() if v is string", {"q": "s", "n": 123456}),
+    "nothing deep": (
+        "for k, v in c.function.arguments.items() if v is not mapping",
+        {"q": "s", "n": {"deep": "thing"}},
+    ),
+    "two of them": (
+        "for k, v in (c.function.arguments.items() | list)[:2]",
+        {"q": "s", "r": "t", "u": "other"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_arguments_that_a_template_writes_in_part_are_refused_where_a_row_has_more(kind):
+    loop, arguments = PARTIAL[kind]
+    source = WITH_CALLS.replace("c.function | tojson", "c.function.name").replace(
+        "</call>", "' }}{% " + loop + " %}{{ k }}={{ v }}{% endfor %}{{ '</call>"
+    )
+    template = chat_template(source, end_marks=ENDS)
+
+    def render(given: dict[str, Any]) -> Any:
+        call = {"type": "function", "function": {"name": "w", "arguments": given}}
+        return template.render([USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    assert "<call>wq=s</call>" in render({"q": "s"}).text
+    with pytest.raises(SourceError, match="doesn't write `tool_calls` of message 2"):
+        render(arguments)
+
+
+def test_tools_that_a_template_writes_in_part_are_refused():
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "d", "parameters": {}}}
+        for name in ("first_tool", "second_tool")
+    ]
+    template = chat_template("{{ tools[0].function.name if tools else '' }}" + WITH_CALLS, end_marks=ENDS)
+
+    assert "first_tool" in template.render([USER, GOOD], tools[:1]).text
+    with pytest.raises(SourceError, match=r"doesn't write tools, and the row has 2 \(second_tool\)"):
+        template.render([USER, GOOD], tools)

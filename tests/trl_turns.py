@@ -32,6 +32,17 @@ TURNS: dict[str, Chat] = {
         ],
         tools=TOOLS,
     ),
+    "large numbers": Chat(
+        messages=[
+            user("Go"),
+            answer(
+                None, calls=[call("search_web", 1, since=1_732_579_200, id=-(2**53) - 1, deep={"n": [2**31]})]
+            ),
+            result("ok", "search_web", 1),
+            answer("Done."),
+        ],
+        tools=TOOLS,
+    ),
     "thoughts, content and call": Chat(
         messages=[
             user("Go"),
