@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Blank = Literal["absent", "empty", "null"]
 
-_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER = (chr(0xF0000 + n) for n in range(8))
-_NUMBER = 9_081_726_354
+_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
+_NUMBER, _FRACTION = 9_081_726_354, 0.8172635
 _ARGUMENTS: dict[str, Any] = {
     _KEY: _VALUE,
-    _OTHER: {_SAID: _NUMBER, _THOUGHT: [_TOOL, {_USER: 0.8172635}]},
+    _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
     "last": -_NUMBER // 7,
 }
 """Arguments of several kinds, which a template may write in part."""
@@ -198,8 +198,8 @@ class _Probe:
         message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
         if blank != "absent":
             message["content"] = {"empty": "", "null": None}[blank]
-        marks = (_NAME, _KEY, _VALUE, _OTHER, _SAID, _THOUGHT, _TOOL, _USER, "0.8172635", "last")
-        marks = (*marks, str(_NUMBER), str(-_NUMBER // 7))
+        marks = [_NAME, _KEY, _VALUE, _OTHER, _SAID, _THOUGHT, _MORE, _USER, "last"]
+        marks += [str(_NUMBER), str(-_NUMBER // 7), str(_FRACTION)]
         texts = (self._render(message, tools, user=".") for tools in (None, [_PROBE_TOOL]))
         return any(all(mark in text for mark in marks) for text in texts)
 
