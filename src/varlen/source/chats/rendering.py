@@ -98,7 +98,7 @@ class Rendering:
             return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
         spoken = {one.message: one for one in said}
-        if skeleton is not None and skeleton.has_arguments:
+        if skeleton is not None and skeleton.is_open:  # by arguments that stand in no slot
             is_exact = is_exact and self._template.wants(self._variables).whole_arguments
         texts = (
             None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
