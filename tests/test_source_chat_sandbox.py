@@ -214,3 +214,21 @@ def test_no_template_raises_anything_but_errors_of_ours(source):
     except VarlenError:
         return
     assert all(0 <= start < stop <= len(rendered.text) for start, stop in rendered.spans)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro said(value) %}{{ value }}{% endmacro %}{{ said(n) }}",
+        "{% macro said(value=1) %}{{ value }}{% endmacro %}{{ said(value=n) }}",
+        "{% set ns = namespace(n=n) %}{{ ns.n }}",
+        "{{ dict(n=n).n }}",
+        "{{ {}.get('a', n) }}",
+        "{{ nothing | default(n) }}",
+        "{{ [{'id': n}] | selectattr('id', 'equalto', n) | map(attribute='id') | first }}",
+    ],
+)
+def test_a_large_number_of_a_row_is_a_value_and_no_size(source):
+    program = compile_template(source, {})
+
+    assert program.run([], None, variables={"n": 1_732_579_200}) == "1732579200"

@@ -12,11 +12,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from tests.trl_chats import FAMILIES, Chat, marked, native, source_of, template_names, tokenizer_of, twin_name
+from tests.trl_chats import (
+    FAMILIES,
+    Chat,
+    joined,
+    marked,
+    native,
+    source_of,
+    template_names,
+    tokenizer_of,
+    twin_name,
+)
 from tests.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
 from tests.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
+from tests.trl_turns import TURNS, UNTOLD
 
-from varlen.source.chats.template import ChatTemplate, chat_template
+from varlen.errors import SourceError
+from varlen.source.chats.rendered import Choice
+from varlen.source.chats.template import ChatTemplate, chat_template, prompt_and_completion
 from varlen.source.columns import Columns
 from varlen.source.documents import Encoding, encode_rows
 from varlen.source.rows import Rows
@@ -146,3 +159,60 @@ _TURNS = [
 def test_each_turn_as_the_last_where_a_template_rewrites(family: str, conversation: str, number: int) -> None:
     chat = CHATS[conversation].up_to(number + 1)
     _compare(family, source_of(family), chat, of_last_turn(family, chat), "last")
+
+
+_TOLD = [
+    pytest.param(family, name, id=f"{family}-{name}")
+    for family in FAMILIES
+    for name in TURNS
+    if name not in UNTOLD.get(family, ())
+]
+
+
+@pytest.mark.parametrize(("family", "name"), _TOLD)
+def test_turns_that_begin_or_end_in_odd_ways(family: str, name: str) -> None:
+    if family in _ORIGINALS:
+        _compare(family, source_of(family), TURNS[name], of_original(family, TURNS[name]))
+    if family in _TWINS:
+        _compare(family, hidden_twin(family), TURNS[name], of_twin(family, TURNS[name]))
+
+
+_SINGLE = (
+    "three turns",
+    "same answers",
+    "tools, parallel calls",
+    "tools, calls in two turns",
+    "system, two turns",
+)
+_MARKED = [
+    pytest.param(name, twin, id=f"{name}-{'twin' if twin else 'original'}")
+    for name in FAMILIES
+    for twin in (False, True)
+    if not twin or name in _TWINS
+]
+
+
+@pytest.mark.parametrize(("family", "twin"), _MARKED)
+def test_single_turns_are_parts_of_what_is_trained_of_all(family: str, twin: bool) -> None:
+    template = _template(family, source_of((twin_name(family) if twin else family) or ""))
+    for conversation in _SINGLE:
+        chat = CHATS[conversation]
+        try:
+            whole = template.render(chat.messages, chat.tools)
+        except SourceError:
+            continue
+        speaking = [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        last = template.render(chat.messages, chat.tools, choice=Choice(last=True))
+        number = speaking[-1]
+        completed = prompt_and_completion(
+            chat.messages[:number], chat.messages[number:], template, chat.tools
+        )
+        assert (completed.text, completed.spans) == (last.text, last.spans)
+        assert whole.text == last.text
+        assert whole.spans[-len(last.spans) :] == last.spans
+        for off in speaking:
+            flagged = [{**one, "train": False} if n == off else one for n, one in enumerate(chat.messages)]
+            rendered = template.render(flagged, chat.tools)
+            assert rendered.off
+            assert rendered.spans
+            assert joined(sorted((*rendered.spans, *rendered.off))) == joined(list(whole.spans))

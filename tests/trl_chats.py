@@ -293,7 +293,7 @@ def lost(name: str, source: str, chat: Chat, *, twin: bool, last_alone: bool = F
     text = render(name, source, native(chat, family, twin=twin)) or ""
     if chat.tools and any(tool["function"]["name"] not in text for tool in chat.tools):
         missing.append("tools")
-    last_user = max(n for n, message in enumerate(chat.messages) if message["role"] == "user")
+    last_user = max((n for n, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
         if message["role"] != "assistant" or (last_alone and number < last_answer(chat)):
             continue

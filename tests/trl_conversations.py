@@ -7,15 +7,15 @@ from typing import Any
 from tests.trl_chats import Chat
 
 
-def _u(content: Any) -> dict[str, Any]:
+def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _s(content: Any) -> dict[str, Any]:
+def system(content: Any) -> dict[str, Any]:
     return {"role": "system", "content": content}
 
 
-def _a(content: Any, thoughts: str | None = None, calls: list[Any] | None = None) -> dict[str, Any]:
+def answer(content: Any, thoughts: str | None = None, calls: list[Any] | None = None) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if thoughts is not None:
         message["reasoning_content"] = thoughts
@@ -24,12 +24,12 @@ def _a(content: Any, thoughts: str | None = None, calls: list[Any] | None = None
     return message
 
 
-def _call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
+def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"id": f"call{number:05d}", "type": "function", "function": function}
 
 
-def _result(content: Any, name: str, number: int = 0) -> dict[str, Any]:
+def result(content: Any, name: str, number: int = 0) -> dict[str, Any]:
     return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": content}
 
 
@@ -42,165 +42,195 @@ def _tool(name: str, **parameters: str) -> dict[str, Any]:
     }
 
 
-def _parts(*texts: str) -> list[dict[str, str]]:
+def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
 TOOLS = [_tool("get_weather", city="string", days="integer"), _tool("search_web", query="string")]
-_PARIS, _ROME = _call("get_weather", 1, city="Paris", days=2), _call("search_web", 2, query="Rome hotels")
+_PARIS, _ROME = call("get_weather", 1, city="Paris", days=2), call("search_web", 2, query="Rome hotels")
 
 CHATS: dict[str, Chat] = {
-    "one turn": Chat(messages=[_u("What is six times seven?"), _a("It is forty-two.")]),
+    "one turn": Chat(messages=[user("What is six times seven?"), answer("It is forty-two.")]),
     "three turns": Chat(
-        messages=[_u("First?"), _a("One."), _u("Second?"), _a("Two things."), _u("Third?"), _a("Three.")]
+        messages=[
+            user("First?"),
+            answer("One."),
+            user("Second?"),
+            answer("Two things."),
+            user("Third?"),
+            answer("Three."),
+        ]
     ),
-    "same answers": Chat(messages=[_u("Yes"), _a("Yes"), _u("Yes"), _a("Yes"), _u("Yes"), _a("Yes")]),
-    "system": Chat(messages=[_s("Answer in rhymes."), _u("Hello?"), _a("Mellow.")]),
-    "system, two turns": Chat(messages=[_s("Be brief."), _u("Why?"), _a("Because."), _u("So?"), _a("Yes.")]),
+    "same answers": Chat(
+        messages=[user("Yes"), answer("Yes"), user("Yes"), answer("Yes"), user("Yes"), answer("Yes")]
+    ),
+    "system": Chat(messages=[system("Answer in rhymes."), user("Hello?"), answer("Mellow.")]),
+    "system, two turns": Chat(
+        messages=[system("Be brief."), user("Why?"), answer("Because."), user("So?"), answer("Yes.")]
+    ),
     "developer": Chat(
-        messages=[{"role": "developer", "content": "Be formal."}, _u("Hi?"), _a("Good afternoon.")]
+        messages=[{"role": "developer", "content": "Be formal."}, user("Hi?"), answer("Good afternoon.")]
     ),
-    "ends with the user": Chat(messages=[_u("One?"), _a("Uno."), _u("Two?")]),
-    "two answers in a row": Chat(messages=[_u("Tell me."), _a("A first part."), _a("A second part.")]),
-    "call": Chat(messages=[_u("Paris?"), _a(None, calls=[_PARIS])]),
+    "ends with the user": Chat(messages=[user("One?"), answer("Uno."), user("Two?")]),
+    "two answers in a row": Chat(
+        messages=[user("Tell me."), answer("A first part."), answer("A second part.")]
+    ),
+    "call": Chat(messages=[user("Paris?"), answer(None, calls=[_PARIS])]),
     "call, result, answer": Chat(
         messages=[
-            _u("Paris?"),
-            _a(None, calls=[_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild."),
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
         ]
     ),
     "tools, call, result, answer": Chat(
         messages=[
-            _u("Paris?"),
-            _a(None, calls=[_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild."),
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
         ],
         tools=TOOLS,
     ),
-    "system, tools, plain answer": Chat(messages=[_s("Be kind."), _u("Hi?"), _a("Hello!")], tools=TOOLS),
+    "system, tools, plain answer": Chat(
+        messages=[system("Be kind."), user("Hi?"), answer("Hello!")], tools=TOOLS
+    ),
     "tools, content and call": Chat(
         messages=[
-            _u("Paris?"),
-            _a("Let me look.", calls=[_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild."),
+            user("Paris?"),
+            answer("Let me look.", calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
         ],
         tools=TOOLS,
     ),
     "tools, empty content and call": Chat(
-        messages=[_u("Paris?"), _a("", calls=[_PARIS]), _result("18 C", "get_weather", 1), _a("Mild.")],
+        messages=[
+            user("Paris?"),
+            answer("", calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("Mild."),
+        ],
         tools=TOOLS,
     ),
     "tools, parallel calls": Chat(
         messages=[
-            _u("Paris and Rome?"),
-            _a(None, calls=[_PARIS, _ROME]),
-            _result("18 C", "get_weather", 1),
-            _result("Ten hotels.", "search_web", 2),
-            _a("Mild, and ten."),
+            user("Paris and Rome?"),
+            answer(None, calls=[_PARIS, _ROME]),
+            result("18 C", "get_weather", 1),
+            result("Ten hotels.", "search_web", 2),
+            answer("Mild, and ten."),
         ],
         tools=TOOLS,
     ),
     "tools, calls one after another": Chat(
         messages=[
-            _u("Paris and Rome?"),
-            _a(None, calls=[_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a(None, calls=[_ROME]),
-            _result("Ten hotels.", "search_web", 2),
-            _a("Mild, and ten."),
+            user("Paris and Rome?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer(None, calls=[_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Mild, and ten."),
         ],
         tools=TOOLS,
     ),
     "tools, calls in two turns": Chat(
         messages=[
-            _u("Paris?"),
-            _a(None, calls=[_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild."),
-            _u("And Rome?"),
-            _a(None, calls=[_ROME]),
-            _result("Ten hotels.", "search_web", 2),
-            _a("Ten of them."),
+            user("Paris?"),
+            answer(None, calls=[_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild."),
+            user("And Rome?"),
+            answer(None, calls=[_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Ten of them."),
         ],
         tools=TOOLS,
     ),
     "tools, ends with a result": Chat(
-        messages=[_u("Paris?"), _a(None, calls=[_PARIS]), _result("18 C", "get_weather", 1)], tools=TOOLS
+        messages=[user("Paris?"), answer(None, calls=[_PARIS]), result("18 C", "get_weather", 1)], tools=TOOLS
     ),
-    "thoughts": Chat(messages=[_u("Six by seven?"), _a("42.", "Multiply them: six sevens.")]),
+    "thoughts": Chat(messages=[user("Six by seven?"), answer("42.", "Multiply them: six sevens.")]),
     "thoughts in two turns": Chat(
-        messages=[_u("One?"), _a("Uno.", "In Spanish."), _u("Two?"), _a("Dos.", "Spanish as before.")]
+        messages=[
+            user("One?"),
+            answer("Uno.", "In Spanish."),
+            user("Two?"),
+            answer("Dos.", "Spanish as before."),
+        ]
     ),
     "thoughts in the last turn": Chat(
-        messages=[_u("One?"), _a("Uno."), _u("Two?"), _a("Dos.", "Spanish as before.")]
+        messages=[user("One?"), answer("Uno."), user("Two?"), answer("Dos.", "Spanish as before.")]
     ),
     "thoughts in the first turn": Chat(
-        messages=[_u("One?"), _a("Uno.", "In Spanish."), _u("Two?"), _a("Dos.")]
+        messages=[user("One?"), answer("Uno.", "In Spanish."), user("Two?"), answer("Dos.")]
     ),
     "tools, thoughts": Chat(
         messages=[
-            _u("Paris?"),
-            _a(None, "The tool knows it.", [_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild.", "Eighteen is mild weather."),
+            user("Paris?"),
+            answer(None, "The tool knows it.", [_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild.", "Eighteen is mild weather."),
         ],
         tools=TOOLS,
     ),
     "tools, thoughts in two turns": Chat(
         messages=[
-            _u("Paris?"),
-            _a(None, "The tool knows it.", [_PARIS]),
-            _result("18 C", "get_weather", 1),
-            _a("It is mild.", "Eighteen is mild weather."),
-            _u("And Rome?"),
-            _a(None, "Search for hotels then.", [_ROME]),
-            _result("Ten hotels.", "search_web", 2),
-            _a("Ten of them.", "Count them all."),
+            user("Paris?"),
+            answer(None, "The tool knows it.", [_PARIS]),
+            result("18 C", "get_weather", 1),
+            answer("It is mild.", "Eighteen is mild weather."),
+            user("And Rome?"),
+            answer(None, "Search for hotels then.", [_ROME]),
+            result("Ten hotels.", "search_web", 2),
+            answer("Ten of them.", "Count them all."),
         ],
         tools=TOOLS,
     ),
     "parts": Chat(
         messages=[
-            _u(_parts("What ", "is it?")),
-            _a(_parts("A cat.")),
-            _u(_parts("And?")),
-            _a(_parts("A dog.")),
+            user(parts("What ", "is it?")),
+            answer(parts("A cat.")),
+            user(parts("And?")),
+            answer(parts("A dog.")),
         ]
     ),
     "unicode": Chat(
         messages=[
-            _u("Żółć, e\u0301, 你好, שלום\u200f?"),
-            _a("🦆👩\u200d👩\u200d👧 مرحبا e\u0301\u0323 naïve 漢字"),
-            _u("ß → ẞ?"),
-            _a("a\u0308\U0001f1e9\U0001f1ea"),
+            user("Żółć, e\u0301, 你好, שלום\u200f?"),
+            answer("🦆👩\u200d👩\u200d👧 مرحبا e\u0301\u0323 naïve 漢字"),
+            user("ß → ẞ?"),
+            answer("a\u0308\U0001f1e9\U0001f1ea"),
         ]
     ),
     "blanks around": Chat(
-        messages=[_u("  Why \n"), _a("\n\n  Because it is.  \n"), _u("\tSo?"), _a(" Well, yes.\n\n")]
+        messages=[
+            user("  Why \n"),
+            answer("\n\n  Because it is.  \n"),
+            user("\tSo?"),
+            answer(" Well, yes.\n\n"),
+        ]
     ),
     "words of templates": Chat(
         messages=[
-            _u("Say assistant\n twice: user\n."),
-            _a("assistant\n\nmodel\nuser\n"),
-            _u("Ok?"),
-            _a("user"),
+            user("Say assistant\n twice: user\n."),
+            answer("assistant\n\nmodel\nuser\n"),
+            user("Ok?"),
+            answer("user"),
         ]
     ),
     "nested arguments": Chat(
         messages=[
-            _u("Find."),
-            _a(
+            user("Find."),
+            answer(
                 None,
                 calls=[
-                    _call("search_web", 3, query='名古屋 "quoted" & <b>', tags=["x", None], deep={"a": 1.5})
+                    call("search_web", 3, query='名古屋 "quoted" & <b>', tags=["x", None], deep={"a": 1.5})
                 ],
             ),
-            _result('{"ok": true}', "search_web", 3),
-            _a("Found."),
+            result('{"ok": true}', "search_web", 3),
+            answer("Found."),
         ],
         tools=TOOLS,
     ),

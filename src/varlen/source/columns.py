@@ -22,15 +22,16 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "seq_start_id", "position_ids"),
     "messages": ("tools", "system", "chat_template_kwargs"),
-    "prompt": ("tools", "chat_template_kwargs"),
-    "instruction": ("context", "system", "chat_template_kwargs"),
+    "prompt": ("label", "system", "tools", "chat_template_kwargs"),
+    "instruction": ("context", "history", "system", "chat_template_kwargs"),
     "text": (),
 }
-_OF_SOME_ROWS = ("tools", "system", "context", "chat_template_kwargs")
+_OF_SOME_ROWS = ("tools", "system", "context", "history", "label", "chat_template_kwargs")
 """Roles that one object may have and the next one not."""
 _ALSO_CALLED = {
     "messages": ("conversations", "conversation"),
     "tools": ("functions",),
+    "system": ("system_prompt",),
     "loss_mask": ("completion_mask", "assistant_masks"),
     "instruction": ("query", "question", "prompt", "input"),
     "context": ("input",),
@@ -76,7 +77,12 @@ class Columns:
                         for name in _spellings(role)
                     ),
                     *self._instead(),
-                    *(_spellings("tools") if "tools" in self.names else ()),
+                    *(
+                        name
+                        for role in ("tools", "system")
+                        if role in self.names
+                        for name in _spellings(role)
+                    ),
                 )
             ).difference(self.names.values(), self.passed_over),
         )
@@ -153,9 +159,7 @@ def find_columns(
                 names["context"] = _context(names, named, present, where, are_fields=are_fields)
             if are_fields:
                 names |= {
-                    role: names[role] or role
-                    for role in ("tools", "system", "chat_template_kwargs")
-                    if role in names
+                    role: names[role] or role for role in _OF_SOME_ROWS if role in names and role != "context"
                 }
             return Columns(
                 kind=kind,
@@ -167,7 +171,8 @@ def find_columns(
     raise SourceError(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, "
         "`instruction` and `output`, or `input_ids`, "
-        f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}})"
+        f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}}), "
+        "or messages=NAME for chats"
     )
 
 

@@ -12,15 +12,14 @@ import numpy.typing as npt
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.cells import NotJson, refuse
-from varlen.source.chats.calls import from_json
-from varlen.source.chats.instructions import instruction_messages
-from varlen.source.chats.messages import Chat, as_chat, without_nulls
+from varlen.source.chat_rows import steps_of
+from varlen.source.chats.messages import without_nulls
 from varlen.source.chats.rendered import Choice, Rendered
-from varlen.source.chats.template import ChatTemplate, check_variables, prompt_and_completion
+from varlen.source.chats.template import ChatTemplate
 from varlen.source.columns import Columns
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
-from varlen.source.rows import Fault, Rows, as_list, json_kind, losses_of
+from varlen.source.rows import READ_AS_TEXT, Fault, Rows, as_list, json_kind, losses_of
 from varlen.source.tokenizer import FastTokenizer, Tokenizer
 from varlen.types import Int32Array, IntArray
 
@@ -132,7 +131,12 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     values = {role: as_list(rows.columns[name], _PRUNE.get(role)) for role, name in columns.names.items()}
     if columns.kind == "text":
         return _texts(rows, values["text"], encoding)
-    steps = _steps(columns, values, len(rows), encoding)
+    choice = Choice(
+        last=encoding.supervise == "last",
+        everything=encoding.supervise == "all",
+        allow_unwritten=encoding.allow_unwritten,
+    )
+    steps = steps_of(columns, values, len(rows), encoding.template, choice)
     for role, column in values.items():
         for index in (index for index, cell in enumerate(column) if type(cell) is NotJson):
             steps[index] = partial(refuse, f"`{columns.names[role]}` holds {column[index].said}")
@@ -141,44 +145,6 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
         columns.kind == "prompt" and isinstance(prompt, str) for prompt in values.get("prompt", steps)
     ]
     return _chats(rows, steps, encoding, is_plain)
-
-
-def _steps(
-    columns: Columns, values: Mapping[str, Sequence[Any]], num_rows: int, encoding: Encoding
-) -> list[Callable[[], Rendered]]:
-    """Return what writes each row, or says why it can't be written."""
-    template, nothing = encoding.template, [None] * num_rows
-    tools, systems = values.get("tools", nothing), values.get("system", nothing)
-    variables = values.get("chat_template_kwargs", nothing)
-    supervise = encoding.supervise
-    choice = Choice(
-        last=supervise == "last", everything=supervise == "all", allow_unwritten=encoding.allow_unwritten
-    )
-
-    def chat(messages: Any, system: Any, row_tools: Any, row_variables: Any) -> Rendered:
-        asked = _with_system(as_chat(messages), system)
-        return template.render(asked, row_tools, variables=_variables(row_variables), choice=choice)
-
-    if columns.kind == "messages":
-        return [partial(chat, *row) for row in zip(values["messages"], systems, tools, variables)]
-    if columns.kind == "instruction":
-
-        def instruct(
-            instruction: Any, context: Any, output: Any, system: Any, row_variables: Any
-        ) -> Rendered:
-            return chat(instruction_messages(instruction, context, output), system, None, row_variables)
-
-        asked = zip(
-            values["instruction"], values.get("context", nothing), values["output"], systems, variables
-        )
-        return [partial(instruct, *row) for row in asked]
-
-    def complete(prompt: Any, completion: Any, row_tools: Any, row_variables: Any) -> Rendered:
-        row_tools = None if isinstance(prompt, str) else row_tools
-        given = _variables(row_variables)
-        return prompt_and_completion(prompt, completion, template, row_tools, variables=given, choice=choice)
-
-    return [partial(complete, *row) for row in zip(values["prompt"], values["completion"], tools, variables)]
 
 
 def _texts(rows: Rows, values: Sequence[Any], encoding: Encoding) -> Documents:
@@ -347,35 +313,6 @@ def eos_of(encoding: Encoding) -> int | None:
     return encoding.tokenizer.specials.eos_id
 
 
-def _with_system(chat: Chat, system: Any) -> Chat:
-    """Put what a column of its own says to the model before the messages."""
-    if system is None or system == "":
-        return chat
-    if not isinstance(system, str):
-        raise SourceError(f"`system` must be a string, found {json_kind(system)}")
-    messages = chat.messages
-    if messages[0]["role"] in ("system", "developer"):
-        if messages[0].get("content") == system:
-            return chat
-        raise SourceError(
-            "`system` says one thing and the first message, of the system too, another; keep one"
-        )
-    off = frozenset(number + 1 for number in chat.off)
-    return Chat(messages=[{"role": "system", "content": system}, *messages], off=off)
-
-
-def _variables(value: Any) -> dict[str, Any]:
-    """Return what a row gives to its chat template: an object, or its JSON text."""
-    if isinstance(value, str):
-        value = from_json(value, "`chat_template_kwargs`") if value.strip() else None
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise SourceError(f"`chat_template_kwargs` must be an object, found {json_kind(value)}")
-    check_variables(value)
-    return value
-
-
 def _half_character(text: str) -> bool:
     """Whether a text can't be encoded: JSON can spell a lone surrogate."""
     try:
@@ -390,8 +327,5 @@ def _not_text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return f"holds half a character in `{name}` (a lone surrogate)"
     if isinstance(value, bytes):
-        return (
-            f"holds bytes in `{name}`, which must be a string of valid UTF-8; where they are UTF-8, read them so: "
-            "--binary-as-text (binary_as_text=True)"
-        )
+        return f"holds bytes in `{name}`, which must be a string of valid UTF-8; {READ_AS_TEXT}"
     return f"holds {json_kind(value)} in `{name}`, which must be a string"

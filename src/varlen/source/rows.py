@@ -18,7 +18,8 @@ PRINT = "\0print"
 """Name of a column that no row can have: of rows that are given while they are read, the hash of all rows to each."""
 MOST_LISTED = 12
 """Names of columns that a sentence lists before it stops."""
-
+READ_AS_TEXT = "where they are UTF-8, read them so: --binary-as-text (binary_as_text=True)"
+"""What to do about bytes of Parquet and Arrow in the place of text."""
 
 _RECORD = Losses(records=1)
 
@@ -231,3 +232,8 @@ def json_kind(value: object) -> str:
     if isinstance(value, NotJson):
         return value.said
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def found_kind(value: object) -> str:
+    """Name a value's kind, and of bytes how they are read as text."""
+    return f"bytes; {READ_AS_TEXT}" if isinstance(value, bytes) else json_kind(value)

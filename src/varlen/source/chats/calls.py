@@ -13,8 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.rows import json_kind
+from varlen.source.rows import found_kind
 
+_SHOWN = 40
 _TOOL_KEYS = ("description", "parameters", "input_schema", "strict")
 
 
@@ -42,9 +43,11 @@ def as_calls(value: object, number: int) -> list[dict[str, Any]]:
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):  # what is no JSON is refused as text
             value = json.loads(value)
+    if isinstance(value, dict) and ("function" in value or "name" in value):
+        value = [value]
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise SourceError(
-            f"the tool_calls of message {number} must be a list of objects, found {json_kind(value)}"
+            f"the tool_calls of message {number} must be a list of objects, found {found_kind(value)}"
         )
     return [_call(call, number) for call in value]
 
@@ -84,23 +87,27 @@ def as_tools(value: object) -> list[Any] | None:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
-        raise SourceError(f"`tools` must be a list, found {json_kind(value)}")
+        raise SourceError(f"`tools` must be a list, found {found_kind(value)}")
     return [_tool(tool, number) for number, tool in enumerate(value, start=1)] or None
 
 
-def from_json(text: str, what: str) -> Any:
+def from_json(text: str, what: str, wrong: str = "") -> Any:
     """Return what JSON text holds.
 
+    Args:
+        text: of a row.
+        what: names it in messages.
+        wrong: what is said where it is no JSON; that it isn't, unless given.
+
     Raises:
-        SourceError: it is not valid JSON; `what` says which text.
+        SourceError: it is not valid JSON.
     """
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        shown = text if len(text) <= 60 else text[:60] + "…"
-        raise SourceError(
-            f"{what} is text, but not valid JSON ({error.msg} at position {error.pos:,}): {shown!r}"
-        ) from error
+        shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+        wrong = wrong or f"{what} is text, but not valid JSON"
+        raise SourceError(f"{wrong} ({error.msg} at position {error.pos:,}): {shown!r}") from error
     except (ValueError, RecursionError) as error:  # a number of too many digits; lists within lists
         raise SourceError(f"the JSON text of {what} can't be read: {error}") from error
 
@@ -136,7 +143,7 @@ def _arguments(given: object, number: int) -> Arguments | str:
     if not isinstance(given, str):
         raise SourceError(
             f"the arguments of a tool call of message {number} must be an object or its JSON text, "
-            f"found {json_kind(given)}"
+            f"found {found_kind(given)}"
         )
     try:
         value = json.loads(given)
@@ -151,7 +158,7 @@ def _tool(tool: object, number: int) -> dict[str, Any]:
         tool = from_json(tool, f"tool {number}")
     if not isinstance(tool, dict):
         raise SourceError(
-            f"the tools of a chat must be JSON schemas; tool {number} is none of these: {json_kind(tool)}"
+            f"the tools of a chat must be JSON schemas; tool {number} is none of these: {found_kind(tool)}"
         )
     if isinstance(tool.get("function"), str):
         tool = {**tool, "function": from_json(tool["function"], f"the function of tool {number}")}

@@ -75,7 +75,8 @@ def _text(message: dict[str, Any], key: str) -> str:
     """Return the text under a key of a message, calls as JSON."""
     if key == "tool_calls":
         return "".join(_spelled(call) for call in message["tool_calls"])
-    return str(message[key])
+    value = message[key]
+    return "".join(part["text"] for part in value) if isinstance(value, list) else str(value)
 
 
 def _spelled(call: dict[str, Any]) -> str:

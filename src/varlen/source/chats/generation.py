@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from varlen.errors import SourceError
@@ -57,8 +57,6 @@ def of_messages(
         spans: of the messages `speaking`.
         speaking: index of each, ascending.
     """
-    if len(spans) == len(speaking):
-        return {number: [span] for number, span in zip(speaking, spans)}
     owned: dict[int, list[tuple[int, int]]] = {}
     rest = list(spans)
     for number in speaking:
@@ -68,3 +66,21 @@ def of_messages(
         owned[number] = [span for span in rest if span[0] < len(until.rstrip())]
         rest = rest[len(owned[number]) :]
     return None if rest else owned
+
+
+def of_located(
+    begins: Collection[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> dict[int, list[tuple[int, int]]] | None:
+    """Return which spans belong to which of the assistant's messages, by where these begin; None where one holds two.
+
+    Args:
+        begins: number of each message, and where its turn begins in the text, ascending.
+        spans: ascending.
+    """
+    owned: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in begins}
+    for start, stop in spans:
+        before = [number for number, begin in begins if begin < stop]
+        if not before or sum(start < begin < stop for _, begin in begins) > 1:
+            return None
+        owned[before[-1]].append((start, stop))
+    return owned

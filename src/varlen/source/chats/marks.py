@@ -23,6 +23,8 @@ class EndMarks:
         """Special tokens that a template writes for each answer of a tool."""
         self.headers: Collection[str] = ()
         """Special tokens of a generation prompt, none of which ends a turn."""
+        self.begins = ""
+        """The special token that a turn of thoughts begins with, right after the generation prompt."""
         self.prompt = ""
         """The generation prompt after a user's message; empty where the template writes none."""
         self.opens = False
@@ -74,16 +76,19 @@ class EndMarks:
 
         Args:
             render: the template.
-            asked: a chat of a user's message and an answer.
+            asked: a chat of a user's message and an answer that is thought about.
         """
+        answer = {"role": "assistant", "content": asked[1]["content"]}
         try:
             plain, prompted = render(asked[:1], False), render(asked[:1], True)
-            whole = render(asked, False)
+            whole, thought = render([asked[0], answer], False), render(asked, False)
         except VarlenError:
             return
         self._usual_tokens = frozenset(mark for mark in self.known if mark in whole)
         self.prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
         self.headers = frozenset(mark for mark in self.known if mark in self.prompt)
+        begin = self.at(thought, len(prompted)) if thought.startswith(prompted) and self.prompt else None
+        self.begins = begin[0] if begin else ""
 
     def know_answers(self, render: Callable[[list[Any], bool], str], called: list[Any]) -> None:
         """Take note of how a template goes on after a turn of calls.
@@ -120,23 +125,50 @@ def opening_of(
         marks: which know the generation prompt after a user's message.
     """
     usual = marks.prompt
-    if plain is None:
-        return None, 0
+    if plain is None:  # a chat can't end there, such as one that begins with the assistant
+        return None, _after_usual(usual, piece)
+    before = plain.rpartition(slot)[2]
     if prompted is not None and prompted != plain:
         prompt = prompted[len(plain) :] if prompted.startswith(plain) else usual
-        at = piece.rfind(prompt) if prompt else -1
-        return None, len(piece) - at - len(prompt) if at >= 0 else _partly(plain, prompt, piece, slot, marks)
-    before = plain.rpartition(slot)[2]
+        at = len(before) if piece.startswith(before + prompt) else piece.rfind(prompt)
+        return None, (
+            len(piece) - at - len(prompt)
+            if prompt and at >= 0
+            else _partly(plain, prompt, piece, slot, marks)
+        )
     if not piece.startswith(before):
         before = before.rstrip()
     if not piece.startswith(before):
         same = _common(before, piece)
+        if usual and (usual in piece or (marks.begins and piece.startswith(marks.begins))):
+            return None, _after_usual(usual, piece) if usual in piece else len(piece)
         return None, len(piece) - same if usual and marks.end(piece[:same]) else 0
     opening = piece[len(before) :]
     if usual:  # a turn that goes on after the answer of a tool, with a header or without
         return "", len(opening) - (len(usual) if opening.startswith(usual) else 0)
     # Without a generation prompt the assistant is asked right after the message before, so a space is its own.
     return (opening, 0) if opening.strip() else ("", len(opening))
+
+
+def opened_by(plain: str | None, prompted: str | None, piece: str, slot: str) -> str:
+    """Return what a generation prompt has more than the text before a turn's first slot: that slot may begin with it.
+
+    Arguments as of `opening_of`.
+    """
+    if plain is None or prompted is None or not prompted.startswith(plain):
+        return ""
+    before = prompted.rpartition(slot)[2]
+    return before[len(piece) :] if before.startswith(piece) else ""
+
+
+def _after_usual(usual: str, piece: str) -> int:
+    """Return how many characters follow the generation prompt, or as much of it as is written, before a turn."""
+    for length in range(len(usual), 0, -1):
+        at = piece.rfind(usual[:length])
+        if at >= 0:
+            cut = length if length == len(usual) else 1 + max(usual.rfind(end, 0, length) for end in "\n>")
+            return len(piece) - at - cut if usual[:cut].strip() else 0
+    return 0
 
 
 def _partly(plain: str, prompt: str, piece: str, slot: str, marks: EndMarks) -> int:
@@ -171,7 +203,9 @@ def closing_of(own: str, piece: str, marks: EndMarks) -> tuple[str, int]:
         if piece.startswith(closing) and (mark := marks.stop(closing)):
             return closing, mark
     last, among = marks.first(own), marks.first(piece)
-    is_other = last and among and last.start() == among.start() and among[0] not in marks.headers
+    is_other = (
+        last and among and last.start() == among.start() and among[0] not in (*marks.headers, marks.begins)
+    )
     if among and is_other:  # the last turn of a chat ends with a mark of its own
         stop = marks.with_eos(piece, among.end())
         return piece[:stop], stop

@@ -16,12 +16,13 @@ Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) are ta
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.chats.calls import as_calls, spoken_calls
+from varlen.source.chats.calls import as_calls, from_json, spoken_calls
+from varlen.source.chats.flags import FLAGS, is_trained
+from varlen.source.rows import READ_AS_TEXT
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -31,6 +32,8 @@ _ROLE_OF = {role: role for role in ROLES} | {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool_call": "assistant",
@@ -44,11 +47,8 @@ _ROLE_OF = {role: role for role in ROLES} | {
 _SPOKEN_CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT whose content is the JSON text of calls."""
 
+_NEITHER = "a chat must be a list of messages or the JSON text of one; this text is neither"
 _CALLS = ("tool_calls", "function_call")
-_FLAGS = ("weight", "train", "training", "trainable", "loss")
-"""Keys that say whether a message is trained on: OpenAI's and Mistral's, axolotl's, ms-swift's."""
-_DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "train_details")
-"""Keys of axolotl that say it of some characters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ def as_chat(value: object) -> Chat:
         return Chat(messages=messages)
     off: set[int] = set()
     for index, message in enumerate(messages):
-        if not _is_trained(message, index + 1):
+        if not is_trained(message, index + 1):
             off.add(index)
     return Chat(messages=messages, off=frozenset(off))
 
@@ -119,7 +119,7 @@ def as_chat(value: object) -> Chat:
 def _messages(value: object) -> list[dict[str, Any]]:
     """Return a row's messages in the one form but for their flags; a list that has it already, as it is."""
     if isinstance(value, str):
-        value = _from_json(value)
+        value = from_json(value, "the chat", _NEITHER)
     if isinstance(value, dict):
         value = _rows(value)
     if not isinstance(value, list):
@@ -179,6 +179,11 @@ def without_nulls(value: Any, *, is_chat: bool) -> Any:
     """
     if not is_chat:
         return _pruned(value)
+    if isinstance(value, dict):  # of lists, or a wrapper of messages
+        return {
+            key: _pruned(held) if key in _CALLS else without_nulls(held, is_chat=True)
+            for key, held in value.items()
+        }
     if not isinstance(value, list):
         return value
     return [
@@ -194,20 +199,6 @@ def _pruned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _pruned(held) for key, held in value.items() if held is not None}
     return [_pruned(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _from_json(text: str) -> object:
-    """Read a list of messages that was kept as text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        shown = text if len(text) <= 40 else text[:40] + "…"
-        raise SourceError(
-            f"a chat must be a list of messages or the JSON text of one; this text is neither "
-            f"({error.msg} at position {error.pos:,}): {shown!r}"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits; lists within lists
-        raise SourceError(f"the JSON text of the chat can't be read: {error}") from error
 
 
 def _rows(columns: dict[Any, Any]) -> object:
@@ -238,6 +229,8 @@ def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
     for key, value in message.items():
         if not isinstance(key, str):
             raise SourceError(f"message {number} has the key {key!r}; keys must be text")
+        if key in _CALLS and not value and value != "":
+            continue  # an empty list, as tables give one to every message
         if key == "content" or (value is not None and key not in ("role", "from")):
             kept[key] = value
     calls = None
@@ -264,13 +257,16 @@ def _check_content(kept: dict[str, Any], number: int) -> None:
     content, role = kept.get("content"), kept["role"]
     if content is None:
         if role != "assistant" or not (kept.get("tool_calls") or kept.get("reasoning_content")):
+            seen = ", ".join(f"`{key}`" for key in list(kept)[:12] if key != "content")
             raise SourceError(
-                f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have none"
+                f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have "
+                f"none; found the keys {seen}"
             )
     elif not isinstance(content, str | list):
         raise SourceError(
             f"the content of message {number} ({role}) must be text or a list of parts of text, "
             f"found {_json_kind(content)}"
+            + ("; an object may stand there as its JSON text" if isinstance(content, dict) else "")
         )
 
 
@@ -284,31 +280,11 @@ def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
         raise SourceError(f"message {number} has no role; need `role` and `content`, found the keys {seen}")
     known = _ROLE_OF.get(role) if isinstance(role, str) else None
     if known is None:
-        raise SourceError(f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
+        raise SourceError(
+            f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}, and "
+            "ShareGPT's words (human, gpt, ...)" + (f"; {READ_AS_TEXT}" if isinstance(role, bytes) else "")
+        )
     return role, known
-
-
-def _is_trained(kept: dict[str, Any], number: int) -> bool:
-    """Take the flags out of a message; return whether it is trained on."""
-    for key in _DETAILS:
-        if kept.pop(key, None):
-            raise SourceError(
-                f"message {number} has `{key}`, labels of single characters, which are not read; switch whole "
-                "messages by `train`, or mark the parts by `{% generation %}` in the template"
-            )
-    is_trained = True
-    for key in _FLAGS:
-        value = kept.pop(key, None)
-        if value is None:
-            continue
-        flag = {"true": 1, "false": 0}.get(value.lower(), value) if isinstance(value, str) else value
-        if flag not in (0, 1):
-            raise SourceError(
-                f"message {number} has the {key} {value!r}; only 0 and 1 (false and true) can be kept: "
-                "make it one of them, or leave the message's row out"
-            )
-        is_trained = is_trained and bool(flag)
-    return is_trained
 
 
 def _take_parts(kept: dict[str, Any], number: int) -> None:
@@ -321,8 +297,8 @@ def _take_parts(kept: dict[str, Any], number: int) -> None:
             and part.get("type") in ("thinking", "reasoning")
             and kept["role"] == "assistant"
         ):
-            held = part.get("thinking", part.get("reasoning", part.get("text")))
-            thoughts.append(_joined_text(held, number))
+            held = [part[key] for key in ("thinking", "reasoning", "text") if part.get(key) is not None]
+            thoughts.append(_joined_text(held[0] if held else None, number))
         else:
             texts.append(_part_text(part, number))
     if thoughts and not any(kept.get(key) for key in THOUGHTS):
@@ -367,7 +343,7 @@ def _take_thoughts(kept: dict[str, Any], number: int) -> None:
 def _part_text(part: object, number: int) -> str:
     """Return the text of one part of a content."""
     if isinstance(part, dict):
-        flags = [key for key in _FLAGS if part.get(key) not in (None, True, 1)]
+        flags = [key for key in FLAGS if part.get(key) not in (None, True, 1)]
         if flags:
             raise SourceError(
                 f"a part of message {number} has `{flags[0]}`: {part[flags[0]]!r}; only whole messages can be "
@@ -395,5 +371,6 @@ def _json_kind(value: object) -> str:
         bool: "a boolean",
         int: "a number",
         float: "a number",
+        bytes: f"bytes; {READ_AS_TEXT}",
     }
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

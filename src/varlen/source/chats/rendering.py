@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
 from varlen.source.chats.conserve import Lost, losses_of, lost_texts
-from varlen.source.chats.generation import after_prompt, between, of_messages
+from varlen.source.chats.generation import after_prompt, between, of_located, of_messages
 from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
 from varlen.source.chats.skeleton import Kind, Skeleton, skeleton_of
@@ -97,6 +98,8 @@ class Rendering:
             return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
         spoken = {one.message: one for one in said}
+        if skeleton is not None and skeleton.is_open:  # by arguments that stand in no slot
+            is_exact = is_exact and self._template.wants(self._variables).whole_arguments
         texts = (
             None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
         )
@@ -179,7 +182,8 @@ class Rendering:
         marks = self._template.marks
         marks.is_known = True
         asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
-        marks.know_prompt(asked.render, _ASKED)
+        thought = [_ASKED[0], {**_ASKED[1], "reasoning_content": "."}]
+        marks.know_prompt(asked.render, thought)
         called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
         marks.know_answers(called.render, _CALLED)
         found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
@@ -272,26 +276,26 @@ class Rendering:
             self._check_tools(text)
         spans = between(marked, start, stop)
         messages = self._messages
-        if first:
-            spans = after_prompt(self.render, messages, text, spans, first)
         if not spans:
             raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
-        speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n >= first]
-        is_all = len(trained) == len(speaking) and not self._off
-        owned = None if is_all else of_messages(self.render, messages, text, spans, speaking)
-        if owned is None and not is_all:
-            raise SourceError(
-                "the chat template rewrites earlier turns, so that the {% generation %} blocks of single messages "
-                'can\'t be told apart; switch no message off, and leave supervise="last"'
-            )
+        speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        off: list[tuple[int, int]] = []
+        if len(trained) < len(speaking):
+            owned = self._owned(text, spans, speaking)
+            if owned is not None:
+                off = [span for n in speaking if n in self._off for span in owned[n]]
+                spans = [span for n in trained for span in owned[n]]
+            elif trained == [n for n in speaking if n >= first]:
+                spans = after_prompt(self.render, messages, text, spans, first)
+            else:
+                raise SourceError(
+                    "the chat template rewrites earlier turns, so that the {% generation %} blocks of single "
+                    'messages can\'t be told apart; switch no message off, and leave supervise="last"'
+                )
         shape = shape_of(messages, self._template.source)
         skeleton = self._skeleton(shape, messages, "unwritten") if shape is not None else None
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
         losses = self._losses(trained, turns, dict.fromkeys(trained, text), choice)
-        off: list[tuple[int, int]] = []
-        if owned is not None:
-            off = [span for n in speaking if n in self._off for span in owned[n]]
-            spans = [span for n in trained for span in owned[n]]
         if not spans:
             raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
         ends = len(messages) - 1 in trained and not self._template.marks.end(text[slice(*spans[-1])].rstrip())
@@ -300,6 +304,19 @@ class Rendering:
             bare = self._skeleton(shape_of(roles, self._template.source), roles)
             ends = not (bare and bare.turns[-1].mark)
         return Rendered(text=text, spans=tuple(spans), needs_eos=ends, off=tuple(off), losses=losses)
+
+    def _owned(
+        self, text: str, spans: list[tuple[int, int]], speaking: Sequence[int]
+    ) -> dict[int, list[tuple[int, int]]] | None:
+        """Return which generation blocks are whose of the assistant's messages; None where that can't be told."""
+        owned = of_messages(self.render, self._messages, text, spans, speaking)
+        if owned is None:
+            with suppress(SourceError):
+                said = self._said(text)[0]
+                owned = of_located([(one.message, one.spans[0][0]) for one in said if one.spans], spans)
+        if owned is None and len(spans) == len(speaking):
+            return {number: [span] for number, span in zip(speaking, spans)}
+        return owned if owned is not None and set(speaking) <= owned.keys() else None
 
 
 def _tools_named(name: str) -> list[Any]:

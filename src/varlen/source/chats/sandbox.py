@@ -37,6 +37,8 @@ _MARKS = "varlen_generation_marks"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _ABSENT = object()
 _KINDS = (str, list, dict, LoopContext)
+_TAKE_VALUES = frozenset(("default", "d", "select", "reject", "selectattr", "rejectattr"))
+"""Filters whose numbers are values, and never sizes of what they make."""
 """Types whose attributes may be reached for every object, or for none."""
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
@@ -211,7 +213,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.has_generation = False
         self._known: set[tuple[type, str]] = set()
         self.filters["tojson"] = _to_json
-        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.filters = {
+            name: function if name in _TAKE_VALUES else _bounded(function)
+            for name, function in self.filters.items()
+        }
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -255,10 +260,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call a function or method with numbers that aren't very large."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int):
-                _check_length(value)
+        """Call a function or method with numbers that aren't very large, where they could be sizes."""
+        # What a row says, such as a time, is no size for a macro, and for what keeps it.
+        is_kept = type(__obj) is Macro or __obj is _Notes or __obj is _make_dict
+        if not (is_kept or type(getattr(__obj, "__self__", None)) in (dict, list)):
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, int):
+                    _check_length(value)
         if type(__obj) is BuiltinMethodType and type(__obj.__self__) in _KINDS:
             for own in ("_loop_vars", "_block_vars"):  # jinja's, for its own functions
                 kwargs.pop(own, None)

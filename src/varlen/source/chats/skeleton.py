@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from varlen.source.chats.marks import EndMarks, call_closing, closing_of, opening_of
+from varlen.source.chats.marks import EndMarks, call_closing, closing_of, opened_by, opening_of
 from varlen.source.chats.slots import Render, Slot, cut, free_character, masked, try_render
 
 Kind = Literal["joined", "apart", "unwritten"]
@@ -26,6 +26,8 @@ class Region:
     """The piece that it begins in, which stands before its first slot."""
     lead: str
     """What it generates before that slot: the end of the piece."""
+    opened: str
+    """What the generation prompt has after the piece, as `<think>`: not generated where a text begins with it."""
     last: int
     """The piece that it ends in, which stands after its last slot."""
     mark: str
@@ -181,24 +183,25 @@ class _Builder:
     def turn(self, number: int) -> Turn:
         """Return what is written for the assistant's message of a number."""
         found = self.unwritten(number)
-        at = sorted(self.firsts[n] for n in self._said_in(number) if n in self.firsts)
+        alone = try_render(self.render, self.marked[: number + 1], False) or ""
+        at = self._places(self._said_in(number), alone)
         if not at:
             return found
-        alone = try_render(self.render, self.marked[: number + 1], False) or ""
         runs = self._runs(at, number)
         regions = []
         opening, closing, mark = None, "", 0
         for place, run in enumerate(runs):
-            lead = 0
+            lead, opened = 0, ""
             if place == 0:
                 earlier = self.marked[:number]
                 plain, prompted = (try_render(self.render, earlier, prompts) for prompts in (False, True))
                 opening, lead = opening_of(plain, prompted, self.pieces[run[0]], self.slot, self.marks)
+                opened = opened_by(plain, prompted, self.pieces[run[0]], self.slot)
             else:  # the turn goes on after others' messages
                 until = max(self.slots[n].message for n in self.order[: run[0]])
                 alone = try_render(self.render, self.marked[: until + 1], False) or ""
             closing, mark = self._closing(alone, run[-1], number)
-            regions.append(self._region(run, lead, mark))
+            regions.append(self._region(run, lead, opened, mark))
         return replace(
             found,
             regions=tuple(regions),
@@ -226,6 +229,15 @@ class _Builder:
     def _said_in(self, number: int) -> list[int]:
         """Return the slots of what the message says."""
         return [n for n, slot in enumerate(self.slots) if slot.message == number and slot.is_said]
+
+    def _places(self, mine: list[int], alone: str) -> list[int]:
+        """Return where a message's slots stand; a call's name may stand twice, and once more in its answer."""
+        places: list[int] = []
+        for n in mine:
+            if n in self.firsts:
+                again = [at for at in range(self.firsts[n] + 1, len(self.order)) if self.order[at] == n]
+                places += [self.firsts[n], *again[: max(0, alone.count(f"{self.slot}{n}{self.slot}") - 1)]]
+        return sorted(places)
 
     def _runs(self, at: list[int], number: int) -> list[list[int]]:
         """Part a message's slots where another message's stands between them."""
@@ -263,7 +275,7 @@ class _Builder:
             return ""
         return rest.removeprefix('"}') if self.slots[self.order[last]].key == "arguments" else rest
 
-    def _region(self, run: list[int], lead: int, mark: int) -> Region:
+    def _region(self, run: list[int], lead: int, opened: str, mark: int) -> Region:
         """Return a region in pieces that are counted without the slots of arguments."""
         before, piece = self.pieces[run[0]], self.pieces[run[-1] + 1]
         skipped = [self.slots[number].is_argument for number in self.order]
@@ -275,6 +287,7 @@ class _Builder:
         return Region(
             first=first,
             lead=before[len(before) - lead :],
+            opened=opened,
             last=last,
             mark=piece[:mark],
             tail=piece[mark:],

@@ -31,6 +31,8 @@ class Slot:
     where those are one JSON text."""
     call: int = -1
     """Of the message's calls; -1: of the message itself."""
+    part: int = -1
+    """Of a content that is given as parts."""
 
     @property
     def is_argument(self) -> bool:
@@ -45,6 +47,8 @@ class Slot:
     def value_in(self, messages: Sequence[dict[str, Any]]) -> str | dict[str, Any]:
         """Return what stands in its place in a chat of the shape: a text, or the arguments of a call."""
         message = messages[self.message]
+        if self.part >= 0:
+            return str(message[self.key][self.part]["text"])
         if self.call < 0:
             return str(message[self.key])
         call = message["tool_calls"][self.call]
@@ -85,9 +89,9 @@ def shape_of(messages: Sequence[dict[str, Any]], source: str) -> Shape | None:
         if len(message) == 2 and type(content) is str:
             shape.append((message["role"], 1))
             continue
-        if content is not None and type(content) is not str:
-            return None
         held: list[Any] = [message["role"], 1 if _is_slot(message, "content") else (0, content)]
+        if type(content) is list:
+            held[1] = ("parts", *(bool(part["text"].strip()) or part["text"] for part in content))
         thoughts = message.get(_THOUGHTS)
         if thoughts is not None:
             held.append((_THOUGHTS, _is_slot(message, _THOUGHTS) or thoughts))
@@ -151,6 +155,8 @@ def masked(
             value = message[key]
             if key == "tool_calls":
                 value = [_masked_call(made, number, *one, arguments) for one in enumerate(value)]
+            elif key == "content" and isinstance(value, list):
+                value = [_masked_part(made, number, *one) for one in enumerate(value)]
             elif key in _IDS and isinstance(value, str):
                 value = made.mark_id(Slot(message=number, key=key), value)
             elif key != "role" and _is_slot(message, key) and (key in _ALWAYS or key in source):
@@ -158,6 +164,13 @@ def masked(
             given[key] = value
         made.messages.append(given)
     return made.messages, made.slots
+
+
+def _masked_part(made: _Marked, message: int, number: int, part: dict[str, Any]) -> dict[str, Any]:
+    is_blank = not part["text"].strip()
+    return (
+        part if is_blank else {**part, "text": made.mark(Slot(message=message, key="content", part=number))}
+    )
 
 
 def _masked_call(

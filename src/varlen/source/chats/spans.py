@@ -103,6 +103,8 @@ def _said(
                     return None
             if start < begins[region.first] or not text.startswith(region.lead, start):
                 return None
+            if region.opened and text.startswith(region.opened, start, stop):
+                start += len(region.opened)
             spans.append((start, stop))
         said.append(Said(message=turn.message, spans=tuple(spans), has_mark=turn.has_mark))
     return said
@@ -231,6 +233,11 @@ def by_prefixes(
                 return None
             start += len(turn.opening)
         length, has_mark = _turn_length(until[start:], turn, marks)
+        if not has_mark and marks.opens and turn is not None and turn.mark:
+            # The token that opens the next message ends the turn.
+            token = marks.at(text, start + length)
+            if token is not None and turn.closing[: turn.mark].endswith(token[0]):
+                length, has_mark = length + len(token[0]), True
         if said and start < said[-1].stop:
             return None
         said.append(Said(message=number, spans=((start, start + length),), has_mark=has_mark))

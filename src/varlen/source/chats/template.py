@@ -24,6 +24,7 @@ from varlen.source.chats.rendering import Rendering, spelled
 from varlen.source.chats.skeleton import Skeleton
 from varlen.source.chats.twins import training_twin, twin_of
 from varlen.source.losses import Losses
+from varlen.source.rows import READ_AS_TEXT
 
 if TYPE_CHECKING:
     from varlen.source.chats.sandbox import Program
@@ -225,7 +226,7 @@ def prompt_and_completion(
     """Join a prompt and its completion, of which the completion alone is supervised.
 
     Args:
-        prompt: text, or a list of messages.
+        prompt: text, or a list of messages, or these as `as_chat` gives them.
         completion: of the same kind. As text it is supervised whole, with an EOS token to be appended; of
             messages only the assistant's are.
         template: what writes messages; text is left as it is.
@@ -241,7 +242,7 @@ def prompt_and_completion(
             raise SourceError("the completion is empty, so there is nothing to train on; leave out the row")
         text = well_formed(prompt + completion)
         return Rendered(text=text, spans=((len(prompt), len(text)),), needs_eos=True)
-    if isinstance(prompt, list) and isinstance(completion, list):
+    if isinstance(prompt, list | Chat) and isinstance(completion, list | Chat):
         if not completion:
             raise SourceError(
                 "the completion is an empty list, so there is nothing to train on; leave out the row"
@@ -251,12 +252,12 @@ def prompt_and_completion(
         off = earlier.off | {number + first for number in later.off}
         chat = Chat(messages=earlier.messages + later.messages, off=frozenset(off))
         return template.render_from(chat, tools, first, variables or {}, choice)
-    kinds = {"str": "text", "list": "a list of messages", "NoneType": "null"}
+    kinds = {"str": "text", "list": "a list of messages", "NoneType": "null", "dict": "an object"}
     names = [type(value).__name__ for value in (prompt, completion)]
     seen, other = (kinds.get(name, name) for name in names)
     raise SourceError(
         f"prompt and completion must both be text or both lists of messages; the prompt is {seen}, "
-        f"the completion {other}"
+        f"the completion {other}" + (f"; {READ_AS_TEXT}" if "bytes" in names else "")
     )
 
 

@@ -22,10 +22,17 @@ if TYPE_CHECKING:
 
 Blank = Literal["absent", "empty", "null"]
 
-_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL = (chr(0xF0000 + n) for n in range(7))
+_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
+_NUMBER, _FRACTION = 9_081_726_354, 0.8172635
+_ARGUMENTS: dict[str, Any] = {
+    _KEY: _VALUE,
+    _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
+    "last": -_NUMBER // 7,
+}
+"""Arguments of several kinds, which a template may write in part."""
 _BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")
 """transformers leaves keys out whose value is null, so that goes first."""
-_PROBE_TOOL = {
+_PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": _TOOL,
@@ -47,6 +54,8 @@ class Wants:
     """How an empty content beside calls is given."""
     thoughts: tuple[str, ...]
     """Keys under which thoughts are given, beside those that transformers gives them under."""
+    whole_arguments: bool
+    """Arguments are written whole, whatever they are; else those of each row must be looked for."""
     joins: bool
     """Parts of a content are written as their texts joined, or not taken at all, so that they are given as one."""
     tools: Literal["wrapped", "bare"] | None
@@ -76,6 +85,7 @@ def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
         null=null,
         empty=empty,
         thoughts=probe.thoughts(),
+        whole_arguments=arguments is not None and probe.writes_all(arguments, null),
         joins=probe.joins_parts(),
         tools="wrapped" if probe.writes_tools("wrapped") else "bare" if probe.writes_tools("bare") else None,
     )
@@ -151,10 +161,10 @@ class _Probe:
     def __init__(self, program: Program, variables: Mapping[str, Any]) -> None:
         self._program, self._variables = program, variables
 
-    def _render(self, message: dict[str, Any], tools: list[Any] | None = None) -> str:
+    def _render(self, message: dict[str, Any], tools: list[Any] | None = None, *, user: str = _USER) -> str:
         """Render a user's message and an assistant's; nothing where the template fails."""
         try:
-            asked = [{"role": "user", "content": _USER}, message]
+            asked = [{"role": "user", "content": user}, message]
             return self._program.run(asked, tools, variables=self._variables)
         except SourceError:
             return ""
@@ -180,6 +190,18 @@ class _Probe:
             ):
                 return True
         return False
+
+    def writes_all(self, form: str, blank: str) -> bool:
+        """Whether arguments of several kinds are written with all their keys and values."""
+        given = json.dumps(_ARGUMENTS, ensure_ascii=False) if form == "text" else _ARGUMENTS
+        call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
+        message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+        if blank != "absent":
+            message["content"] = {"empty": "", "null": None}[blank]
+        marks = [_NAME, _KEY, _VALUE, _OTHER, _SAID, _THOUGHT, _MORE, _USER, "last"]
+        marks += [str(_NUMBER), str(-_NUMBER // 7), str(_FRACTION)]
+        texts = (self._render(message, tools, user=".") for tools in (None, [_PROBE_TOOL]))
+        return any(all(mark in text for mark in marks) for text in texts)
 
     def _writes_none(self, message: dict[str, Any], text: str, tools: list[Any] | None) -> bool:
         """Whether what is no content is written as a word."""
@@ -218,6 +240,10 @@ class _Probe:
             return ""
 
     def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
-        """Whether the name of a tool is written that is given in this form."""
-        tool = _PROBE_TOOL if form == "wrapped" else _PROBE_TOOL["function"]
-        return _TOOL in self._render({"role": "assistant", "content": _SAID}, [tool])
+        """Whether the names of two tools are written that are given in this form."""
+        function: dict[str, Any] = _PROBE_TOOL["function"]
+        tools: list[Any] = [function, {**function, "name": _OTHER}]
+        if form == "wrapped":
+            tools = [{"type": "function", "function": tool} for tool in tools]
+        text = self._render({"role": "assistant", "content": _SAID}, tools)
+        return _TOOL in text and _OTHER in text
