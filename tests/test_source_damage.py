@@ -110,7 +110,20 @@ def half(content):
     return content[: len(content) // 2]
 
 
+def flipped(content, *places):
+    """Some bytes changed."""
+    found = bytearray(content)
+    for place in places:
+        found[place] ^= 0xFF
+    return bytes(found)
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
 RECORD = Losses(records=1)
+PACKED = gzip.compress(lines(objects()))
 CASES = {
     "odd_first.jsonl": (lines(objects(r0={"source": "crawl"})), but(0), RECORD),
     "odd_kind.jsonl": (lines(objects(r0={"messages": [{"role": "user", "content": "a"}]})), but(0), RECORD),
@@ -165,6 +178,15 @@ CASES = {
     "cut.npz": (arrays(-9), [], None),
     "cut.jsonl.gz": (half(gzip.compress(lines(objects(), "\n" * 20_000))), None, Losses(cut_files=1)),
     "cut.csv.gz": (half(gzip.compress(("\n" * 20_000).join(rows_of_csv()).encode())), None, Losses(cut_files=1)),
+    "tail.jsonl.gz": (PACKED[:-6], TEXTS, Losses(cut_files=1)),
+    "small.jsonl.gz": (half(PACKED), None, Losses(cut_files=1)),
+    "small.csv.gz": (half(gzip.compress("\n".join(rows_of_csv()).encode())), None, Losses(cut_files=1)),
+    "members.jsonl.gz": (PACKED + PACKED[:40], TEXTS, Losses(cut_files=1)),
+    "sum.jsonl.gz": (flipped(PACKED, -8), TEXTS, Losses(num_bytes=5)),
+    "behind.jsonl.gz": (PACKED + b"\0\0" + b"behind", TEXTS, Losses(num_bytes=6)),
+    "zeros.jsonl.gz": (PACKED + bytes(600), TEXTS, Losses()),
+    "members.jsonl.zst": (zstd(lines(objects())) + zstd(b"x" * 99)[:-3], TEXTS, Losses(cut_files=1)),
+    "behind.jsonl.zst": (zstd(lines(objects())) + b"behind", TEXTS, None),
     "whole.jsonl": (lines(objects()), TEXTS, Losses()),
 }  # fmt: skip
 
