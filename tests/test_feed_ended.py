@@ -64,7 +64,8 @@ def test_a_loader_of_which_no_batch_is_left_says_what_became_of_everything(tmp_p
         loader(tmp_path / "a.jsonl", mode=mode, worker=worker, cache=tmp_path / "cache") as made,
         pytest.raises(
             OverlongDocumentError,
-            match=r"9 documents read, 9 longer than 16 tokens and dropped; 1 record skipped; pass overlong=",
+            match=r"9 documents read, 9 longer than 16 tokens and dropped; 1 record skipped; the log says "
+            r"what can't be read, and why; pass overlong=",
         ),
     ):
         list(iter(made))

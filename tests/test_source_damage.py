@@ -144,6 +144,7 @@ CASES = {
     "pretty.json": (json.dumps(objects(), indent=2).replace(f'{TEXTS[9]}"', TEXTS[9]).encode(), but(9), RECORD),
     "bytes.json": (array(",").replace(TEXTS[7].encode(), b"\xff"), but(7), RECORD),
     "run.json": (lines([*ARRAY[:9], '{"text": "a}', *ARRAY[10:]], " "), but(9), RECORD),
+    "arrays.json": (array(",") + array(",\n"), TEXTS, Losses(num_bytes=len(array(",\n")))),
     "open.json": (array(",")[:-1], TEXTS, Losses(cut_files=1)),
     "quote.csv": ("\n".join(rows_of_csv(r9='"a,9')).encode(), but(9), RECORD),
     "last_quote.csv": ("\n".join(rows_of_csv(r59='"a,9')).encode(), but(59), RECORD),
@@ -320,3 +321,33 @@ def test_pieces_of_one_file_that_cannot_be_read_count_it_once(tmp_path):
         loaded(tmp_path, tmp_path / "cache", mode="streaming")
     with pytest.raises(SourceError, match=f"{size:,} bytes can't be read, nor the rows in them be counted"):
         loaded(tmp_path, tmp_path / "cache", mode="indexed")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl.bz2", b"BZh91AY&SY", "is compressed (bzip2); unpack it"),
+        ("a.jsonl", lines([{"body": "a"}] * 3), "has no column of documents"),
+        ("a.csv", b"body\na\n", "has no column of documents"),
+        ("a.parquet", parquet(0, row_group_size=60), "rows 1 to 60"),
+        ("a.txt", "a".encode("utf-16"), "text in UTF-16"),
+        ("a.jsonl", b'{"text": 5}\n' * 3, "line 1 holds number in `text`"),
+    ],
+)
+def test_where_nothing_is_left_every_verb_says_the_first_reason(tmp_path, name, content, why):
+    (tmp_path / name).write_bytes(content)
+
+    for words in (["inspect", name], ["pack", name, "-o", "packed"], ["index", name, "-o", "store"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "varlen", *words, "--on-error", "skip"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"varlen: {name} holds no document; ")
+        assert f"; the first: {name} " in last
+        assert why in last
+        assert sorted(path.name for path in tmp_path.iterdir()) == [name]

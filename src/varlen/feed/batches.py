@@ -108,7 +108,9 @@ def no_batch(ledger: Ledger, losses: Losses, capacity: int) -> InputError:
         losses: of their source.
         capacity: tokens of a pack.
     """
-    said = f"the data holds nothing to train on, and no batch is left of it: {nothing_left(ledger, losses, capacity)}"
+    left = nothing_left(ledger, losses, capacity)
+    said = f"the data holds nothing to train on, and no batch is left of it: {left}"
+    said += "; the log says what can't be read, and why" if losses.of_reading else ""
     if ledger.dropped_documents:
         return OverlongDocumentError(f'{said}; pass overlong="split" or "truncate", or raise capacity')
     return SourceError(said)
