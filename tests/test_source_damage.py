@@ -13,6 +13,7 @@ import pytest
 
 import varlen as vl
 from varlen.errors import SourceError
+from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
@@ -259,6 +260,27 @@ def test_every_door_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
     if store.losses.of_reading:
         logged = (tmp_path / "packed" / ".skipped.log").read_text().splitlines()
         assert sorted(logged) == sorted(lengths.skipped)
+
+
+def test_several_processes_lose_what_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "PART_BYTES", 4000)  # many parts
+    for name, (content, _, _) in CASES.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    source = open_source([tmp_path / name for name in CASES], on_error="skip")
+    made = []
+    for processes in (1, 2):
+        out = tmp_path / f"packed-{processes}"
+        crew = Crew(processes=processes)
+        manifest = pack_source(source, out, PackSettings(capacity=4096), crew=crew).manifest
+        logged = (out / ".skipped.log").read_text().splitlines()
+        made.append((manifest["losses"], manifest["ledger"], manifest["num_skipped"], logged))
+
+    lengths = read_lengths(source, lambda *_: None)
+
+    assert made[0] == made[1]
+    assert Losses.from_json(made[0][0]) == lengths.losses
+    assert sorted(made[0][3]) == sorted(lengths.skipped)
+    assert made[0][1]["documents_in"] == len(lengths.lengths)
 
 
 def test_where_nothing_may_be_skipped_the_error_names_file_and_place(case, tmp_path):

@@ -164,15 +164,17 @@ def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: 
     return "; ".join([f"{paths[0]}{more} hold{'' if more else 's'} {why}", *losses.sentences(), *such_as])
 
 
-def nothing_left(ledger: Ledger, losses: Losses, capacity: int) -> str:
+def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> str:
     """Say what became of everything, where nothing is left to train on.
 
     Args:
         ledger: of all documents.
         losses: of their source.
         capacity: tokens of a pack.
+        epochs: that the ledger counts; losses are those of one.
     """
-    found = [f"{many(ledger.documents_in, 'document')} read"]
+    times = f" in {many(epochs, 'epoch')}" if epochs > 1 and ledger.documents_in else ""
+    found = [f"{many(ledger.documents_in, 'document')} read{times}"]
     whys = (
         (ledger.dropped_documents, f"longer than {many(capacity, 'token')} and dropped"),
         (ledger.empty_documents, "without a token"),

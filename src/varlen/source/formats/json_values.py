@@ -129,8 +129,8 @@ class _Values:
             num_bytes += len(self._buffer[self._at :].encode("utf-8", "surrogateescape"))
             self._at = len(self._buffer)
             self._drop()
-        why = "can't be read: the file goes on after the end of its array; name it .jsonl if it holds one object a line"
-        return Lost.of(why, Losses(num_bytes=num_bytes))
+        said = "can't be read: the file goes on after the end of its array"
+        return Lost.of(f"{said}; name it .jsonl if it holds one object a line", Losses(num_bytes=num_bytes))
 
     def _next(self) -> str:
         """Skip blanks and return the next character, or nothing at the end; it isn't taken."""
