@@ -91,7 +91,7 @@ def test_ranks_of_a_job_share_the_steps_of_rows_in_memory(tmp_path, mode, form):
     done = subprocess.run(
         [
             sys.executable,
-            *"-m torch.distributed.run --standalone --nproc-per-node 2".split(),
+            *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
             str(job),
             mode,
             form,
