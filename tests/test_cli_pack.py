@@ -113,11 +113,12 @@ def test_what_was_skipped_is_counted_and_listed(tmp_path, pack):
 def test_where_nothing_is_left_what_was_skipped_is_counted(tmp_path, pack):
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": ""}\n')
     said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
-    assert said == "a.jsonl holds 1 empty document; 1 record skipped"
+    first = "the first: a.jsonl line 1 holds number in `text`, which must be a string"
+    assert said == f"a.jsonl holds 1 empty document; 1 record skipped; {first}"
 
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 2)
     said = one_sentence(pack("a.jsonl", "-o", "packed", "--on-error", "skip"))
-    assert said == "a.jsonl holds no document; 2 records skipped"
+    assert said == f"a.jsonl holds no document; 2 records skipped; {first}"
 
 
 def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):

@@ -237,3 +237,31 @@ def test_two_calls_end_as_one_does(verb, store, tmp_path):
             assert verb("a.toml", "--set", f"run.steps={steps}")[0] == 0
 
     same_end(Path("whole"), Path("parts"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "said"),
+    [
+        (["x" * 3000] * 9, "data.overlong=drop", r"\d+ longer than 64 tokens and dropped.*raise capacity"),
+        (
+            [5] * 9,
+            "data.on_error=skip",
+            r"9 records skipped; the (log says what|first: .*line 1 holds number)",
+        ),
+        (["", ""], "data.overlong=split", r"(\d without a token|2 empty documents)"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["indexed", "streaming"])
+def test_where_nothing_is_left_to_train_on_a_sentence_says_what_became_of_it(
+    verb, tmp_path, mode, rows, more, said
+):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    verb("--init", "config.toml")
+    settings = ["data.source=a.jsonl", "data.capacity=64", f"data.mode={mode}", "run.steps=2", more]
+    given = [word for one in [*settings, f"data.cache={tmp_path / 'cache'}"] for word in ("--set", one)]
+
+    code, out, error = verb("config.toml", *given, "--set", "data.worker=thread")
+
+    assert (code, out) == (2, "")
+    assert re.search(f"^varlen: .*{said}", error.splitlines()[-1]), error
+    assert not list((tmp_path / "run").rglob("*.safetensors"))

@@ -26,7 +26,7 @@ def loader(path, **changes):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"\n\n", "0 documents read"), (b'{"text": ""}\n', "3 documents read, 3 without a token")],
+    [(b"\n\n", "0 documents read"), (b'{"text": ""}\n', "3 documents read in 3 epochs, 3 without a token")],
 )
 def test_epochs_without_any_document_end_in_an_error_and_endless_ones_too(tmp_path, content, said):
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -64,7 +64,8 @@ def test_a_loader_of_which_no_batch_is_left_says_what_became_of_everything(tmp_p
         loader(tmp_path / "a.jsonl", mode=mode, worker=worker, cache=tmp_path / "cache") as made,
         pytest.raises(
             OverlongDocumentError,
-            match=r"9 documents read, 9 longer than 16 tokens and dropped; 1 record skipped; pass overlong=",
+            match=r"9 documents read, 9 longer than 16 tokens and dropped; 1 record skipped; the log says "
+            r"what can't be read, and why; pass overlong=",
         ),
     ):
         list(iter(made))
@@ -99,3 +100,24 @@ def test_a_mixture_without_a_label_says_so_at_once(tmp_path):
     with pytest.raises(SourceError, match="none of its 2 sources has a document with a label"):
         vl.PackedLoader(mixture, capacity=16, global_batch_size=2, cache=tmp_path / "cache", epochs=None)
     assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("mode", ["indexed", "streaming"])
+def test_what_is_lost_is_counted_once_however_many_epochs_read_it(tmp_path, mode):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(lines_of([9] * 40 + ["{"] * 3))
+    (folder / "b.csv").write_text("body\n1\n")
+    lost = Losses(records=3, num_bytes=7)
+
+    for epochs in (1, 2, 3):
+        made = loader(folder, mode=mode, epochs=epochs, worker="thread", cache=tmp_path / "cache")
+        with made:
+            states = [made.state_dict() for _ in made]
+            stats = made.stats()
+        assert (stats.losses, stats.ledger.documents_in) == (lost, 40 * epochs)
+    made = loader(folder, mode=mode, epochs=3, worker="thread", cache=tmp_path / "cache")
+    with made:
+        made.load_state_dict(states[len(states) // 2])
+        assert len(list(made)) == len(states) - len(states) // 2 - 1
+        assert made.stats().losses in (lost, Losses())  # of a stream, what came since

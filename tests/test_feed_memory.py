@@ -4,6 +4,8 @@ import itertools
 import json
 import subprocess
 import sys
+from hashlib import sha256
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -78,6 +80,39 @@ def test_a_process_gives_the_same_batches_from_any_state(form, mode):
         for taken in (1, len(whole) // 2, len(whole)):
             process.load_state_dict(json.loads(json.dumps(states[taken])))
             assert drained(process)[0] == whole[taken:]
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    [("indexed", "list"), ("streaming", "Dataset"), ("streaming", "function")],
+)
+def test_ranks_of_a_job_share_the_steps_of_rows_in_memory(tmp_path, mode, form):
+    job = Path(__file__).with_name("memory_job.py")
+    done = subprocess.run(
+        [
+            sys.executable,
+            *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+            str(job),
+            mode,
+            form,
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    with loader_of((FORMS | ITERABLES)[form](TEXTS), mode=mode) as alone:
+        expected = [
+            [int(pack) // 4, sha256(ids.tobytes()).hexdigest(), int(batch.step_num_targets)]
+            for batch in alone
+            for pack, ids in zip(batch.pack_ids, batch.input_ids)
+        ]
+
+    assert said[0]["state"] == said[1]["state"]
+    assert len(said[0]["rows"]) == len(said[1]["rows"])
+    assert sorted(said[0]["rows"] + said[1]["rows"]) == sorted(expected)
 
 
 @pytest.mark.parametrize("mode", ["indexed", "streaming"])

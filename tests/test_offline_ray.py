@@ -1,5 +1,6 @@
 """Packing over a local Ray cluster: the same bytes, and errors that are sentences."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -58,6 +59,23 @@ def test_a_cluster_writes_the_same_bytes_and_goes_on_like_processes(tmp_path, mo
 
     assert contents(tmp_path / "over") == contents(tmp_path / "out")
     assert len(contents(tmp_path / "out")) > 3
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_a_cluster_loses_what_one_process_does(tmp_path, monkeypatch, cluster):
+    small_parts(monkeypatch)
+    write_texts(tmp_path / "a.jsonl")
+    sound = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl").write_bytes(sound[:300] + b"\xff{" + sound[302:] + b'{"text": 5}\n{')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(sound)[:-30])
+    source = open_source(tmp_path, on_error="skip")
+
+    alone = pack(source, tmp_path / "out" / "alone", crew=Crew(processes=1))
+    pack(source, tmp_path / "out" / "over", crew=Crew(ray=True))
+
+    assert alone.manifest["losses"]["records"] >= 3
+    assert alone.manifest["losses"]["cut_files"] == 1
+    assert contents(tmp_path / "out" / "over") == contents(tmp_path / "out" / "alone")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -13,6 +13,7 @@ import pytest
 
 import varlen as vl
 from varlen.errors import SourceError
+from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
@@ -110,7 +111,20 @@ def half(content):
     return content[: len(content) // 2]
 
 
+def flipped(content, *places):
+    """Some bytes changed."""
+    found = bytearray(content)
+    for place in places:
+        found[place] ^= 0xFF
+    return bytes(found)
+
+
+def zstd(content):
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
 RECORD = Losses(records=1)
+PACKED = gzip.compress(lines(objects()))
 CASES = {
     "odd_first.jsonl": (lines(objects(r0={"source": "crawl"})), but(0), RECORD),
     "odd_kind.jsonl": (lines(objects(r0={"messages": [{"role": "user", "content": "a"}]})), but(0), RECORD),
@@ -131,6 +145,7 @@ CASES = {
     "pretty.json": (json.dumps(objects(), indent=2).replace(f'{TEXTS[9]}"', TEXTS[9]).encode(), but(9), RECORD),
     "bytes.json": (array(",").replace(TEXTS[7].encode(), b"\xff"), but(7), RECORD),
     "run.json": (lines([*ARRAY[:9], '{"text": "a}', *ARRAY[10:]], " "), but(9), RECORD),
+    "arrays.json": (array(",") + array(",\n"), TEXTS, Losses(num_bytes=len(array(",\n")))),
     "open.json": (array(",")[:-1], TEXTS, Losses(cut_files=1)),
     "quote.csv": ("\n".join(rows_of_csv(r9='"a,9')).encode(), but(9), RECORD),
     "last_quote.csv": ("\n".join(rows_of_csv(r59='"a,9')).encode(), but(59), RECORD),
@@ -165,6 +180,15 @@ CASES = {
     "cut.npz": (arrays(-9), [], None),
     "cut.jsonl.gz": (half(gzip.compress(lines(objects(), "\n" * 20_000))), None, Losses(cut_files=1)),
     "cut.csv.gz": (half(gzip.compress(("\n" * 20_000).join(rows_of_csv()).encode())), None, Losses(cut_files=1)),
+    "tail.jsonl.gz": (PACKED[:-6], TEXTS, Losses(cut_files=1)),
+    "small.jsonl.gz": (half(PACKED), None, Losses(cut_files=1)),
+    "small.csv.gz": (half(gzip.compress("\n".join(rows_of_csv()).encode())), None, Losses(cut_files=1)),
+    "members.jsonl.gz": (PACKED + PACKED[:40], TEXTS, Losses(cut_files=1)),
+    "sum.jsonl.gz": (flipped(PACKED, -8), TEXTS, Losses(num_bytes=5)),
+    "behind.jsonl.gz": (PACKED + b"\0\0" + b"behind", TEXTS, Losses(num_bytes=6)),
+    "zeros.jsonl.gz": (PACKED + bytes(600), TEXTS, Losses()),
+    "members.jsonl.zst": (zstd(lines(objects())) + zstd(b"x" * 99)[:-3], TEXTS, Losses(cut_files=1)),
+    "behind.jsonl.zst": (zstd(lines(objects())) + b"behind", TEXTS, None),
     "whole.jsonl": (lines(objects()), TEXTS, Losses()),
 }  # fmt: skip
 
@@ -238,6 +262,27 @@ def test_every_door_reads_what_is_sound_and_counts_what_is_not(case, tmp_path):
         assert sorted(logged) == sorted(lengths.skipped)
 
 
+def test_several_processes_lose_what_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "PART_BYTES", 4000)  # many parts
+    for name, (content, _, _) in CASES.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    source = open_source([tmp_path / name for name in CASES], on_error="skip")
+    made = []
+    for processes in (1, 2):
+        out = tmp_path / f"packed-{processes}"
+        crew = Crew(processes=processes)
+        manifest = pack_source(source, out, PackSettings(capacity=4096), crew=crew).manifest
+        logged = (out / ".skipped.log").read_text().splitlines()
+        made.append((manifest["losses"], manifest["ledger"], manifest["num_skipped"], logged))
+
+    lengths = read_lengths(source, lambda *_: None)
+
+    assert made[0] == made[1]
+    assert Losses.from_json(made[0][0]) == lengths.losses
+    assert sorted(made[0][3]) == sorted(lengths.skipped)
+    assert made[0][1]["documents_in"] == len(lengths.lengths)
+
+
 def test_where_nothing_may_be_skipped_the_error_names_file_and_place(case, tmp_path):
     folder, _, losses = case
     if losses == Losses():
@@ -298,3 +343,33 @@ def test_pieces_of_one_file_that_cannot_be_read_count_it_once(tmp_path):
         loaded(tmp_path, tmp_path / "cache", mode="streaming")
     with pytest.raises(SourceError, match=f"{size:,} bytes can't be read, nor the rows in them be counted"):
         loaded(tmp_path, tmp_path / "cache", mode="indexed")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl.bz2", b"BZh91AY&SY", "is compressed (bzip2); unpack it"),
+        ("a.jsonl", lines([{"body": "a"}] * 3), "has no column of documents"),
+        ("a.csv", b"body\na\n", "has no column of documents"),
+        ("a.parquet", parquet(0, row_group_size=60), "rows 1 to 60"),
+        ("a.txt", "a".encode("utf-16"), "text in UTF-16"),
+        ("a.jsonl", b'{"text": 5}\n' * 3, "line 1 holds number in `text`"),
+    ],
+)
+def test_where_nothing_is_left_every_verb_says_the_first_reason(tmp_path, name, content, why):
+    (tmp_path / name).write_bytes(content)
+
+    for words in (["inspect", name], ["pack", name, "-o", "packed"], ["index", name, "-o", "store"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "varlen", *words, "--on-error", "skip"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith(f"varlen: {name} holds no document; ")
+        assert f"; the first: {name} " in last
+        assert why in last
+        assert sorted(path.name for path in tmp_path.iterdir()) == [name]

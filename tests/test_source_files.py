@@ -362,3 +362,16 @@ def test_a_description_behind_a_url_that_is_none_is_named(tmp_path, content):
 
     with pytest.raises(SourceError, match=r"state\.json doesn't describe a saved data set"):
         find_files(folder)
+
+
+def test_a_pattern_in_a_folder_whose_name_holds_brackets_is_one_there(tmp_path, monkeypatch):
+    folder = tmp_path / "[en]" / "v?"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "b.jsonl").write_text('{"text": "b"}')
+    monkeypatch.chdir(tmp_path)
+
+    for pattern in ("[en]/v?/*.jsonl", f"{tmp_path}/[en]/**/*.jsonl", "[en]/*/a.jsonl"):
+        assert [Path(file.path).resolve() for file in find_files(pattern)] == [folder / "a.jsonl"]
+    assert [file.path for file in find_files("[e]/*.jsonl")] == ["e/b.jsonl"]

@@ -100,15 +100,18 @@ def check_heard(passes: int, heard: int) -> None:
         )
 
 
-def no_batch(ledger: Ledger, losses: Losses, capacity: int) -> InputError:
+def no_batch(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> InputError:
     """Return the error of data of which no batch is left, which says what became of everything.
 
     Args:
         ledger: of all documents.
         losses: of their source.
         capacity: tokens of a pack.
+        epochs: that the ledger counts.
     """
-    said = f"the data holds nothing to train on, and no batch is left of it: {nothing_left(ledger, losses, capacity)}"
+    left = nothing_left(ledger, losses, capacity, epochs)
+    said = f"the data holds nothing to train on, and no batch is left of it: {left}"
+    said += "; the log says what can't be read, and why" if losses.of_reading else ""
     if ledger.dropped_documents:
         return OverlongDocumentError(f'{said}; pass overlong="split" or "truncate", or raise capacity')
     return SourceError(said)

@@ -286,7 +286,9 @@ class Rounds:
                     if isinstance(one, Exception):
                         raise one
                     self._tell(one)
-                    lane.add(one.arrival, one.claim.epoch, one.path, one.losses)
+                    # The same records are lost in every epoch: they count once, as with an index.
+                    lost = one.losses if one.claim.epoch == 0 else Losses()
+                    lane.add(one.arrival, one.claim.epoch, one.path, lost)
                 told[number] = asdict(lane.held)
             except Exception as error:
                 told[number] = error

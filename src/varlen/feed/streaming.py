@@ -174,10 +174,11 @@ class StreamingFeed:
         lanes = range(self._settings.lanes) if self._is_alone else self._own
         rounds = Rounds(sequence, intake, exchange, self._rounds, lanes, self._told)
         ahead = Ahead(lambda: rounds.run(state.at, state.step), self._settings.ahead, exchange.close)
-        heard, silent_rounds = _passes(state.at), 0
+        heard, silent_rounds, begun = _passes(state.at), 0, _begun(state.at)
         ledger, losses, has_begun = _NOTHING, Losses(), state.step > 0 or state.micro_batch > 0
         try:
             for one in ahead:
+                begun = _begun(one.after)
                 if any(one.targets):
                     heard, silent_rounds, has_begun = _passes(one.after), 0, True
                 silent_rounds += 1
@@ -190,7 +191,7 @@ class StreamingFeed:
                     yield replace(made, ledger=None if ledger == _NOTHING else ledger, losses=losses or None)
                     ledger, losses = _NOTHING, Losses()
             if not has_begun:
-                raise no_batch(ledger, losses, self._batch.capacity)
+                raise no_batch(ledger, losses, self._batch.capacity, begun)
             if ledger != _NOTHING or losses:
                 yield Ended(ledger=ledger, losses=losses)
         finally:
@@ -283,6 +284,11 @@ def _round_settings(settings: StreamingSettings, batch: BatchSettings, block_byt
 def _passes(at: Mapping[str, Any]) -> int:
     """Return the epochs that are claimed whole where a round begins."""
     return int(at["claimed"]["epoch"]) if at else 0
+
+
+def _begun(at: Mapping[str, Any]) -> int:
+    """Return the epochs of which something is claimed where a round begins."""
+    return _passes(at) + bool(at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:

@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from varlen import __version__
-from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
@@ -33,12 +33,12 @@ from varlen.offline.places import (
 )
 from varlen.source.fingerprints import fingerprint
 from varlen.source.identity import made_by, mark_in
-from varlen.source.losses import stored, total
+from varlen.source.losses import nothing_read, stored, total
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
 from varlen.source.store import STORE_FORMAT, TokenStore, open_store
 from varlen.source.watch import Watch
-from varlen.source.written import MANIFEST, WORK, read_manifest
+from varlen.source.written import MANIFEST, SKIPPED, WORK, read_manifest
 
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24
@@ -169,8 +169,9 @@ def build_store(
         plan = _Plan(partial, print_, first, marks.get("tokenizer", {}))
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
+            said = _nothing(source, listed, partial)
             shutil.rmtree(partial)  # nobody resumes this
-            raise SourceError(_nothing(source, listed))
+            raise SourceError(said)
         every = [*(there["shards"] if there is not None else []), *listed]
         manifest = {
             "varlen": __version__,
@@ -248,14 +249,19 @@ def _index_parts(
     return [shard for number in sorted(shards) for shard in shards[number]], first + len(parts)
 
 
-def _nothing(source: Source, shards: list[dict[str, Any]]) -> str:
+def _nothing(source: Source, shards: list[dict[str, Any]], folder: Path) -> str:
     """Say that there is nothing to train on, and why."""
-    first = source.files[0].path
-    more = f" and {many(len(source.files) - 1, 'more file')}" if len(source.files) > 1 else ""
     documents = sum(shard["num_documents"] for shard in shards)
-    why = many(documents, "empty document") if documents else "no document"
-    lost = total(map(stored, shards)).sentences()
-    return "; ".join([f"{first}{more} hold{'' if more else 's'} {why}", *lost])
+    paths = [file.path for file in source.files]
+    return nothing_read(paths, documents, total(map(stored, shards)), _first_skipped(folder, shards))
+
+
+def _first_skipped(folder: Path, shards: list[dict[str, Any]]) -> str | None:
+    """Return the first line about what can't be read, of those that shards in a folder have."""
+    for shard in shards:
+        with suppress(OSError), (folder / shard["name"] / SKIPPED).open(encoding="utf-8") as listed:
+            return next(listed, "").rstrip("\n") or None
+    return None
 
 
 def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int, list[dict[str, Any]]]:

@@ -45,6 +45,12 @@ _MARKS: dict[bytes, str] = {
     b"\x7fELF": "a program",
     b"7z\xbc\xaf": "a 7z archive",
 }
+OTHER_TEXT: dict[bytes, str] = {
+    b"\xff\xfe\x00\x00": "text in UTF-32",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
+"""Marks of text that isn't UTF-8."""
 _NUL_BEHIND = (b"Obj\x01", b"ORC")
 """Marks that text could begin with, which count where a NUL byte follows."""
 _TAR, _TAR_AT = b"ustar", 257
@@ -57,7 +63,7 @@ def mark_of(head: bytes) -> str | None:
     """Return what a file is by its first bytes, as "a tar archive"; None where they could be those of text."""
     if head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
         return "a tar archive"
-    for mark, kind in _MARKS.items():
+    for mark, kind in (_MARKS | OTHER_TEXT).items():
         if head.startswith(mark) and (mark not in _NUL_BEHIND or b"\0" in head):
             return kind
     return "an Arrow stream" if _is_stream(head) else None

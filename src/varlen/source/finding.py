@@ -222,11 +222,11 @@ def _look(files: Sequence[File], naming: Naming) -> list[Format | None]:
 
 def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[Listed]:
     """List what a local glob matches."""
-    root, pattern = Path(path.anchor), path.relative_to(path.anchor)
+    fixed = Path(*_before_magic(path.parts))
+    pattern = path.relative_to(fixed)
     if pattern.name == "**":  # to older Pythons, folders alone
         pattern /= "*"
-    fixed = Path(*_before_magic(path.parts))
-    matched = sorted(root.glob(str(pattern)))
+    matched = sorted(fixed.glob(str(pattern)))
     gone = [str(p) for p in matched if p.is_symlink() and not p.exists()]
     if gone:
         raise SourceError(dangling_links(gone))
@@ -251,10 +251,10 @@ def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
 
 
 def _before_magic(parts: Iterable[str]) -> list[str]:
-    """Return the parts of a pattern before the first that is one."""
+    """Return the parts of a pattern before the first that is one, and not the name of a folder."""
     fixed: list[str] = []
     for part in parts:
-        if glob.has_magic(part):
+        if glob.has_magic(part) and not Path(*fixed, part).is_dir():
             break
         fixed.append(part)
     return fixed or ["."]

@@ -13,7 +13,7 @@ import numpy as np
 
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
-from varlen.source.losses import Losses
+from varlen.source.losses import Losses, nothing_read
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
 from varlen.source.watch import Watch
@@ -78,8 +78,8 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             losses += documents.losses
         watch.finish(number)
     if not any(some.any() for some in lengths):
-        first = source.files[0].path
-        raise SourceError("; ".join([f"{first} holds no document with tokens", *losses.sentences()]))
+        paths = [file.path for file in source.files]
+        raise SourceError(nothing_read(paths, count, losses, next(iter(skipped), None)))
     return Lengths(
         lengths=np.concatenate(lengths),
         targets=np.concatenate(targets) if has_mask else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -149,15 +149,32 @@ def stored(found: Mapping[str, Any]) -> Losses:
     return Losses(records=int(found.get("num_skipped", 0))) if losses is None else Losses.from_json(losses)
 
 
-def nothing_left(ledger: Ledger, losses: Losses, capacity: int) -> str:
+def nothing_read(paths: Sequence[str], documents: int, losses: Losses, example: str | None) -> str:
+    """Say that files hold nothing to train on, what became of it, and of what can't be read one example.
+
+    Args:
+        paths: of the files.
+        documents: that were read, none of which has a token.
+        losses: of the files.
+        example: where the first fault is, and why.
+    """
+    more = f" and {many(len(paths) - 1, 'more file')}" if len(paths) > 1 else ""
+    why = many(documents, "empty document") if documents else "no document"
+    such_as = [f"the first: {example}"] if example else []
+    return "; ".join([f"{paths[0]}{more} hold{'' if more else 's'} {why}", *losses.sentences(), *such_as])
+
+
+def nothing_left(ledger: Ledger, losses: Losses, capacity: int, epochs: int = 1) -> str:
     """Say what became of everything, where nothing is left to train on.
 
     Args:
         ledger: of all documents.
         losses: of their source.
         capacity: tokens of a pack.
+        epochs: that the ledger counts; losses are those of one.
     """
-    found = [f"{many(ledger.documents_in, 'document')} read"]
+    times = f" in {many(epochs, 'epoch')}" if epochs > 1 and ledger.documents_in else ""
+    found = [f"{many(ledger.documents_in, 'document')} read{times}"]
     whys = (
         (ledger.dropped_documents, f"longer than {many(capacity, 'token')} and dropped"),
         (ledger.empty_documents, "without a token"),

@@ -26,10 +26,11 @@ from typing import Any
 from varlen.errors import SourceError
 from varlen.source.columns import find_columns
 from varlen.source.files import File, entries_of
+from varlen.source.held import Held
 from varlen.source.memory_forms import Objects, Rows, Table, refuse_text, rows_in
 from varlen.source.row_text import write_rows
 from varlen.source.serving import Serving
-from varlen.source.spool import TABLE, TEXT_ROWS, Hold, Sink, Spooled, spool
+from varlen.source.spool import TABLE, TEXT_ROWS, Sink, Spooled, spool
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 4 << 20
@@ -75,7 +76,7 @@ def let_go(data: Any) -> None:
         data: of `placed`.
     """
     for entry in entries_of(data):
-        if isinstance(entry, File) and isinstance(entry.hold, Hold | Serving):
+        if isinstance(entry, File) and isinstance(entry.hold, Held):
             entry.hold.release()
 
 

@@ -18,22 +18,30 @@ from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
-from varlen.source.contents import LOOKED_AT_BYTES, MARK_BYTES, mark_of, rows_in
+from varlen.source.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
 from varlen.source.files import Compression, File, Format, says_text
 from varlen.source.live import open_live
 from varlen.source.ranges import BUFFER_BYTES, changed, open_remote
 from varlen.source.remote import remote_faults
 from varlen.source.retry import first_line
+from varlen.source.unpacking import UNPACKED_BYTES, ToTheFault, unpacker
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_REFUSED = {b"\xfd7zXZ\x00": "xz", b"BZh91AY&SY": "bzip2", b"PK\x03\x04": "zip", b"Rar!\x1a\x07": "rar"}
+_REFUSED = {
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh91AY&SY": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"Rar!\x1a\x07": "rar",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\xff\x06\x00\x00sNaPpY": "snappy",
+}
 """First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
 HEAD_BYTES = 64 << 10
 """Read at a time where only a file's first row is wanted."""
+TRUNCATED = "the compressed file is truncated"
+"""In the error of a compressed file that ends too early."""
 _MOST_MAGIC = max(map(len, [*_MAGIC, *_REFUSED]))
 _BUFFER_BYTES = 1 << 20
-_UNPACKED_BYTES = 1 << 16
-"""Unpacked at a time, and lost where a compressed file turns out to be damaged."""
 
 
 class _Stored(io.FileIO):
@@ -160,16 +168,12 @@ def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
     """Give a file's bytes, unpacked, whatever they are."""
     compression = compression_of(file)
     with faults(file), open_stored(file, buffer_bytes) as stored:
-        if compression == "gzip":
-            with gzip.GzipFile(fileobj=stored, mode="rb") as stream:
-                yield cast(BinaryIO, io.BufferedReader(stream, _UNPACKED_BYTES))
-        elif compression == "zstd":
-            import pyarrow as pa
-
-            with pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd") as unpacked:
-                yield cast(BinaryIO, io.BufferedReader(unpacked, _UNPACKED_BYTES))
-        else:
+        if compression is None:
             yield stored
+            return
+        with unpacker(stored, compression) as stream:
+            whole = ToTheFault(stream, lambda: open_stored(replace(file, on_read=None)), compression)
+            yield cast(BinaryIO, io.BufferedReader(whole, UNPACKED_BYTES))
 
 
 def rows_at(file: File, fields: Collection[str]) -> Format | None:
@@ -263,14 +267,18 @@ def _holds(file: File, kind: str) -> str:
     if not should:
         named = file.format != "text" or says_text(file.name)
         should = f"though its name says {_SAID[file.format]}" if named else "and its name doesn't say so"
+    if kind in OTHER_TEXT.values():  # that it is text is no contradiction
+        should = ""
     if kind in _READABLE:
         format_ = _READABLE[kind]
         out = f'rename it, or say what it is: --read-as {format_} (format="{format_}")'
     elif "tar" in kind:
         out = "unpack it, and name the files in it"
+    elif kind in OTHER_TEXT.values():
+        out = "convert it to UTF-8"
     else:
         out = "leave it out, or convert it to something that is read"
-    return f"{file.path} holds {kind}, {should}; {out}"
+    return f"{file.path} holds {kind}{should and ', '}{should}; {out}"
 
 
 @contextmanager
@@ -316,5 +324,5 @@ def faults(file: File) -> Iterator[None]:
 def _broken(said: str) -> str:
     """Say of a compressed file that it ends too early, or is damaged."""
     if "truncated" in said.lower() or "end-of-stream" in said.lower():
-        return "ends too early: the compressed file is truncated; copy it again"
+        return f"ends too early: {TRUNCATED}; copy it again"
     return f"is damaged: {said.splitlines()[0] if said else 'it does not unpack'}"

@@ -21,7 +21,6 @@ import socket
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from typing import Any, cast
 
 from varlen.counts import many
 from varlen.errors import SourceError
+from varlen.source.held import Held
 from varlen.source.live import END, FAILED, Live
 from varlen.source.row_text import first_rows, raised_by_rows, row_line, used_columns
 
@@ -38,11 +38,8 @@ _SENT_BYTES, _SENT_S = 64 << 10, 0.05
 _PATIENCE_S = 5.0
 
 
-class Serving:
-    """Gives the rows of an iterable to whoever opens the file, as long as it is held.
-
-    In another process, which it is handed to, it is nothing.
-    """
+class Serving(Held):
+    """Gives the rows of an iterable to whoever opens the file, as long as it is held."""
 
     def __init__(
         self, begin: Callable[[], Any], where: str, columns: Mapping[str, str], *, is_once: bool
@@ -75,20 +72,8 @@ class Serving:
         passes.listener = listener
         thread = threading.Thread(target=_accept, args=(passes,), name="varlen rows", daemon=True)
         passes.threads.append(thread)
-        self._end = weakref.finalize(self, _stop, passes, self._folder, os.getpid())
+        super().__init__(_stop, passes, self._folder, os.getpid())
         thread.start()
-
-    def release(self) -> None:
-        """Give no more rows."""
-        self._end()
-
-    def __reduce__(self) -> Any:
-        """Be None elsewhere."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -26,7 +26,6 @@ import stat
 import tempfile
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from typing import IO, Any
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.source.held import Held
 
 _log = logging.getLogger(__name__)
 TEXT_ROWS, TABLE = "rows.jsonl", "rows.arrow"
@@ -47,28 +47,6 @@ _TRIES, _PAUSE_S = 100, 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Hold:
-    """Keeps a file of the spool; it is removed when the last hold on it, of any process, is gone.
-
-    In another process, which a hold is handed to, it is nothing: the process that handed it on outlives that one.
-    """
-
-    def __init__(self, folder: Path, lock: IO[bytes]) -> None:
-        self._end = weakref.finalize(self, _let_go, folder, lock, os.getpid())
-
-    def release(self) -> None:
-        """Let go of the file."""
-        self._end()
-
-    def __reduce__(self) -> Any:
-        """Be None elsewhere."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spooled:
     """A file of the spool."""
@@ -77,7 +55,8 @@ class Spooled:
     size: int
     content: str
     """Its fingerprint, as `fingerprints.fingerprint` gives that of a file of the same bytes."""
-    hold: Hold
+    hold: Held
+    """It is removed when the last hold on it, of any process, is gone."""
 
 
 class Sink:
@@ -156,7 +135,12 @@ def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spool
         lock.close()
         shutil.rmtree(making, ignore_errors=True)
         raise
-    return Spooled(path=folder / name, size=sink.size, content=sink.content, hold=Hold(folder, lock))
+    return Spooled(
+        path=folder / name,
+        size=sink.size,
+        content=sink.content,
+        hold=Held(_let_go, folder, lock, os.getpid()),
+    )
 
 
 def _begun(cache: Path | None) -> tuple[Path, IO[bytes]]:

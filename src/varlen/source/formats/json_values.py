@@ -107,7 +107,7 @@ class _Values:
             if in_array and next_ == "]":
                 self._at += 1
                 if self._next() != "":
-                    raise SourceError(f"{self._path} goes on after the end of its array; {self._ways_out()}")
+                    yield self._behind_array()
                 return
             if self._count and next_ == ",":
                 self._at += 1
@@ -122,8 +122,15 @@ class _Values:
             why = "is the last, without the ] of its array behind it: the file is truncated"
             yield Lost.of(why, Losses(cut_files=1))
 
-    def _ways_out(self) -> str:
-        return "name it .jsonl if it holds one object a line"
+    def _behind_array(self) -> Lost:
+        """Return the fault of what follows an array at the top, counted as far as the file goes."""
+        num_bytes = 0
+        while self._at < len(self._buffer) or self._more():
+            num_bytes += len(self._buffer[self._at :].encode("utf-8", "surrogateescape"))
+            self._at = len(self._buffer)
+            self._drop()
+        said = "can't be read: the file goes on after the end of its array"
+        return Lost.of(f"{said}; name it .jsonl if it holds one object a line", Losses(num_bytes=num_bytes))
 
     def _next(self) -> str:
         """Skip blanks and return the next character, or nothing at the end; it isn't taken."""

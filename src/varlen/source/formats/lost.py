@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
+from dataclasses import replace
 
 from varlen.errors import SourceError
 from varlen.source.files import File
 from varlen.source.formats import arrays, tables
 from varlen.source.losses import Losses
-from varlen.source.opening import compression_of, open_stored
+from varlen.source.opening import TRUNCATED, compression_of, open_stored
 from varlen.source.rows import Fault
-
-_PIECE = 1 << 12
-_GZIP = 31
-"""Bits of a window, and that a header stands before it, in zlib's words."""
+from varlen.source.unpacking import fault_of_gzip
 
 
 def rest_of(
@@ -39,12 +36,12 @@ def rest_of(
     return Fault(
         where=file.path,
         why=f"(what is left of it): {said.removeprefix(f'{file.path} ')}",
-        losses=_losses(file, rows, read_to, start, stop),
+        losses=_losses(file, error, rows, read_to, start, stop),
         raises=said,
     )
 
 
-def _losses(file: File, rows: int, read_to: int, start: int, stop: int | None) -> Losses:
+def _losses(file: File, error: SourceError, rows: int, read_to: int, start: int, stop: int | None) -> Losses:
     if file.format in ("parquet", "arrow", "npz"):
         try:
             count = arrays.count_rows if file.format == "npz" else tables.count_rows
@@ -59,26 +56,12 @@ def _losses(file: File, rows: int, read_to: int, start: int, stop: int | None) -
         packed = compression_of(file)
     except SourceError:
         packed = None
+    if packed is not None and read_to and TRUNCATED in str(error):
+        return Losses(cut_files=1)
     if packed == "gzip" and read_to:
-        bad = _gzip_fault(file)
-        if bad is None:
-            return Losses(cut_files=1)
-        return Losses(num_bytes=max(file.size - bad, 1))
+        try:
+            with open_stored(replace(file, on_read=None)) as stored:
+                read_to = fault_of_gzip(stored)
+        except (SourceError, OSError):
+            pass
     return Losses(num_bytes=max(end - max(start, min(read_to, end)), 1))
-
-
-def _gzip_fault(file: File) -> int | None:
-    """Return the byte about which a gzip file is damaged; None where it ends too early, and is sound up to there."""
-    unpacker, at = zlib.decompressobj(_GZIP), 0
-    try:
-        with open_stored(file) as stored:
-            while piece := stored.read(_PIECE):
-                while piece:
-                    unpacker.decompress(piece)
-                    piece = unpacker.unused_data
-                    if unpacker.eof:
-                        unpacker = zlib.decompressobj(_GZIP)
-                at += _PIECE
-    except (zlib.error, SourceError, OSError):
-        return at
-    return None
