@@ -38,8 +38,9 @@ class LoaderStats:
     restarts: int = 0
     """Workers that died and were replaced."""
     skipped: int = 0
-    """Of documents in streaming: rows that couldn't be read, over all ranks. Of tokens: pieces of documents that
-    this rank couldn't read, and has masked in its batches, where they count as tokens; ranks add up."""
+    """Of documents in streaming: rows that couldn't be read, over all ranks, once however many epochs there are. Of
+    tokens: pieces of documents that this rank couldn't read, and has masked in its batches, where they count as
+    tokens; ranks add up."""
     losses: Losses
     """What the source holds that no token stands for, over all ranks: in streaming of all that was read since the
     loader was made, in each epoch anew; of a token store all that it lost when it was made."""
