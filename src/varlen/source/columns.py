@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.rows import listed
@@ -47,6 +47,8 @@ DOCUMENT_FIELDS = frozenset(
     for spelling in (role, *_ALSO_CALLED.get(role, ()))
 ) | {"instruction", "output", "response", "chosen", "rejected"}
 """Names of columns that documents stand in, which by themselves tell a row from other objects."""
+_MOST_FOUND = 256
+_FOUND: dict[tuple[Any, ...], Columns] = {}
 ROLES = tuple(dict.fromkeys(role for kind in _NEEDED for role in (*_NEEDED[kind], *_OPTIONAL[kind])))
 
 
@@ -59,10 +61,13 @@ class Columns:
     """Name of the column for each role, such as {"text": "body"}."""
     passed_over: frozenset[str] = frozenset()
     """Usual names of roles for which the caller named another column."""
+    fields: Fields = field(init=False)
+    """What is taken of rows that are objects."""
 
-    @property
-    def fields(self) -> Fields:
-        """What is taken of rows that are objects."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", self._fields())
+
+    def _fields(self) -> Fields:
         return Fields(
             needed=tuple(
                 dict.fromkeys(name for role, name in self.names.items() if role not in _OF_SOME_ROWS)
@@ -141,6 +146,20 @@ def find_columns(
     Raises:
         SourceError: nothing suitable, lists the columns that exist; or two that could be the mask.
     """
+    key = (tuple(present), tuple(named.items()), are_fields)
+    found = _FOUND.get(key)  # files of one form are many, and each asks
+    if found is None:
+        found = _find(present, named, where, are_fields=are_fields, are_a_line=are_a_line)
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = found
+    return found
+
+
+def _find(
+    present: Sequence[str], named: Mapping[str, str], where: str, *, are_fields: bool, are_a_line: bool
+) -> Columns:
+    """Choose the columns of a form that is seen for the first time; as `find_columns`."""
     absent = [(role, name) for role, name in named.items() if name not in present]
     if absent:
         role, name = absent[0]
