@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,14 @@ class ChunkSequence:
         self._blocks, self._reader, self._seed, self._epochs = blocks, reader, seed, epochs
         self._order = lru_cache(2)(blocks.order)
         self._about = blocks.chunks_about()
+
+    def until(self, epochs: int | None) -> ChunkSequence:
+        """Return the chunks of so many epochs; None for all that there are."""
+        if epochs is None:
+            return self
+        found = copy.copy(self)
+        found._epochs = epochs
+        return found
 
     def next(self, at: Claimed) -> tuple[tuple[int, Chunk] | None, Claimed]:
         """Return the epoch and chunk at a position, None where the input has ended, and the position after it.

@@ -13,6 +13,7 @@ from varlen.feed.feed import Ended, new_arrays
 from varlen.feed.indexed import IndexedFeed
 from varlen.feed.mixed_table import MixedTable
 from varlen.feed.mixing import MixedStream
+from varlen.feed.place import beginning_of
 from varlen.feed.state import FeedState
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed
@@ -153,6 +154,7 @@ class StreamingLookup:
         """Take the feed."""
         self._feed = feed
         self._rounds: OrderedDict[int, Any] = OrderedDict()
+        self._beginning: dict[str, Any] = {}
 
     @property
     def remembers(self) -> bool:
@@ -180,10 +182,14 @@ class StreamingLookup:
         self.remember(state)
         known = [begin for begin in self._rounds if begin <= step]
         # Rounds between are prepared on the way, and none of their batches is made.
-        return FeedState(step=step, at=self._rounds[max(known)] if known else {})
+        return FeedState(step=step, at=self._rounds[max(known)] if known else beginning_of(state.at))
 
     def remember(self, state: FeedState) -> None:
         """Keep the place of the round that a state is in."""
+        beginning = beginning_of(state.at)
+        if beginning != self._beginning:  # of a run that ended after other epochs: its rounds are others
+            self._rounds.clear()
+            self._beginning = beginning
         begin = int(state.at.get("step", 0))
         if begin not in self._rounds:
             self._rounds[begin] = state.at

@@ -173,15 +173,14 @@ class Rounds:
         while True:
             lanes = {lane: Lane(self._settings.lane, carried[lane], counts[lane]) for lane in self._mine}
             claimed, has_ended = self._fill(place, lanes)
-            made = self._pack(place, claimed, lanes, has_ended)
-            if made is None:
+            whole, next_, carried = self._pack(place, claimed, lanes, has_ended)
+            if whole.num_steps:
+                yield from self._wanted(whole, carried, missing, step)
+            elif next_.records != place.records:  # what has come since gives no pack
+                yield whole
+            if whole.num_steps == 0 and next_.end == place.end:
                 return
-            if made[0].num_steps == 0:
-                yield made[0]
-                return
-            yield from self._wanted(made[0], made[2], missing, step)
-            missing = None
-            place, carried = made[1], made[2]
+            missing, place = None, next_
             counts = {lane: one.counts for lane, one in lanes.items()}
 
     def _restored(self, place: Place) -> tuple[dict[int, Arrival], dict[int, Counts], Unread | None]:
@@ -216,7 +215,7 @@ class Rounds:
 
     def _fill(self, place: Place, lanes: Mapping[int, Lane]) -> tuple[Claimed, bool]:
         """Claim and read until every lane holds enough; returns what is claimed, and whether the input has ended."""
-        settings, claimed = self._settings, place.claimed
+        settings, claimed, sequence = self._settings, place.claimed, self._sequence.until(place.end)
         packs = settings.steps(place.number) * settings.step_packs
         held = [
             lanes[lane].held
@@ -228,7 +227,7 @@ class Rounds:
         fruitful = claimed.epoch
         for turn in itertools.count():
             brings = max(tokens / claims, 1.0) if claims else settings.block_bytes / 8
-            left = self._sequence.left(claimed)
+            left = sequence.left(claimed)
             targets = self._targets(held, packs, left * brings)
             most = int(min(max(left / (2 * settings.lanes), 1), _MOST_CLAIMS * settings.lanes))
             dealt = deal_claims([one.tokens for one in held], targets, brings, most)
@@ -236,7 +235,7 @@ class Rounds:
                 return claimed, False
             taken: list[Claim] = []
             for lane in dealt:
-                found, claimed = self._sequence.next(claimed)
+                found, claimed = sequence.next(claimed)
                 if found is None:
                     break
                 taken.append(Claim(lane=lane, epoch=found[0], chunk=found[1]))
@@ -244,7 +243,7 @@ class Rounds:
                 before = sum(one.tokens for one in held)
                 # Before the first batch nothing else is to take the processors' time.
                 is_wanted = len(lanes) == settings.lanes and place.number > 0
-                soon = self._sequence.soon(claimed, self._num_soon) if is_wanted else []
+                soon = sequence.soon(claimed, self._num_soon) if is_wanted else []
                 held = self._read(f"{place.number}/{turn}", taken, lanes, soon)
                 brought = sum(one.tokens for one in held) - before
                 claims, tokens = claims + len(taken), tokens + brought
@@ -335,8 +334,8 @@ class Rounds:
 
     def _pack(
         self, place: Place, claimed: Claimed, lanes: Mapping[int, Lane], has_ended: bool
-    ) -> tuple[Round, Place, dict[int, Arrival]] | None:
-        """Pack the lanes; None where nothing is left, and nothing has come since."""
+    ) -> tuple[Round, Place, dict[int, Arrival]]:
+        """Pack the lanes; of no step where the input has ended, and nothing is left."""
         settings, steps = self._settings, self._settings.steps(place.number)
         made = {
             number: lane.pack(None if has_ended else steps * settings.step_packs)
@@ -372,8 +371,6 @@ class Rounds:
             records=[heard[lane]["record"] for lane in range(settings.lanes)],
             prints=self._needed(prints, [heard[lane]["record"] for lane in range(settings.lanes)]),
         )
-        if steps == 0 and next_.records == place.records:
-            return None
         result = Round(
             step=place.step,
             num_steps=steps,

@@ -14,6 +14,10 @@ from varlen.source.identity import mark_in
 VERSION = 2
 TOKENIZER = "tokenizer"
 """Among what a state belongs to: compared by the ids that it gives, whatever its name."""
+EPOCHS = "epochs"
+"""Among what a state of streaming belongs to: a loader with more of them goes on with it."""
+ENDS = "ends"
+"""Of a place in streaming: numbers of epochs after which its run had ended, before it went on with more."""
 _log = logging.getLogger(__name__)
 MOST = 2**63 - 1
 Mode = Literal["indexed", "streaming"]
@@ -77,7 +81,44 @@ def from_json(
     except (KeyError, TypeError, ValueError) as error:
         raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
     _check_same(was, belongs_to, free if micro_batch == 0 else frozenset())
+    at = _with_more_epochs(at, was, belongs_to)
     return FeedState(step=step, micro_batch=micro_batch, at=at)
+
+
+def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a place from which a loader with at least as many epochs goes on.
+
+    Near the end of its data a run packs otherwise than where more follows: all that waits goes out there. What comes
+    after a state fits what came before only if that end stays where it was, and so the place names it.
+
+    Args:
+        at: of the state.
+        was: what the state belongs to.
+        now: what the loader's states belong to.
+
+    Raises:
+        StateError: the loader has fewer epochs.
+    """
+    if EPOCHS not in was or EPOCHS not in now or was[EPOCHS] == now[EPOCHS]:
+        return at
+    try:
+        before, after = (
+            None if one is None else as_count(one, EPOCHS, 1, MOST) for one in (was[EPOCHS], now[EPOCHS])
+        )
+        ends = [*at.get(ENDS, ()), before]
+    except (TypeError, ValueError) as error:
+        raise StateError(f"this is no state of a loader: {type(error).__name__} {error}") from None
+    if before is None:
+        raise StateError(
+            f"the state was saved with epochs=None, without an end, and this loader ends after epochs={after:,}; "
+            "pass epochs=None, and stop after the step that is to be the last, or begin anew"
+        )
+    if after is not None and after < before:
+        raise StateError(
+            f"the state was saved with epochs={before:,}, and this loader has fewer, epochs={after:,}; pass epochs="
+            f"{before} or more (None for no end), or begin anew"
+        )
+    return {**at, ENDS: ends}
 
 
 def check_micro_batch(state: FeedState, micro_batches: int) -> None:
@@ -129,7 +170,8 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[
     Raises:
         StateError: it doesn't; names what differs.
     """
-    names = [name for name in {**was, **now} if name not in free and name != TOKENIZER]
+    own = {TOKENIZER, EPOCHS} if EPOCHS in was and EPOCHS in now else {TOKENIZER}
+    names = [name for name in {**was, **now} if name not in free | own]
     told_of = {
         name: (repr(was.get(name)), repr(now.get(name))) for name in names if was.get(name) != now.get(name)
     }

@@ -147,7 +147,7 @@ class StreamingFeed:
             raise StateError(
                 f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
             )
-        check_place(state.at, self._settings.lanes, self._settings.seed)
+        check_place(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
         return state
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
@@ -283,7 +283,7 @@ def _round_settings(settings: StreamingSettings, batch: BatchSettings, block_byt
 
 def _passes(at: Mapping[str, Any]) -> int:
     """Return the epochs that are claimed whole where a round begins."""
-    return int(at["claimed"]["epoch"]) if at else 0
+    return int(at["claimed"]["epoch"]) if "claimed" in at else 0
 
 
 def _begun(at: Mapping[str, Any]) -> int:
