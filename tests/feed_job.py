@@ -13,7 +13,7 @@ import torch.distributed as dist
 import varlen as vl
 
 
-def made(texts, worker="process"):
+def made(texts, worker="process", epochs=2):
     return vl.PackedLoader(
         texts,
         counting.encode,
@@ -23,7 +23,7 @@ def made(texts, worker="process"):
         micro_batch_size=1,
         window=8,
         seed=3,
-        epochs=2,
+        epochs=epochs,
         dp_rank=dist.get_rank(),
         dp_world_size=dist.get_world_size(),
         worker=worker,
@@ -56,6 +56,10 @@ def main():
         loader.load_state_dict(kept[0])
         again = [[int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]] for batch in loader]
 
+    with made(texts, epochs=3) as loader:
+        loader.load_state_dict(kept[0])
+        further = [[int(batch.pack_ids[0]) // 12, [int(n) for n in batch.document_ids]] for batch in loader]
+
     jumps = {}
     for worker in ("process", "thread"):
         with made(texts, worker) as loader:
@@ -78,6 +82,7 @@ def main():
         "end": end,
         "saved": saved[0],
         "again": again,
+        "further": further,
         "restarts": stats.restarts,
         "encoded": encoded,
     }

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import counting
@@ -107,6 +108,12 @@ def test_ranks_of_a_job_read_their_own_lanes_and_agree(texts, tmp_path):
     assert 720 <= said[0]["encoded"] + said[1]["encoded"] < 1200
     assert said[0]["encoded"] < 500
     assert all(one["again"] == one["rows"][one["saved"] :] for one in said)  # both from rank 0's state
+    assert all(one["further"][: len(one["again"])] == one["again"] for one in said)  # and for an epoch more
+    seen = [len(one["rows"][: one["saved"]] + one["further"]) for one in said]
+    assert seen[0] == seen[1]
+    seen = Counter(n for one in said for _, ids in one["rows"][: one["saved"]] + one["further"] for n in ids)
+    assert min(seen.values()) == 3  # pieces of a document in every epoch; some are cut anew in each
+    assert set(seen) == {n for rows in alone.values() for ids in rows for n in ids}
     assert said[1]["restarts"] >= 1
     # Ranks that begin anew in the middle of a run don't wait for answers to what they have asked before.
     assert all(seconds < 20 for one in said for seconds in one["jumps"].values()), said

@@ -165,6 +165,31 @@ def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(whole, store, tm
     assert train(settings(store, copy, run__steps=STEPS + 1), Notes()).totals.steps == 1
 
 
+@pytest.mark.parametrize("mode", ["streaming", "indexed"])
+def test_a_run_goes_on_for_more_epochs_from_any_checkpoint(store, tmp_path, mode):
+    source = {"data__source": str(store.parent / "chats.jsonl"), "data__mode": mode}
+    once = json.loads((store / "manifest.json").read_text())["num_tokens"]
+
+    def trained(folder, epochs):
+        given = settings(store, folder, optimizer__schedule="constant", run__epochs=epochs, **source)
+        return train(replace(given, run=replace(given.run, steps=None, keep=99)), Notes())
+
+    first = trained(tmp_path / "whole", 1)
+    assert first.total_tokens == once
+    copies = [
+        rewound(tmp_path / "whole", step, tmp_path / f"from{step}") for step in (2, first.steps // 4 * 2)
+    ]
+    more = trained(tmp_path / "whole", 2)
+
+    assert (more.plan.resumed_from, more.total_tokens) == (first.steps, 2 * once)
+    for copy in copies:
+        assert trained(copy, 2).total_tokens == 2 * once
+        same_end(tmp_path / "whole", copy)
+    if mode == "streaming":
+        with pytest.raises(StateError, match="epochs=2, and this loader has fewer, epochs=1"):
+            trained(tmp_path / "whole", 1)
+
+
 def test_only_the_newest_checkpoints_are_kept(store, tmp_path):
     train(settings(store, tmp_path / "run", run__checkpoint_every=1, run__keep=2), Notes())
 

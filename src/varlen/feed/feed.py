@@ -33,7 +33,7 @@ class BatchCounts:
     targets: int
     """Labels."""
     masked_packs: int
-    """Packs without any document, at the end of the last epoch."""
+    """Packs without any document, where the data ends, or ended before more epochs were asked for."""
     packs_without_targets: int
     """Packs of documents that train nothing."""
 

@@ -277,7 +277,7 @@ class PackedLoader:
 
         Args:
             state: of `state_dict`, of any rank; the number of ranks and `micro_batch_size` may be others where it
-                stands at the beginning of a step; `epochs` may be others anywhere but in streaming.
+                stands at the beginning of a step; `epochs` may be others anywhere, in streaming more of them.
 
         Raises:
             StateError: of other data or settings, which are named; nothing has changed then.

@@ -111,7 +111,7 @@ def _with_more_epochs(at: dict[str, Any], was: Mapping[str, Any], now: Mapping[s
     if before is None:
         raise StateError(
             f"the state was saved with epochs=None, without an end, and this loader ends after epochs={after:,}; "
-            "pass epochs=None, and stop after the step that is to be the last, or begin anew"
+            "pass epochs=None (in `varlen train`: run.steps without run.epochs), or begin anew"
         )
     if after is not None and after < before:
         raise StateError(

@@ -22,7 +22,7 @@ class LoaderStats:
     targets: int = 0
     """Labels in them."""
     masked_packs: int = 0
-    """Packs without any document, at the end of the last epoch."""
+    """Packs without any document, where the data ends, or ended before more epochs were asked for."""
     packs_without_targets: int = 0
     """Packs of documents that train nothing."""
     waited_s: float = 0.0
