@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +130,19 @@ def pieces(made: list[Made]) -> list[tuple[int, int, bytes]]:
                 )
                 at += 1
     return found
+
+
+def tokens(made: list[Made]) -> Counter[tuple[int, int, int]]:
+    """How often each token of each document came."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for document, start, content_ in pieces(made):
+        found.update((document, start + n, int(t)) for n, t in enumerate(np.frombuffer(content_, np.int32)))
+    return found
+
+
+def times(count: int, once: Counter[Any]) -> Counter[Any]:
+    """The same, so many times."""
+    return Counter({token: count * number for token, number in once.items()})
 
 
 def documents(made: list[Made]) -> list[bytes]:

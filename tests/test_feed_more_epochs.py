@@ -23,6 +23,8 @@ from streaming import (
     run,
     side_by_side,
     some_texts,
+    times,
+    tokens,
     tokens_of,
     write_texts,
 )
@@ -51,18 +53,6 @@ def handed(state, before, after):
     """A state of a loader of so many epochs, as one of other epochs takes it."""
     saved = json.loads(json.dumps(to_json(state, "streaming", {"epochs": before})))
     return from_json(saved, "streaming", {"epochs": after}, frozenset())
-
-
-def tokens(made):
-    """How often each token of each document came."""
-    found = Counter()
-    for document, start, content_ in pieces(made):
-        found.update((document, start + n, int(t)) for n, t in enumerate(np.frombuffer(content_, np.int32)))
-    return found
-
-
-def times(count, once):
-    return Counter({token: count * number for token, number in once.items()})
 
 
 def check_goes_on(make, before, after, later, every=1):

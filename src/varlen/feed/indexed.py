@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from varlen.errors import InputError, StateError
+from varlen.errors import InputError, SettingError, StateError
 from varlen.feed.batches import (
     BatchSettings,
     Step,
@@ -22,11 +22,15 @@ from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
 from varlen.feed.unreadable import ReadPieces, Unreadable
 from varlen.feed.vocabulary import where_of
+from varlen.pack.lengths import as_count
 from varlen.source.losses import Losses
 from varlen.source.source import OnError
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)
+_PACKS, _PRINT, _DOCUMENTS = "packs", "print", "documents"
+"""What a state says beside its position: of a step that has begun, how many packs it has and which they are; of a
+mixture's window that has begun, its documents. Where the data ends, there are fewer, and so with other epochs."""
 
 
 class IndexedFeed:
@@ -92,11 +96,13 @@ class IndexedFeed:
             SourceError: the store is damaged, or holds nothing to train on.
         """
         number, position, ledger = state.step, self.position(state), _NOTHING
+        count = self._packs_begun(state)
         has_begun = number > 0 or state.micro_batch > 0
         heard = self._stream.passes(position)
         while True:
             before = FeedState(step=number, at=self._stream.at(position))
-            packs, position, entered = self._stream.take(position, self._settings.global_batch_size)
+            packs, position, entered = self._stream.take(position, count)
+            count = self._settings.global_batch_size
             ledger = ledger.and_then(entered)
             if packs.num_packs == 0:
                 if not has_begun:
@@ -137,11 +143,15 @@ class IndexedFeed:
                 return
             step, before, after, entered = found
             ledger = None if first else entered  # of a step that was begun it is known
+            begun = before
+            if self._settings.micro_batches > 1:
+                told = {_PACKS: step.packs.num_packs, _PRINT: step.packs.print}
+                begun = replace(before, at={**before.at, **told})
             for number in range(first, self._settings.micro_batches):
                 is_last = number + 1 == self._settings.micro_batches
                 skipped = pieces.skipped
                 batch = make_batch(pieces, step, self._rank, number, self._settings, buffers())
-                now = after if is_last else replace(before, micro_batch=number + 1)
+                now = after if is_last else replace(begun, micro_batch=number + 1)
                 yield Made(batch=batch, state=now, ledger=ledger, skipped=pieces.skipped - skipped)
                 ledger = None
             first = 0
@@ -162,7 +172,44 @@ class IndexedFeed:
         position = self.position(state)
         if state.at:
             self._stream.check(position)
-        return replace(state, at=self._stream.at(position))
+        at = self._stream.at(position)
+        if state.micro_batch:
+            self._check_step(state, position)
+            at |= {name: state.at[name] for name in (_PACKS, _PRINT) if name in state.at}
+        if state.at and state.at.get(_DOCUMENTS, at.get(_DOCUMENTS)) != at.get(_DOCUMENTS):
+            raise StateError(
+                f"the state stands in a window of {state.at[_DOCUMENTS]} documents, which has {at.get(_DOCUMENTS)} "
+                "here: with other epochs a mixture ends elsewhere, and its last window is packed otherwise. Pass the "
+                "epochs of the state, load one from before that window, or begin anew"
+            )
+        return replace(state, at=at)
+
+    def _packs_begun(self, state: FeedState) -> int:
+        """Return the packs of the step that a state is in, as far as it says: fewer where the data ended in it.
+
+        Raises:
+            StateError: there can't be so many.
+        """
+        size = self._settings.global_batch_size
+        if not state.micro_batch or _PACKS not in state.at:  # states of 0.1.0 don't say it
+            return size
+        try:
+            return as_count(state.at[_PACKS], _PACKS, 1, size)
+        except SettingError as error:
+            raise StateError(f"this is no state of a loader: {error}") from None
+
+    def _check_step(self, state: FeedState, position: Any) -> None:
+        """Refuse a state within a step that would hold other packs here than those of which some were taken.
+
+        Raises:
+            StateError: it would.
+        """
+        count = self._packs_begun(state)
+        if _PRINT in state.at and self._stream.take(position, count)[0].print != state.at[_PRINT]:
+            raise StateError(
+                f"the state is within step {state.step:,}, which holds other packs here: with other epochs the data "
+                "ends elsewhere. Pass the epochs of the state, load one from where a step begins, or begin anew"
+            )
 
     def position(self, state: FeedState) -> Any:
         """Return where the step of a state begins, and which parts of the store its epochs hold.

@@ -178,7 +178,10 @@ class MixedStream:
             {**stream.at(place.position), "document": place.document, "taken": place.taken}
             for stream, place in zip(self.sources, position.sources)
         ]
-        return {"window": position.window, "pack": position.pack, "sources": places}
+        # A window has as many documents as any other but where the mixture ends, and so by how many epochs it has.
+        begun = self._made(position.sources).window.ledger.documents_in if position.pack else None
+        documents = {} if begun is None else {"documents": begun}
+        return {"window": position.window, "pack": position.pack, **documents, "sources": places}
 
     def position(self, at: Mapping[str, Any]) -> MixedPosition:
         """Return the position that `at` gave; without one, where training begins.
