@@ -38,7 +38,6 @@ def test_a_store_goes_on_for_more_epochs_from_any_batch(tmp_path, lengths):
     """Also from within the last step, which holds fewer packs than one that more would follow."""
     data = write_texts(tmp_path / "a.jsonl", some_texts(lengths, 50))
     named = {
-        "mode": "indexed",
         "capacity": 64,
         "global_batch_size": 8,
         "micro_batch_size": 1,
