@@ -288,7 +288,7 @@ def _passes(at: Mapping[str, Any]) -> int:
 
 def _begun(at: Mapping[str, Any]) -> int:
     """Return the epochs of which something is claimed where a round begins."""
-    return _passes(at) + bool(at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
+    return _passes(at) + bool("claimed" in at and (at["claimed"]["index"] or at["claimed"]["chunk"]))
 
 
 def _check(settings: StreamingSettings, batch: BatchSettings) -> None:
