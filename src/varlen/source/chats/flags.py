@@ -13,6 +13,7 @@ _MASKED = "masked"
 """Torchtune's key, which says that it isn't."""
 _DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "train_details")
 """Keys of axolotl that say it of some characters."""
+_ALL = frozenset((*FLAGS, _MASKED, *_DETAILS))
 
 
 def is_trained(message: dict[str, Any], number: int) -> bool:
@@ -25,6 +26,8 @@ def is_trained(message: dict[str, Any], number: int) -> bool:
     Raises:
         SourceError: a flag is neither on nor off, or is one of single characters.
     """
+    if _ALL.isdisjoint(message):
+        return True
     for key in _DETAILS:
         if message.pop(key, None):
             raise SourceError(

@@ -140,7 +140,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
         return value
     messages: list[dict[str, Any]] = []
     for number, message in enumerate(value, start=1):
-        made, is_call = _as_message(message, number)
+        made, is_call = _of_texts(message) or _as_message(message, number)
         if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             # What ShareGPT says in two messages is one turn.
             messages[-1] = {**made, **messages[-1], "tool_calls": made["tool_calls"]}
@@ -214,6 +214,25 @@ def _rows(columns: dict[Any, Any]) -> object:
     if len(count) != 1 or -1 in count:
         return columns
     return [dict(zip(lists, entries)) for entries in zip(*lists.values())]
+
+
+def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
+    """Return a message of role and texts alone as `_as_message`, sooner; None for any other."""
+    if type(message) is not dict or len(message) != 2:
+        return None
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or _ROLE_OF.get(role) != role:
+        return None
+    if type(content) is str:
+        return message, False
+    if type(content) is not list or not content:
+        return None
+    for part in content:
+        if not (type(part) is dict and len(part) == 2 and part.get("type") == "text"):
+            return None
+        if type(part.get("text")) is not str:
+            return None
+    return {"role": role, "content": content if len(content) > 1 else content[0]["text"]}, False
 
 
 def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
