@@ -39,7 +39,7 @@ def work_of(lengths: list[int]) -> float:
 def next_fit_packs(lengths: list[int], capacity: int, multiple: int) -> list[list[int]] | None:
     """Return what `dp_balanced` does: next-fit in order of arrival, then last samples moved off late packs.
 
-    None where it fails for want of samples.
+    None where it fails because it has no samples.
     """
     packs: list[list[int]] = []
     room = -1

@@ -119,7 +119,7 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         print(f"  {many(manifest['grown'][-1]['num_documents'], 'document')} of them were there before")
     print_unread(manifest["source"])
     if (mark := made_by(manifest)) is not None and mark.are_bytes:
-        print("  tokens are bytes, for want of a --tokenizer: for a model with one, index again and name it")
+        print("  tokens are bytes (no --tokenizer is given): for a model with one, index again and name it")
     if losses.of_reading:
         were = f"{many(losses.records, 'record')} skipped, " if losses.records else ""
         print(f"  {were}listed in skipped.log of each shard")

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from varlen.source.losses import Losses
 
 PACKING = "Packing"
-_BYTES = "tokens are bytes, for want of a --tokenizer: for a model with one, pack again and name it"
+_BYTES = "tokens are bytes (no --tokenizer is given): for a model with one, pack again and name it"
 
 
 def pack(

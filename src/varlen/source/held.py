@@ -1,4 +1,4 @@
-"""What keeps rows that were given in memory readable as a file, as long as somebody holds it."""
+"""A resource that is released once, on request or when the last reference to it is gone."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 
 class Held:
-    """Ends by itself when nobody holds it any more.
+    """Releases a resource on request, or when it is garbage collected.
 
-    In another process, which it is handed to, it is nothing: the process that handed it on outlives that one.
+    It pickles to None: the process that made the resource outlives those that use it, and releases it alone.
     """
 
     def __init__(self, end: Callable[..., None], *given: Any) -> None:
-        """Hold.
+        """Take the function that releases the resource.
 
         Args:
-            end: called once, when it is let go of.
-            given: to that.
+            end: called once.
+            given: its arguments.
         """
         self._end = weakref.finalize(self, end, *given)
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the resource now; later calls do nothing."""
         self._end()
 
     def __reduce__(self) -> Any:
-        """Be None elsewhere."""
+        """Pickle to None."""
         return _nothing, ()
 
 

@@ -39,7 +39,7 @@ _PATIENCE_S = 5.0
 
 
 class Serving(Held):
-    """Gives the rows of an iterable to whoever opens the file, as long as it is held."""
+    """A local socket through which the rows of an iterable are read, until it is released."""
 
     def __init__(
         self, begin: Callable[[], Any], where: str, columns: Mapping[str, str], *, is_once: bool
