@@ -1,4 +1,4 @@
-"""Texts that go on behind an end mark give the tokens, and the mask, of texts that are cut there."""
+"""Texts whose parts are encoded at once give the tokens, and the mask, of texts that are cut."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from varlen.source.chats.rendered import Rendered
+from varlen.source.divided import dividing_id
 from varlen.source.documents import _encode_spans
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import FastTokenizer
@@ -49,7 +50,13 @@ def tokenizer_of(kind: str) -> FastTokenizer:
     made.train_from_iterator(CORPUS, trainer)
     if kind == "lower":
         made.normalizer = normalizers.Lowercase()
-    flags: dict[str, Any] = {"rstrip": kind == "takes blanks", "normalized": kind == "normalized"}
+    odd = {
+        "takes blanks": "rstrip",
+        "takes blanks before": "lstrip",
+        "whole words": "single_word",
+        "normalized": "normalized",
+    }
+    flags: dict[str, Any] = {"normalized": False} | ({odd[kind]: True} if kind in odd else {})
     made.add_special_tokens([AddedToken(text, special=True, **flags) for text in (END, HEAD)])
     more = {"overlap": "x<|im", "longer": f"{END}\n", "around": f"<{END}>"}.get(kind)
     if more:
@@ -66,6 +73,8 @@ KINDS = (
     "lower",
     "prefix space",
     "takes blanks",
+    "takes blanks before",
+    "whole words",
     "normalized",
     "overlap",
     "longer",
@@ -91,7 +100,7 @@ def cut(rendered: list[Rendered], tokenizer: FastTokenizer) -> tuple[list[list[i
     st.lists(st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=4), min_size=1, max_size=3)
 )
 @settings(max_examples=80)
-def test_texts_that_go_on_behind_an_end_mark_are_those_that_are_cut(kind: str, rows: Any) -> None:
+def test_texts_whose_parts_are_encoded_at_once_are_those_that_are_cut(kind: str, rows: Any) -> None:
     tokenizer, rendered = tokenizer_of(kind), []
     for turns in rows:
         text, spans = "", []
@@ -113,9 +122,9 @@ def test_texts_that_go_on_behind_an_end_mark_are_those_that_are_cut(kind: str, r
     assert [part.tolist() for part in np.split(mask, offsets[1:-1])] == masks
 
 
-def test_only_what_is_surely_split_at_is_a_closing_mark() -> None:
-    found = {kind: tokenizer_of(kind).closing_id(END) is not None for kind in KINDS}
+def test_only_what_is_surely_split_at_divides() -> None:
+    found = {kind: dividing_id(tokenizer_of(kind), END) is not None for kind in KINDS}
 
     assert found == {kind: kind in ("plain", "lower", "prefix space") for kind in KINDS}
-    assert tokenizer_of("plain").closing_id("Hello") is None
-    assert tokenizer_of("plain").closing_id("nowhere") is None
+    assert dividing_id(tokenizer_of("plain"), "Hello") is None
+    assert dividing_id(tokenizer_of("plain"), "nowhere") is None

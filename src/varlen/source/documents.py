@@ -17,6 +17,7 @@ from varlen.source.chats.messages import without_nulls
 from varlen.source.chats.rendered import Choice, Rendered
 from varlen.source.chats.template import ChatTemplate
 from varlen.source.columns import Columns
+from varlen.source.divided import encode_parts
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
 from varlen.source.rows import READ_AS_TEXT, Fault, Rows, as_list, json_kind, losses_of
@@ -224,85 +225,40 @@ def _ending(rendered: Rendered) -> Rendered:
     return replace(rendered, text=rendered.text[:stop]) if rendered.text[stop:].isspace() else rendered
 
 
-_MOST_MISSES = 64
-"""Spans that end in no special token, after which none is looked for: a template has few ends."""
-
-
 def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[Int32Array, IntArray, Mask]:
     """Encode texts with the spans of their characters that are supervised.
 
     A text is cut at the ends of spans, so that no token straddles one: at inference the model continues from
-    the tokens of the prompt as well. Behind a special token it needn't be, as none straddles that. Where cutting
-    would change all tokens, whole texts are encoded, and a token is supervised if any of its characters is.
+    the tokens of the prompt as well. Where cutting would change all tokens, whole texts are encoded, and a token is
+    supervised if any of its characters is.
     """
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
         spans = np.array([span for one in rendered for span in one.spans], dtype=np.int64).reshape(-1, 2)
         counts_ = np.cumsum([0, *(len(one.spans) for one in rendered)]).astype(np.int64)
         tokens, offsets, marked = tokenizer.encode_spans([one.text for one in rendered], spans, counts_)
         return tokens, offsets, marked.astype(np.uint8)
-    pieces: list[str] = []
+    parts: list[str] = []
     supervised: list[int] = []
     counts: list[int] = []
-    marks = _Marks(tokenizer)
     for one in rendered:
-        text, before = one.text, len(pieces)
-        at = one.spans[0][0] if one.spans else len(text)
-        if at:
-            pieces.append(text[:at])
-            supervised.append(0)
-        for (start, stop), following in zip(one.spans, (*(a for a, _ in one.spans[1:]), len(text))):
-            if following > stop and marks.closes(text, start, stop, len(pieces)):
-                pieces.append(text[start:following])
-                supervised.append(1)
-                continue
-            pieces.append(text[start:stop])
-            supervised.append(1)
-            if following > stop:
-                pieces.append(text[stop:following])
+        text, at, before = one.text, 0, len(parts)
+        for start, stop in one.spans:
+            if start > at:
+                parts.append(text[at:start])
                 supervised.append(0)
-        counts.append(len(pieces) - before)
-    tokens, bounds = tokenizer.encode(pieces, is_chat=True)
+            parts.append(text[start:stop])
+            supervised.append(1)
+            at = stop
+        if at < len(text) or not one.spans:
+            parts.append(text[at:])
+            supervised.append(0)
+        counts.append(len(parts) - before)
+    if isinstance(tokenizer, FastTokenizer):
+        tokens, bounds = encode_parts(tokenizer, parts, counts)
+    else:
+        tokens, bounds = tokenizer.encode(parts, is_chat=True)
     mask = np.repeat(np.array(supervised, dtype=np.uint8), np.diff(bounds))
-    marks.unmask(mask, tokens, bounds)
     return tokens, bounds[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)], mask
-
-
-class _Marks:
-    """Special tokens that end spans, within pieces that go on behind them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer if isinstance(tokenizer, FastTokenizer) else None
-        self._all = tuple(tokenizer.specials.end_marks)
-        self._seen: list[str] = []
-        self._found: dict[int, list[tuple[int, int]]] = {}
-        self._misses = 0
-
-    def closes(self, text: str, start: int, stop: int, piece: int) -> bool:
-        """Whether a special token ends a span, so that the piece may go on; remembers which of its kind that is."""
-        if self._tokenizer is None or self._misses > _MOST_MISSES:
-            return False
-        mark = next((one for one in self._seen if text.endswith(one, start, stop)), None)
-        if mark is None:
-            self._misses += 1
-            if not text.endswith(self._all, start, stop):
-                return False
-            mark = max((one for one in self._all if text.endswith(one, start, stop)), key=len)
-            if self._tokenizer.closing_id(mark) is None:
-                return False
-            self._seen.append(mark)
-        id_ = self._tokenizer.closing_id(mark)
-        assert id_ is not None
-        self._found.setdefault(id_, []).append((piece, text.count(mark, start, stop)))
-        return True
-
-    def unmask(self, mask: Mask, tokens: Int32Array, bounds: IntArray) -> None:
-        """Switch off what stands behind the ends of spans."""
-        for id_, found in self._found.items():
-            pieces, counts = np.array(found, dtype=np.int64).T
-            places = np.flatnonzero(tokens == id_)
-            ends = places[np.searchsorted(places, bounds[pieces]) + counts - 1] + 1
-            for end, stop in zip(ends.tolist(), bounds[pieces + 1].tolist()):
-                mask[end:stop] = 0
 
 
 def _enclose(

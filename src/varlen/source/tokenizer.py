@@ -147,9 +147,6 @@ def backend_faults(name: str) -> Iterator[None]:
         raise SettingError(f"the tokenizer {name} failed: {str(error)[:200]}") from error
 
 
-_CLOSING: dict[tuple[str, str], int | None] = {}
-
-
 @dataclass(frozen=True, slots=True)
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library, run on as many threads as that library takes.
@@ -212,30 +209,6 @@ class FastTokenizer:
             lengths.append(len(bounds))
             marks.append(mark)
         return _concatenated(parts), _offsets(lengths, len(lengths)), _concatenated(marks)
-
-    def closing_id(self, mark: str) -> int | None:
-        """Return the id of a special token behind which a text has the same ids whether it is cut there or not.
-
-        None for what is no such token, or where another one may take a part of it.
-        """
-        key = (self.fingerprint, mark)
-        if key not in _CLOSING:
-            with backend_faults(self.name):
-                _CLOSING[key] = self._closing_id(mark)
-        return _CLOSING[key]
-
-    def _closing_id(self, mark: str) -> int | None:
-        added = [token for token in self.backend.get_added_tokens_decoder().values() if not token.normalized]
-        texts = [token.content for token in added]
-        id_ = self.backend.token_to_id(mark)
-        begins = tuple(mark[:length] for length in range(1, len(mark)))
-        overlaps = any(text.endswith(begins) or (mark in text and text != mark) for text in texts)
-        if id_ is None or mark not in texts or overlaps:
-            return None
-        probes = [f"Hi there{mark}", "\nuser\nHello <x> there", " and more", f"{mark}\n"]
-        whole, parts = self.encode(["".join(probes)])[0].tolist(), self.encode(probes)[0].tolist()
-        is_one = self.encode([mark])[0].tolist() == [id_]
-        return id_ if is_one and whole == parts else None
 
     def _encode(self, batch: list[str], *, with_places: bool = False) -> list[tokenizers.Encoding]:
         """Encode a batch, with the place of each token in its text if asked for."""

@@ -58,6 +58,8 @@ class Chat:
     messages: list[dict[str, Any]]
     off: frozenset[int] = frozenset()
     """Index of each message whose labels its author switches off."""
+    is_plain: bool = False
+    """All are known to be of role and text alone."""
 
 
 def as_messages(value: object) -> list[dict[str, Any]]:
@@ -107,8 +109,8 @@ def as_chat(value: object) -> Chat:
     if isinstance(value, Chat):
         return value
     messages = _messages(value)
-    if messages is value:  # of role and content alone
-        return Chat(messages=messages)
+    if messages is value:
+        return Chat(messages=messages, is_plain=True)
     off: set[int] = set()
     for index, message in enumerate(messages):
         if not is_trained(message, index + 1):

@@ -14,7 +14,7 @@ from varlen.source.chats.generation import after_prompt, between, of_located, of
 from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
 from varlen.source.chats.skeleton import Kind, Skeleton, skeleton_of
-from varlen.source.chats.slots import free_character, shape_of
+from varlen.source.chats.slots import Shape, free_character, shape_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
 from varlen.source.chats.twins import twin_of
 from varlen.source.losses import Losses
@@ -55,11 +55,12 @@ class Rendering:
             variables,
         )
         self._off = chat.off
-        if any(type(message.get("content")) is list for message in chat.messages):
+        if not chat.is_plain and any(type(message.get("content")) is list for message in chat.messages):
             self._messages = joined(chat.messages) if template.wants(variables).joins else chat.messages
         self._program = template.program
-        self._is_plain = tools is None and all(
-            len(message) == 2 and type(message.get("content")) is str for message in self._messages
+        self._is_plain = tools is None and (
+            chat.is_plain
+            or all(len(message) == 2 and type(message.get("content")) is str for message in self._messages)
         )
         if tools:
             from varlen.source.chats.wants import hand_tools
@@ -127,6 +128,7 @@ class Rendering:
             apart = apart_thoughts(messages)
             if self.render(apart, False) == text:  # the template takes both for the same
                 self._messages = messages = apart
+                self._is_plain = False
                 said, skeleton = self._filled(messages, text)
         if said is not None:
             return said, skeleton, True
@@ -146,7 +148,7 @@ class Rendering:
     def _filled(self, messages: list[dict[str, Any]], text: str) -> tuple[list[Said] | None, Skeleton | None]:
         """Locate the assistant's messages in a text that is the skeleton of their shape filled in."""
         source = self._template.source
-        shape = shape_of(messages, source)
+        shape = self._shape(messages)
         skeleton = self._skeleton(shape, messages) if shape is not None else None
         if skeleton is None:
             return None, None
@@ -157,6 +159,12 @@ class Rendering:
             if skeleton is not None:
                 said = fill_masked(skeleton, self.render, messages, source, text, self._foreign)
         return said, skeleton
+
+    def _shape(self, messages: list[dict[str, Any]]) -> Shape | None:
+        """Return the shape of messages, which is the same for all of role and text alone."""
+        if self._is_plain and messages is self._messages:
+            return tuple([(message["role"], 1) for message in messages])
+        return shape_of(messages, self._template.source)
 
     def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
         """Return the skeleton of a shape, made when it is first seen."""
@@ -292,7 +300,7 @@ class Rendering:
                     "the chat template rewrites earlier turns, so that the {% generation %} blocks of single "
                     'messages can\'t be told apart; switch no message off, and leave supervise="last"'
                 )
-        shape = shape_of(messages, self._template.source)
+        shape = self._shape(messages)
         skeleton = self._skeleton(shape, messages, "unwritten") if shape is not None else None
         turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
         losses = self._losses(trained, turns, dict.fromkeys(trained, text), choice)
@@ -303,7 +311,7 @@ class Rendering:
             roles = [{"role": message["role"], "content": "."} for message in messages]
             bare = self._skeleton(shape_of(roles, self._template.source), roles)
             ends = not (bare and bare.turns[-1].mark)
-        return Rendered(text=text, spans=tuple(spans), needs_eos=ends, off=tuple(off), losses=losses)
+        return Rendered(text=text, spans=_merged(spans), needs_eos=ends, off=tuple(off), losses=losses)
 
     def _owned(
         self, text: str, spans: list[tuple[int, int]], speaking: Sequence[int]
@@ -317,6 +325,16 @@ class Rendering:
         if owned is None and len(spans) == len(speaking):
             return {number: [span] for number, span in zip(speaking, spans)}
         return owned if owned is not None and set(speaking) <= owned.keys() else None
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return spans, those that follow at once as one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        merged.append((start, stop))
+    return tuple(merged)
 
 
 def _tools_named(name: str) -> list[Any]:

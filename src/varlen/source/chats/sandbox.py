@@ -33,7 +33,10 @@ _LONGEST = 2**20
 _LONGEST_TEXT = 2**28
 """Characters that a template may write in all: beyond any context, below what breaks a machine."""
 
-_MARKS = "varlen_generation_marks"
+_OWN = ("_loop_vars", "_block_vars")
+"""Arguments that jinja adds to every call, for its own functions."""
+_BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"
+"""Variables that are written before and after each generation block."""
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _ABSENT = object()
 _KINDS = (str, list, dict, LoopContext)
@@ -49,7 +52,8 @@ class Program:
     """A compiled template: messages in, text out."""
 
     template: Template
-    variables: Mapping[str, str]
+    variables: Mapping[str, Any]
+    """What it sees beside the chat: jinja's globals and the special tokens."""
     has_generation: bool
     has_bare_generation: bool = False
     """All its {% generation %} blocks are written as they stand, and none is kept in a variable or filtered."""
@@ -84,11 +88,14 @@ class Program:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompts,
-            _MARKS: marks,
+            _BEGIN: marks[:1],
+            _END: marks[1:],
         }
-        pieces, length = [], 0
+        template, pieces, length = self.template, [], 0
+        # `Template.new_context` would merge the globals anew, which takes long beside a short chat.
+        context = Context(template.environment, seen, template.name, template.blocks)
         try:
-            for piece in self.template.root_render_func(self.template.new_context(seen)):
+            for piece in template.root_render_func(context):
                 pieces.append(piece)
                 length += len(piece)
                 if length > _LONGEST_TEXT:
@@ -129,7 +136,7 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
         ) from error
     program = Program(
         template=template,
-        variables=dict(variables),
+        variables={**template.globals, **variables},
         has_generation=environment.has_generation,
         has_bare_generation=environment.has_generation and _are_bare(environment.parse(source)),
     )
@@ -143,7 +150,7 @@ def _are_bare(node: nodes.Node) -> bool:
         is_plain = isinstance(child, (nodes.For, nodes.If, nodes.Output, nodes.Scope))
         if _is_generation(child):
             continue
-        if not is_plain and any(_is_generation(found) for found in child.find_all(nodes.CallBlock)):
+        if not is_plain and any(_is_generation(found) for found in child.find_all(nodes.Scope)):
             return False
         if is_plain and not _are_bare(child):
             return False
@@ -151,8 +158,9 @@ def _are_bare(node: nodes.Node) -> bool:
 
 
 def _is_generation(node: nodes.Node) -> bool:
-    called = node.call.node if isinstance(node, nodes.CallBlock) else None
-    return isinstance(called, nodes.ExtensionAttribute) and called.name == "_marked"
+    first = node.body[0] if isinstance(node, nodes.Scope) else None
+    written = first.nodes[0] if isinstance(first, nodes.Output) else None
+    return isinstance(written, nodes.Name) and written.name == _BEGIN
 
 
 def _writes(program: Program) -> bool:
@@ -191,16 +199,22 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012, it is jinja's
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Turn a block into a call of `_marked` with the block as its body."""
+        """Turn a block into its body between two marks, in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if any(map(_leaves_loop, body)):
+            parser.fail("a {% generation %} block may not leave the loop around it", line)
         self.environment.has_generation = True  # type: ignore[attr-defined]
-        call = self.call_method("_marked", [nodes.ContextReference()])
-        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end]).set_lineno(line)
 
-    def _marked(self, context: Context, caller: Macro) -> str:
-        marks = context.get(_MARKS) or ""
-        return f"{marks[:1]}{caller()}{marks[1:]}"
+
+def _leaves_loop(node: nodes.Node) -> bool:
+    """Whether a `break` or `continue` within leaves a loop that stands around it."""
+    if isinstance(node, (nodes.Break, nodes.Continue)):
+        return True
+    inner = node.else_ if isinstance(node, nodes.For) else node.iter_child_nodes()
+    return any(map(_leaves_loop, inner))
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -262,13 +276,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call a function or method with numbers that aren't very large, where they could be sizes."""
         # What a row says, such as a time, is no size for a macro, and for what keeps it.
-        is_kept = type(__obj) is Macro or __obj is _Notes or __obj is _make_dict
+        if type(__obj) is Macro:
+            for own in _OWN:
+                kwargs.pop(own, None)
+            return __obj(__context.eval_ctx, *args, **kwargs)
+        is_kept = __obj is _Notes or __obj is _make_dict
         if not (is_kept or type(getattr(__obj, "__self__", None)) in (dict, list)):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, int):
                     _check_length(value)
         if type(__obj) is BuiltinMethodType and type(__obj.__self__) in _KINDS:
-            for own in ("_loop_vars", "_block_vars"):  # jinja's, for its own functions
+            for own in _OWN:
                 kwargs.pop(own, None)
             return __obj(*args, **kwargs)  # a method that `getattr` let pass
         return super().call(__context, __obj, *args, **kwargs)
@@ -297,7 +315,7 @@ class _Notes(Namespace):
 
 
 def _check_name(name: object) -> None:
-    if str(name).startswith("_"):
+    if (name if type(name) is str else str(name))[:1] == "_":
         raise SecurityError(f"keep something under the name {name!r} in a namespace")
 
 

@@ -114,6 +114,8 @@ def _places(
     pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
 ) -> list[tuple[int, int]] | None:
     """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
+    if hole is None and (whole := _as_they_are(pieces, values, text)) is not None:
+        return whole
     for forms in (_forms, _json_forms):
         places = _around(pieces, values, text, forms, hole) if hole is not None else None
         if hole is None and (way := _walk(pieces, values, text, forms).get(len(text))):
@@ -121,6 +123,18 @@ def _places(
         if places is not None:
             return places
     return [] if hole is None and not values and text == pieces[0] else None
+
+
+def _as_they_are(pieces: Sequence[str], values: Sequence[Value], text: str) -> list[tuple[int, int]] | None:
+    """Find where contents stand if all are texts that are written as they are: the first way of `_walk`, sooner."""
+    places, stop = [], 0
+    for value, piece in zip(values, pieces):
+        start = stop + len(piece)
+        if type(value) is not str or not text.startswith(piece, stop) or not text.startswith(value, start):
+            return None
+        stop = start + len(value)
+        places.append((start, stop))
+    return places if places and text[stop:] == pieces[-1] else None
 
 
 def _around(
