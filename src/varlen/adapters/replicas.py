@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from varlen.batch.torch import import_torch
 from varlen.errors import SettingError
+from varlen.launch import launched
 from varlen.pack.lengths import as_count
 
 
@@ -23,10 +23,14 @@ def as_replicas(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """
     if num_replicas is None or rank is None:
         group = _group()
-        if group is None and (num_replicas != rank or os.environ.get("WORLD_SIZE", "1") != "1"):
+        launch = launched()
+        if group is None and (num_replicas != rank or launch is not None):
+            several = (
+                f"one of {launch.size} processes by {launch.said_by}" if launch else "in a process alone"
+            )
             raise SettingError(
-                f"num_replicas={num_replicas} and rank={rank} were given, one of {os.environ.get('WORLD_SIZE', '1')} "
-                "processes by WORLD_SIZE, and torch.distributed isn't initialised; pass both, or initialise it first"
+                f"num_replicas={num_replicas} and rank={rank} were given, {several}, and torch.distributed isn't "
+                "initialised; pass both, or initialise it first"
             )
         here, size = group or (0, 1)
         num_replicas = size if num_replicas is None else num_replicas
@@ -59,13 +63,13 @@ def check_processes(
         way: how it is told.
 
     Raises:
-        SettingError: WORLD_SIZE says other.
+        SettingError: the launcher says other.
     """
-    told = os.environ.get("WORLD_SIZE", "1")
-    if told != "1" and told != str(known):
+    launch = launched()
+    if launch is not None and launch.size != str(known):
         raise SettingError(
-            f"this is one of {told} processes (WORLD_SIZE), and {who} knows of {known:,}, so each would train on all "
-            f"of the data; {way}, and where this process does train alone, unset WORLD_SIZE"
+            f"{launch.said}, and {who} knows of {known:,}, so each would train on all of the data; {way}, and where "
+            f"this process does train alone, unset {launch.said_by}"
         )
 
 

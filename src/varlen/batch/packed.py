@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -109,6 +109,17 @@ class PackedBatch:
         batch = cls.__new__(cls)
         object.__setattr__(batch, "__dict__", fields)
         return batch
+
+    def keys(self) -> NoReturn:
+        """Refuse to be the keywords of a model, as `model(**batch)` asks for them.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(
+            "a PackedBatch is no mapping of a model's arguments, which differ by model; pass them by "
+            "model(**model_inputs(batch, model)), from varlen.adapters.hf, or by name"
+        )
 
     @property
     def num_rows(self) -> int:

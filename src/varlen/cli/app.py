@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -20,7 +19,8 @@ from varlen.cli.pack import pack
 from varlen.cli.plan import plan
 from varlen.cli.train import train
 from varlen.cli.verify import verify
-from varlen.errors import InputError, MissingExtraError, VarlenError
+from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
+from varlen.launch import launched
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
@@ -63,9 +63,26 @@ def _verb(
     return run
 
 
+def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Make a verb that writes a folder refuse to be one of several processes that do."""
+
+    @wraps(function)
+    def run(*arguments: _Arguments.args, **settings: _Arguments.kwargs) -> None:
+        launch = launched()
+        if launch is not None:
+            raise SettingError(
+                f"{launch.said}, all of which would write the same folder; run the command once, before the job or "
+                f"as a step of one task (srun --ntasks=1), or unset {launch.said_by} where this process is alone"
+            )
+        function(*arguments, **settings)
+
+    return run
+
+
 def _stop(sentence: str, code: int) -> NoReturn:
     """Say why, on standard error, and end with an exit code; one of several processes says which it is."""
-    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    launch = launched()
+    rank = (launch.rank if launch else None) or "0"
     if code != INTERRUPTED or rank == "0":
         print(f"varlen: {sentence}" if rank == "0" else f"varlen: rank {rank}: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
@@ -95,7 +112,7 @@ def _flowing(function: Callable[..., None]) -> str:
 app.command(help=_flowing(demo))(_verb(demo))
 app.command("inspect", help=_flowing(inspect_data))(_verb(inspect_data))
 for verb in (index, pack):
-    app.command(help=_flowing(verb))(_verb(verb, "the same command again goes on where it stopped"))
+    app.command(help=_flowing(verb))(_verb(_once(verb), "the same command again goes on where it stopped"))
 app.command(help=_flowing(plan))(_verb(plan))
 app.command(help=_flowing(verify))(_verb(verify))
 app.command(help=_flowing(train))(_verb(train, "the same command goes on from the newest checkpoint"))

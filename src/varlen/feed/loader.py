@@ -14,6 +14,7 @@ from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.feed import Ended
 from varlen.feed.hired import hired
 from varlen.feed.lookup import StepDocuments
+from varlen.feed.one_process import OfOneProcess
 from varlen.feed.opening import open_data
 from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
@@ -30,7 +31,7 @@ from varlen.types import Int32Array, Method, Overlong
 _log = logging.getLogger(__name__)
 
 
-class PackedLoader:
+class PackedLoader(OfOneProcess):
     """An asynchronous, exactly resumable stream of packed batches, for one data-parallel rank.
 
     ::
@@ -189,6 +190,7 @@ class PackedLoader:
     def _begin(self, source: Data | Mixture, tokenizer: Any) -> None:
         """Look at the data, and hire a worker."""
         settings = self._settings
+        super().__init__()
         self._opened = open_data(source, tokenizer, settings)
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
@@ -198,7 +200,7 @@ class PackedLoader:
         self._remembers = self._lookup.remembers
         self._worker = hired(self._opened, settings)
         self._take, self._deadline_s = self._worker.take, settings.deadline_s
-        self._end = weakref.finalize(self, self._worker.closer())
+        self._end = weakref.finalize(self, self._in_process(self._worker.closer()))
 
     @property
     def settings(self) -> LoaderSettings:
@@ -229,6 +231,8 @@ class PackedLoader:
         """
         if self._is_closed:
             raise SettingError("the loader is closed; make a new one, and load the state of this one")
+        self._settings.check_reader()  # again: a process group may have been initialised since
+        self._check_process()
         if not self._is_running and not self._is_over:
             self._worker.start(self._state)
             self._is_running = True
@@ -247,7 +251,7 @@ class PackedLoader:
             WorkerDiedError: the worker dies again and again.
             VarlenError: what keeps a batch from being made, such as a bad record; or nothing is left of the data.
         """
-        if not self._is_running:
+        if not self._is_running or self._is_fork:
             self.start_prefetch()
         begun = time.perf_counter()
         try:
@@ -317,11 +321,9 @@ class PackedLoader:
         try:
             return self._lookup.num_steps(self._state) * self.micro_batches
         except SettingError as error:
-            raise UnknownLengthError(str(error)) from error
-
-    def __bool__(self) -> bool:
-        """Be true, without counting anything."""
-        return True
+            raise UnknownLengthError(
+                f"{error}; a loop needs no length: for batch in loader, and no DataLoader around it"
+            ) from error
 
     def documents(self, step: int) -> StepDocuments:
         """Return which documents a step holds, of all ranks: to find what made a loss spike.
@@ -364,19 +366,10 @@ class PackedLoader:
     def close(self) -> None:
         """Leave no process, thread, memory or file behind; batches that are held keep their bytes."""
         self._is_closed, self._is_running = True, False
-        self._worker.close()
         self._end.detach()
-        let_go(self._opened.spec)
-
-    def __reduce__(self) -> str:
-        """Refuse to be copied: there is one place, and one worker.
-
-        Raises:
-            SettingError: always.
-        """
-        raise SettingError(
-            "a loader can't be copied or handed to another process; make another one, and load this one's state_dict"
-        )
+        if not self._is_fork:
+            self._worker.close()
+            let_go(self._opened.spec)
 
     def __repr__(self) -> str:
         """Say how data is fed, and how far it has come."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import subprocess
 import threading
@@ -199,9 +200,11 @@ def _at_work(what: Callable[[_Line], None], line: _Line) -> threading.Thread:
 
 def _freed(line: _Line, slot: int) -> Callable[[object], None]:
     """Return what frees a slot; all of it may be done in the middle of anything."""
-    held, lent, ring = line.held, line.lent, line.ring
+    held, lent, ring, process = line.held, line.lent, line.ring, os.getpid()
 
     def free(_: object) -> None:
+        if os.getpid() != process:
+            return  # a fork lets go of its own array; the slot is still under the array of the other process
         lent.discard(slot)
         held.discard(slot)
         ring.free(slot)  # last, since the worker may fill it from now on

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from varlen.errors import SettingError
+from varlen.launch import launched, loading_workers
 from varlen.pack.lengths import as_count
 
 
@@ -16,23 +15,40 @@ def as_ranks(dp_rank: int | None, dp_world_size: int | None) -> tuple[int, int]:
         dp_world_size: ranks that get different data.
 
     Raises:
-        SettingError: one without the other, a rank outside of the world, or neither in a job of several processes:
-            each of them would train on the same data.
+        SettingError: one without the other, or a rank outside of the world.
     """
     if dp_rank is None and dp_world_size is None:
-        processes = os.environ.get("WORLD_SIZE", "1")
-        if processes != "1":
-            raise SettingError(
-                f"this is one of {processes} processes (WORLD_SIZE), and each would get the same data; pass "
-                "dp_rank=torch.distributed.get_rank() and dp_world_size=torch.distributed.get_world_size(), or "
-                "those of the data-parallel group where tensor, pipeline or context parallelism is used"
-            )
         return 0, 1
     if dp_rank is None or dp_world_size is None:
         given = "dp_rank" if dp_world_size is None else "dp_world_size"
         raise SettingError(f"only {given} was given; pass both dp_rank and dp_world_size, or neither")
     size = as_count(dp_world_size, "dp_world_size")
     return as_count(dp_rank, "dp_rank", 0, size - 1), size
+
+
+def check_reader(*, is_ranked: bool) -> None:
+    """Refuse to read where several processes would get the same data.
+
+    Args:
+        is_ranked: a rank and a world size were given.
+
+    Raises:
+        SettingError: they weren't, in a job of several processes; or this is a worker of PyTorch's DataLoader.
+    """
+    workers = loading_workers()
+    if workers > 1 or (workers and not is_ranked):
+        raise SettingError(
+            f"this is one of {workers:,} worker processes of a DataLoader, each of which would get the same data; a "
+            "PackedLoader makes its batches ahead in a process of its own: iterate it, or wrap it by "
+            "DataLoader(dataset, batch_size=None, num_workers=0)"
+        )
+    launch = None if is_ranked else launched()
+    if launch is not None:
+        raise SettingError(
+            f"{launch.said}, and each would get the same data; pass {launch.arguments}, or those of the "
+            "data-parallel group where tensor, pipeline or context parallelism is used; where this process reads "
+            "alone, pass dp_rank=0, dp_world_size=1"
+        )
 
 
 def as_batch_sizes(

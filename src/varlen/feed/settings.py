@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from varlen.batch.packed import Layout
 from varlen.errors import SettingError
-from varlen.feed.ranks import as_batch_sizes, as_ranks
+from varlen.feed.ranks import as_batch_sizes, as_ranks, check_reader
 from varlen.feed.state import MOST, Mode
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, check_multiple
@@ -112,6 +112,7 @@ class LoaderSettings:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
         _ = self.batch_sizes  # and so the ranks
+        self.check_reader()
         _check_model(self)
 
     @property
@@ -128,9 +129,17 @@ class LoaderSettings:
         """The data-parallel rank and world size.
 
         Raises:
-            SettingError: one without the other, or neither in a job of several processes.
+            SettingError: one without the other, or a rank outside of the world.
         """
         return as_ranks(self.dp_rank, self.dp_world_size)
+
+    def check_reader(self) -> None:
+        """Refuse to read where several processes would get the same data.
+
+        Raises:
+            SettingError: no ranks were given in a job of several processes; or this is a DataLoader's worker.
+        """
+        check_reader(is_ranked=self.dp_rank is not None)
 
     @property
     def batch_sizes(self) -> tuple[int, int]:

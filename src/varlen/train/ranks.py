@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from varlen.errors import SettingError, VarlenError
+from varlen.launch import launched
 from varlen.runtime.missing import Notes, naming_the_missing
 from varlen.train.settings import RunSettings
 
@@ -89,6 +90,13 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
         WorkerDiedError: another rank is gone; says which.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    launch = launched() if world_size == 1 else None
+    if launch is not None:
+        raise SettingError(
+            f"{launch.said} that torchrun didn't start, and each would train alone on all of the data and write the "
+            f"same folder; let each node's task run `torchrun ... -m varlen train`, or unset {launch.said_by} where "
+            "this process trains alone"
+        )
     if world_size > 1 and settings.parallel == "none":
         raise SettingError(
             f'run.parallel is "none", and there are {world_size:,} processes; set run.parallel = "ddp" or "fsdp"'
