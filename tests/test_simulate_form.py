@@ -80,10 +80,14 @@ def test_what_is_out_of_range_is_refused(change: Any, said: str) -> None:
         vl.simulate(change(plan), COST)
 
 
-@pytest.mark.parametrize("given", [(None, COST), (planned(), None), (planned(), "h100")])
+@pytest.mark.parametrize(
+    "given", [lambda: (None, COST), lambda: (planned(), None), lambda: (planned(), "h100")]
+)
 def test_something_else_than_a_plan_and_a_cost_model_is_refused(given: Any) -> None:
+    plan, cost = given()
+
     with pytest.raises(SettingError, match=r"give what vl\.plan_step returned, and a vl\.CostModel"):
-        vl.simulate(*given)
+        vl.simulate(plan, cost)
 
 
 @pytest.mark.parametrize("given", [{"cost": None, "mesh": MESH}, {"cost": COST, "mesh": (2, 2)}])
