@@ -5,7 +5,7 @@
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs pages matrix soak bench bench-plan bench-run pins clean
+.PHONY: help setup demo test check format lint types docs pages-run tables pages matrix soak bench bench-plan bench-run pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -53,8 +53,12 @@ lint: setup
 types: setup
 	$(RUN) -m mypy --strict
 
-docs: setup ## run the documentation's examples, follow its links, compare its pictures and tables
-	$(PYTEST) -n $(WORKERS) tests/test_docs.py tests/test_readme.py
+docs: pages-run tables ## run the documentation's examples, follow its links, compare its pictures and tables
+
+pages-run: setup
+	$(PYTEST) -n $(WORKERS) --dist worksteal tests/test_docs.py tests/test_readme.py
+
+tables: setup
 	$(RUN) -m benchmarks.table --check
 	$(RUN) -m benchmarks.strategies_page --check
 	$(RUN) -m benchmarks.running_page --check

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -82,27 +83,29 @@ def test_a_process_gives_the_same_batches_from_any_state(form, mode):
             assert drained(process)[0] == whole[taken:]
 
 
-@pytest.mark.parametrize(
-    ("mode", "form"),
-    [("indexed", "list"), ("streaming", "Dataset"), ("streaming", "function")],
-)
-def test_ranks_of_a_job_share_the_steps_of_rows_in_memory(tmp_path, mode, form):
-    job = Path(__file__).with_name("memory_job.py")
+OF_RANKS = [("indexed", "list"), ("streaming", "Dataset"), ("streaming", "function")]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What came to each rank of a job that reads rows of several forms, one after the other."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [
-            sys.executable,
-            *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-            str(job),
-            mode,
-            form,
-            str(tmp_path),
-        ],
+        [*command, Path(__file__).with_name("memory_job.py"), folder, *itertools.chain(*OF_RANKS)],
         capture_output=True,
         text=True,
         timeout=180,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("mode", "form"), OF_RANKS)
+def test_ranks_of_a_job_share_the_steps_of_rows_in_memory(of_ranks, mode, form):
+    said = [rank[f"{mode} {form}"] for rank in of_ranks]
+
     with loader_of((FORMS | ITERABLES)[form](TEXTS), mode=mode) as alone:
         expected = [
             [int(pack) // 4, sha256(ids.tobytes()).hexdigest(), int(batch.step_num_targets)]

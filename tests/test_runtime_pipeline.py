@@ -17,7 +17,7 @@ import varlen as vl
 
 LIBRARIES = (
     "torch,torch.distributed.fsdp,transformers.models.llama.modeling_llama,"
-    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api"
+    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,numba,pytest"
 )
 JOB = ROOT / "tests" / "pipeline_job.py"
 LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
@@ -40,7 +40,7 @@ def run_job(folder: Path, ranks: int, *words: Any) -> Found:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_job(tmp_path_factory.mktemp("two"), 2, 0, 6)
+    return run_job(tmp_path_factory.mktemp("two"), 2, 0, 5)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
     for number, (settings, lengths) in enumerate(WHOLE_PLANS):
         paths.append(folder / f"plan{number}")
         vl.save_plan(planned(settings, lengths, vl.Mesh(dp=2, pp=2)), paths[-1])
-    return run_job(folder, 4, 0, 8, *paths)
+    return run_job(folder, 4, 0, 5, *paths)
 
 
 @pytest.fixture(scope="module")

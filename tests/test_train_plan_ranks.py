@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from planned_runs import planned_table, priced, run, same_weights, use_float64, write_hardware
+from rarely import mostly
 from test_train_ranks import all_finished
 from training import metrics_of, rewound, start_ranks, weights_of, write_store
 
@@ -120,11 +121,17 @@ def test_two_processes_that_share_documents_train_what_one_trains(few_alone, tog
     assert least or not shared
 
 
-@pytest.mark.parametrize("how", ["stages", "replicas"])
-def test_half_precision_of_two_processes_stays_near_that_of_one(store, alone, together, tmp_path, how):
-    run(store, tmp_path / "half", None, **DEEP, **HALF)
+@pytest.fixture(scope="module")
+def half_alone(store, tmp_path_factory):
+    """The same in half precision."""
+    output = tmp_path_factory.mktemp("half") / "run"
+    run(store, output, None, **DEEP, **HALF)
+    return output
 
-    ours, theirs, exact = (metrics_of(x) for x in (together / f"half, {how}", tmp_path / "half", alone))
+
+@pytest.mark.parametrize("how", ["stages", "replicas"])
+def test_half_precision_of_two_processes_stays_near_that_of_one(alone, half_alone, together, how):
+    ours, theirs, exact = (metrics_of(x) for x in (together / f"half, {how}", half_alone, alone))
     assert ours[0]["loss"] != exact[0]["loss"]
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=0.01)
@@ -165,10 +172,11 @@ def test_two_pipelines_of_two_stages_train_what_one_process_trains(store, hardwa
     near(alone, tmp_path / "fsdp")
 
 
-def test_two_hundred_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(
-    store, hardware, tmp_path, monkeypatch
+@pytest.mark.parametrize("steps", mostly([80], [80, 200]))
+def test_many_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(
+    store, hardware, tmp_path, monkeypatch, steps
 ):
-    more = {"run__steps": 200, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
+    more = {"run__steps": steps, "run__checkpoint_every": 0, "optimizer__learning_rate": 1e-3}
     more |= {"data__global_batch_size": 2}
     made = planned_table(store, tmp_path / "stages", priced(hardware, pp=2), **more)
 
@@ -177,7 +185,7 @@ def test_two_hundred_steps_in_a_pipeline_have_the_loss_curve_of_whole_packs(
     run(store, tmp_path / "plain", None, **more)
 
     ours, theirs = (metrics_of(tmp_path / name) for name in ("stages", "plain"))
-    assert len(ours) == 200
+    assert len(ours) == steps
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-11)
     assert ours[-1]["loss"] < ours[0]["loss"] - 1
