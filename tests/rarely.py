@@ -1,10 +1,12 @@
-"""Parameters that each take their time: a few are tried in every run, all of them in the soak."""
+"""Parameters and examples that each take their time: a few are tried in every run, all of them in the soak."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import hypothesis
 import pytest
 
 
@@ -18,3 +20,9 @@ def mostly(often: Collection[Any], values: Iterable[Any]) -> list[Any]:
         else pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=pytest.mark.soak)
         for one in found
     ]
+
+
+def examples(often: int, every: int) -> hypothesis.settings:
+    """So many random examples in every run, and more of them in the soak."""
+    is_soak = os.environ.get("VARLEN_HYPOTHESIS") == "soak"
+    return hypothesis.settings(max_examples=every if is_soak else often)

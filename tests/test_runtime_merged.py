@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_plans import random_plan
 from ranks import as_ranks
+from rarely import examples, mostly
 from side_by_side import QueueWires, Table, ThreadPeers, in_threads, run_place, run_side_by_side
 from sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut
 from step_plans import micropacks_of
@@ -161,7 +162,7 @@ def test_windows_of_shared_documents_are_those_of_the_uncut_model(plan: StepPlan
 
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(1, 2))
-@settings(max_examples=10)
+@examples(6, 10)
 def test_shared_documents_go_through_pipelines(seed: int, pp: int, virtual: int) -> None:
     mesh = Mesh(dp=4, pp=pp, virtual_stages=virtual if pp > 1 else 1)
     plan = random_plan(seed, mesh=mesh)
@@ -305,7 +306,7 @@ def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another() -> N
     assert [groups_of(plan, rank) for rank in range(4)] == 2 * [[(0, 4), (0, 2)]] + 2 * [[(0, 4), (2, 2)]]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", mostly([4], [2, 4]))
 def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks: int) -> None:
     said = json.loads(
         as_ranks(JOB, ranks=num_ranks, libraries="torch,transformers.models.llama.modeling_llama")

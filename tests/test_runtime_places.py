@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from sliced import one_gpu_plan, take_gradients, tiny, tokens_of, uncut
 
 import varlen as vl
@@ -45,7 +46,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], vl.Mesh, dict[str, Any]]:
 
 
 @given(cases())
-@settings(max_examples=60)
+@examples(25, 60)
 def test_every_rank_and_stage_does_its_part(case: tuple[list[int], vl.Mesh, dict[str, Any]]) -> None:
     lengths, mesh, chosen = case
     model = tiny("llama", num_hidden_layers=7)

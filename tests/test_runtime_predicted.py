@@ -52,6 +52,11 @@ OFTEN = [
     ("full", "stage", "kv"),
 ]
 EACH_WAY = pytest.mark.parametrize(("recompute", "saved", "offload"), mostly(OFTEN, WAYS))
+MOST_AND_LEAST = pytest.mark.parametrize(
+    ("recompute", "saved", "offload"), mostly([OFTEN[0], OFTEN[-1]], WAYS)
+)
+"""Everything kept, and as little as can be."""
+ON_ONE = [(name, *held) for name in MODELS for held in (((600,), 100), ((500, 40, 160, 90, 60), 250))]
 
 
 def check(name: str, plan: StepPlan, saved: Any, rel: float = 0.02) -> None:
@@ -74,9 +79,8 @@ def pipelined(schedule: Any, count: int, slices: int, rows: int, mesh: Mesh, **s
     return replace(plan, lengths=rows * plan.lengths, **passes, **settings)
 
 
-@pytest.mark.parametrize("name", mostly(["GQA", "wide"], MODELS))
 @EACH_WAY
-@pytest.mark.parametrize(("lengths", "slice_tokens"), [((600,), 100), ((500, 40, 160, 90, 60), 250)])
+@pytest.mark.parametrize(("name", "lengths", "slice_tokens"), mostly([ON_ONE[0], ON_ONE[-1]], ON_ONE))
 def test_a_stage_holds_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any, lengths: tuple[int, ...], slice_tokens: int
 ) -> None:
@@ -98,7 +102,7 @@ def test_two_stages_hold_what_is_predicted(
 
 
 @HEADS
-@EACH_WAY
+@MOST_AND_LEAST
 def test_documents_that_begin_while_others_end_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any
 ) -> None:
@@ -106,7 +110,7 @@ def test_documents_that_begin_while_others_end_hold_what_is_predicted(
     check(name, plan, saved)
 
 
-@EACH_WAY
+@MOST_AND_LEAST
 def test_chunks_in_turn_hold_what_is_predicted(recompute: Any, saved: Any, offload: Any) -> None:
     mesh = Mesh(pp=2, virtual_stages=2)
     plan = pipelined(interleaved(2, 2, 4), 4, 1, 200, mesh, recompute=recompute, offload=offload)
@@ -114,7 +118,7 @@ def test_chunks_in_turn_hold_what_is_predicted(recompute: Any, saved: Any, offlo
 
 
 @HEADS
-@EACH_WAY
+@MOST_AND_LEAST
 def test_weight_gradients_apart_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any
 ) -> None:
@@ -123,7 +127,7 @@ def test_weight_gradients_apart_hold_what_is_predicted(
 
 
 @HEADS
-@EACH_WAY
+@MOST_AND_LEAST
 @pytest.mark.parametrize(("ranks", "count"), [(2, 5), pytest.param(4, 2, marks=pytest.mark.soak)])
 def test_ranks_that_share_a_document_hold_what_is_predicted(
     name: str, recompute: Any, saved: Any, offload: Any, ranks: int, count: int
@@ -157,7 +161,9 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 
 
 @pytest.mark.parametrize(("ranks", "stages"), mostly([(2, 1)], [(1, 1), (2, 1), (1, 2)]))
-@pytest.mark.parametrize("weights", ["at once", "apart", "apart and late"])
+@pytest.mark.parametrize(
+    "weights", mostly(["at once", "apart and late"], ["at once", "apart", "apart and late"])
+)
 @pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(
     seed: int, weights: str, ranks: int, stages: int
