@@ -134,7 +134,7 @@ def test_a_packed_folder_is_a_parquet_data_set_of_ray(tmp_path, cluster):
         file.write("{\n")
     pack(open_source(tmp_path / "a.jsonl", on_error="skip"), tmp_path / "out")
 
-    rows = cluster.data.read_parquet(str(tmp_path / "out")).take_all()
+    rows = cluster.data.read_parquet(str(tmp_path / "out"), concurrency=1, override_num_blocks=1).take_all()
 
     assert sorted(path.name for path in (tmp_path / "out").iterdir())[:2] == [
         ".manifest.json",
