@@ -22,7 +22,8 @@ def mostly(often: Collection[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
-def examples(often: int, every: int) -> hypothesis.settings:
-    """So many random examples in every run, and more of them in the soak."""
-    is_soak = os.environ.get("VARLEN_HYPOTHESIS") == "soak"
-    return hypothesis.settings(max_examples=every if is_soak else often)
+def examples(often: int, every: int | None = None) -> hypothesis.settings:
+    """So many random examples in every run; in the soak `every`, or as many as other properties have."""
+    if os.environ.get("VARLEN_HYPOTHESIS") != "soak":
+        return hypothesis.settings(max_examples=often)
+    return hypothesis.settings() if every is None else hypothesis.settings(max_examples=every)

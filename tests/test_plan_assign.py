@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import njit
+from rarely import examples
 
 from varlen.errors import InputError, LengthsError, PlanError, SettingError
 from varlen.plan.assign import ENOUGH, assign, lightest_possible
@@ -82,6 +83,7 @@ def test_on_a_thousand_small_steps_the_heaviest_group_is_within_a_hundredth_of_t
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(2, 4), st.randoms())
+@examples(25)
 def test_few_documents_reach_the_optimum_beside_loads_and_within_limits(
     tokens: list[int], num_groups: int, random: object
 ) -> None:

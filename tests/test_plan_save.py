@@ -12,10 +12,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_sizes import large_plan
 from random_plans import random_plan
+from rarely import examples
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
 from varlen.plan.check import check_plan
@@ -77,7 +78,7 @@ def plain(content: bytes | bytearray) -> tuple[bytes, bytes] | None:
         return None
 
 
-@settings(max_examples=300)
+@examples(120, 300)
 @given(st.integers(0, 30), st.integers(0, 10**9))
 def test_damaged_bytes_are_refused_in_a_sentence(seed: int, dice: int) -> None:
     content, random = bytearray(plan_to_bytes(random_plan(seed))), Random(dice)

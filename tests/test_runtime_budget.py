@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 
 from varlen.cost.shape import ModelShape
 from varlen.runtime.budget import (
@@ -83,6 +84,7 @@ class Pretended:
     st.floats(-1, 2),
     st.integers(0, 2**32 - 1),
 )
+@examples(20)
 def test_no_calibration_is_over_its_budget_by_more_than_the_least(
     pair: float, row: float, call: float, budget: float, seed: int
 ) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rarely import examples
 from sliced import one_gpu_plan, take_gradients, tiny, tokens_of, uncut
 from test_runtime_places import cases, planned
 from test_runtime_slices import MODELS, assert_equal
@@ -42,7 +43,7 @@ def test_a_step_with_weight_gradients_apart_has_the_gradients_of_the_uncut_model
 
 
 @given(cases())
-@settings(max_examples=30)
+@examples(15, 30)
 def test_every_rank_and_stage_of_a_zero_bubble_plan_does_its_part(case: tuple[Any, vl.Mesh, Any]) -> None:
     lengths, mesh, chosen = case
     model = tiny("llama", num_hidden_layers=7)
