@@ -113,7 +113,7 @@ SHAPES = {
         *[("one window", *epochs) for epochs in ((1, 2, 4), (2, 3, 4), (1, 4, 5))],
         *[("few", *epochs) for epochs in ((1, 2, 4), (2, 3, 4))],
         *[(shape, 1, 2, 3) for shape in ("many rounds", "lanes", "long", "in order")],
-        ("lanes", 2, 4, 5),
+        pytest.param("lanes", 2, 4, 5, marks=pytest.mark.soak),
     ],
 )
 def test_every_state_goes_on_for_more_epochs_and_all_alike(tmp_path, shape, before, after, later):
