@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.batch.layout import Segments, lay_out
-from varlen.batch.packed import Layout, PackedBatch
+from varlen.batch.packed import TARGET_WEIGHTS, Layout, PackedBatch
 from varlen.batch.plain import plain_fields
 from varlen.batch.ragged import Documents, as_pack_ids
-from varlen.batch.source import Column, Source, Targets, check_columns
+from varlen.batch.source import Column, Source, Targets, check_columns, check_weights
 from varlen.errors import OutputBufferError, SettingError
 from varlen.types import IntArray, Packing
 
@@ -45,6 +45,7 @@ def collate(
     layout: Layout = "rows",
     *,
     column_pads: Mapping[str, Any] | None = None,
+    target_weights: Documents | None = None,
     shift_labels: bool = False,
     step_num_targets: int | None = None,
     dp_world_size: int = 1,
@@ -63,20 +64,21 @@ def collate(
         packing: which piece of which document stands where.
         pack_ids: which packs, in the order wanted; None for all.
         labels: targets a token, -100 for none; None takes the tokens themselves.
-        loss_mask: numbers or booleans a token; where 0 the label becomes -100.
+        loss_mask: numbers or booleans a token; where 0 the label becomes -100. What it weighs is `target_weights`.
         columns: other values a token (advantages, weights), which travel along in their own dtype.
         pad_id: token id at padding. It may equal a real token's id: boundaries are carried, not inferred.
         pad_to_multiple_of: the width of the flat layout is rounded up to this multiple (and to slots); in rows
             the width is the capacity, which must be a multiple already.
         layout: "rows", one row a pack of `capacity` positions, or "flat", all in one row without padding
             between packs.
+        target_weights: what each label weighs in the loss, numbers from 0 a token; where 0 the label becomes -100.
         column_pads: values of the columns at padding, 0 where not named.
         shift_labels: also give `shift_labels`, where position t holds the target that follows it.
         step_num_targets: targets in the whole step over all ranks and micro-batches; None takes this batch's.
         dp_world_size: data-parallel ranks, for `loss_scale`.
         out: arrays to fill in place of new ones: a mapping with `input_ids`, `labels`, `position_ids` and
-            `segment_ids` (and columns), an earlier batch, or a function that is given the shape and returns such a
-            mapping. Shape and dtype must match exactly.
+            `segment_ids` (and columns; perhaps `target_weights`), an earlier batch, or a function that is given the
+            shape and returns such a mapping. Shape and dtype must match exactly.
         report: log a warning where packs hold no target.
 
     Returns:
@@ -85,7 +87,7 @@ def collate(
     Raises:
         DocumentsError: documents, labels, masks or columns that don't match the packing or each other.
         OutputBufferError: a buffer of the wrong shape, dtype or memory layout; nothing has been written then.
-        SettingError: an unknown layout, or a multiple that doesn't divide the capacity.
+        SettingError: an unknown layout, a multiple that doesn't divide the capacity, or a mask beside weights.
 
     Cost: one pass over the batch's tokens; about the speed of copying memory for flat and Arrow input.
 
@@ -105,19 +107,26 @@ def collate(
         None if step_num_targets is None else _as_number(step_num_targets, "step_num_targets", 0, 2**63 - 1)
     )
     multiple = _as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
+    if loss_mask is not None and target_weights is not None:
+        raise SettingError(
+            "target_weights say by 0 what loss_mask says: give the weights alone, 0 where it is 0"
+        )
     columns, pads = _as_mapping(columns, "columns"), _as_mapping(column_pads, "column_pads")
     if columns or pads:
-        check_columns(columns, pads, (*_NAMES, "shift_labels"))
+        check_columns(columns, pads, (*_NAMES, "shift_labels", TARGET_WEIGHTS))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
     made = None
-    if labels is None and loss_mask is None and out is None and not columns:
+    if labels is None and loss_mask is None and target_weights is None and out is None and not columns:
         made = plain_fields(documents, packing, wanted, layout, multiple, pad)
     if made is None:
         segments = lay_out(packing, wanted, layout, multiple, documents)
         source = Source(documents, packing, segments)
         tokens = source.tokens()
-        targets = source.targets(labels, loss_mask, *tokens)
+        weights = None if target_weights is None else source.weights(target_weights)
+        targets = source.targets(labels, loss_mask, weights, *tokens)
         extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
+        if weights is not None:
+            extra[TARGET_WEIGHTS] = weights
         made = _fields(segments, tokens, targets, extra, out, pad)
     fields, shortest = made
     fields["pack_ids"] = wanted
@@ -129,7 +138,7 @@ def collate(
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
     batch = PackedBatch.of(fields)
     if report and (
-        shortest == 1 or labels is not None or loss_mask is not None
+        shortest == 1 or labels is not None or loss_mask is not None or target_weights is not None
     ):  # else every segment has a target
         _report_without_targets(batch)
     return batch
@@ -165,6 +174,10 @@ def _fields(
         _column_kernel("copy_column")(
             values, column.starts, segments.lengths, segments.places, padding, written
         )
+    weights = arrays[TARGET_WEIGHTS] if TARGET_WEIGHTS in columns else None
+    if weights is not None:
+        check_weights(weights)
+        weights[arrays["labels"] == -100] = 0
     return {
         **{name: arrays[name] for name in _NAMES},
         "cu_seqlens": segments.cu_seqlens,
@@ -235,6 +248,8 @@ def _buffers(
         out = {**{name: getattr(out, name) for name in _NAMES}, **out.columns}
     if not isinstance(out, Mapping):
         raise OutputBufferError(f"out must be a mapping or an earlier batch, got {type(out).__name__}")
+    if TARGET_WEIGHTS in dtypes and TARGET_WEIGHTS not in out:  # whoever keeps buffers may not know of them
+        out = {**out, TARGET_WEIGHTS: np.empty(shape, np.float32)}
     missing = [name for name in dtypes if name not in out]
     if missing:
         raise OutputBufferError(f"out lacks {', '.join(missing)}; it needs {', '.join(dtypes)}")

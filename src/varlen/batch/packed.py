@@ -15,7 +15,7 @@ import numpy as np
 
 from varlen.batch.masks import dense_mask
 from varlen.batch.torch import as_tensor, block_mask, mask_function, on_host
-from varlen.batch.weights import LossWeighting, spread, target_weights
+from varlen.batch.weights import LossWeighting, spread, sums, target_weights
 from varlen.errors import SettingError
 from varlen.types import IntArray
 
@@ -38,6 +38,8 @@ _SEGMENTS = (
     "document_groups",
 )
 _NUMBERS = ("segment_ids", "cu_seqlens", "cu_seqlens_padded", "pack_ids", "pack_offsets", *_SEGMENTS)
+TARGET_WEIGHTS = "target_weights"
+"""The column of what each target weighs in the loss by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +96,7 @@ class PackedBatch:
     shift_labels: Array | None = None
     """Same shape as `labels`: position t's target is the token at t + 1. Present on request."""
     columns: Mapping[str, Array] = field(default_factory=dict)
-    """Any other per-token values, same shape, each in its own dtype with its own pad value."""
+    """Any other per-token values, same shape, each in its own dtype with its own pad value; `target_weights` too."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> PackedBatch:
@@ -137,6 +139,15 @@ class PackedBatch:
         return int(self.document_lengths.sum())
 
     @property
+    def target_weights(self) -> Array | None:
+        """The column of this name: what each target weighs in the loss by itself, as its row says.
+
+        float32, same shape as `labels`, 0 where the label is -100; None where each weighs 1. `loss_weights` takes
+        them in.
+        """
+        return self.columns.get(TARGET_WEIGHTS)
+
+    @property
     def packs_without_targets(self) -> IntArray:
         """int64: numbers (as in `pack_ids`) of the packs that hold no target, and so would train nothing."""
         owner = np.repeat(np.arange(len(self.pack_ids)), np.diff(on_host(self.pack_offsets)))
@@ -155,10 +166,17 @@ class PackedBatch:
             `dp_world_size / step_num_targets` for "mean", `1 / step_num_targets` for "sum".
 
         Raises:
-            SettingError: the step holds no target; skip it on all ranks.
+            SettingError: the step holds no target; skip it on all ranks. Or targets weigh as their rows say, so that
+                the mean isn't over their number: see `loss_weights`.
         """
         if reduction not in ("mean", "sum"):
             raise SettingError(f'reduction must be "mean" or "sum", got {reduction!r}')
+        if self.target_weights is not None:
+            raise SettingError(
+                "targets of this batch weigh as their rows say (batch.target_weights), so the loss of a step isn't a "
+                "mean over their number: sum batch.loss_weights() times the losses, and divide by the sum of these "
+                "weights over the step, all batches and ranks"
+            )
         if self.step_num_targets == 0:
             raise SettingError(
                 "this step holds no target on any rank, so no loss scale exists; skip the step"
@@ -177,6 +195,10 @@ class PackedBatch:
         - "longalign": K/(N·M) (LongAlign, arXiv:2401.18058, equation 4), so that the mean over packs of
           each pack's sum is the mean over documents.
 
+        Where rows weigh their targets (`target_weights`), a target of weight w weighs w for 1, and N is the sum of
+        the weights in place of their number: documents, pairs and packs count as before, and within them a target
+        counts by its weight. Multiplying all weights of a document changes nothing but with "token".
+
         Args:
             weighting: see above.
 
@@ -186,16 +208,19 @@ class PackedBatch:
         Raises:
             SettingError: "pair" without groups in the packing, or an unknown weighting.
         """
+        labels, places, lengths = on_host(self.labels), self._places(), on_host(self.document_lengths)
+        own = None if self.target_weights is None else on_host(self.target_weights)
         each = target_weights(
             weighting,
-            on_host(self.document_targets),
+            on_host(self.document_targets) if own is None else sums(own.reshape(-1), places, lengths),
             on_host(self.document_ids),
             None if self.document_groups is None else on_host(self.document_groups),
             len(self.pack_ids),
         )
-        labels = on_host(self.labels)
-        flat = spread(each, self._places(), on_host(self.document_lengths), labels.size)
-        weights = np.where(labels == IGNORE_INDEX, np.float32(0), flat.reshape(labels.shape))
+        flat = spread(each, places, lengths, labels.size).reshape(labels.shape)
+        if own is not None:
+            flat = flat * own
+        weights = np.where(labels == IGNORE_INDEX, 0, flat).astype(np.float32)
         on_torch = not isinstance(self.labels, np.ndarray)
         return as_tensor(weights, self.labels.device, widen=False) if on_torch else weights
 

@@ -59,6 +59,7 @@ class Source:
         self,
         labels: Documents | None,
         loss_mask: Documents | None,
+        weights: Column | None,
         tokens: npt.NDArray[Any],
         starts: IntArray,
     ) -> Targets | None:
@@ -67,14 +68,17 @@ class Source:
         Raises:
             DocumentsError: labels or a mask that don't match the documents.
         """
-        if labels is None and loss_mask is None:
+        if labels is None and loss_mask is None and weights is None:
             return None
         values, value_starts = tokens, starts
         if labels is not None:
             values, value_starts = self._read(labels, "labels")
             check_integers(values, "labels")
             self._check_range(values, value_starts, "labels")
-        mask, mask_starts = np.empty(0, np.uint8), starts
+        mask: npt.NDArray[Any] = np.empty(0, np.uint8)
+        mask_starts = starts
+        if weights is not None:
+            mask, mask_starts = weights.values, weights.starts
         if loss_mask is not None:
             mask, mask_starts = self._read(loss_mask, "loss_mask")
             if mask.dtype.kind not in "biuf":
@@ -97,6 +101,21 @@ class Source:
         if not array.size and is_number:  # nothing but padding: the pad says what it is
             array = array.astype(np.result_type(array.dtype, np.min_scalar_type(pad)))
         return Column(array, starts, _as_pad(pad, array.dtype, name))
+
+    def weights(self, values: Documents) -> Column:
+        """Return what labels weigh, as a column of float32.
+
+        Raises:
+            DocumentsError: they don't match the documents, hold no numbers, or such as only float64 tells from 0.
+        """
+        array, starts = self._read(values, "target_weights")
+        if array.dtype.kind not in "biuf":
+            raise DocumentsError(f"target_weights must be numbers, got dtype {array.dtype}")
+        with np.errstate(over="ignore"):
+            single = array.astype(np.float32, copy=False)
+        if array.dtype.itemsize > 4 and np.count_nonzero(single) != np.count_nonzero(array):
+            raise DocumentsError("target_weights hold numbers so small that float32 takes them for 0")
+        return Column(single, starts, np.zeros(1, np.float32))
 
     def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
         """Flat values and the index of each segment's first value."""
@@ -152,6 +171,24 @@ class Source:
             raise DocumentsError(
                 f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids"
             )
+
+
+def check_weights(weights: npt.NDArray[np.float32]) -> None:
+    """Refuse weights that are negative or not finite.
+
+    Args:
+        weights: of a batch, `[rows, width]`.
+
+    Raises:
+        DocumentsError: names the first and how many there are.
+    """
+    wrong = ~((weights >= 0) & (weights < np.inf))
+    if wrong.any():
+        first = float(weights[wrong][0])
+        raise DocumentsError(
+            f"target_weights must be finite numbers from 0 (in float32), got {first:g} ({int(wrong.sum()):,} of the "
+            f"batch's {weights.size:,})"
+        )
 
 
 def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:

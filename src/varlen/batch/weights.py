@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.types import FloatArray
+from varlen.types import FloatArray, IntArray
 
 LossWeighting = Literal["token", "document", "pair", "longalign"]
 
@@ -19,7 +19,7 @@ def target_weights(
 
     Args:
         weighting: the word.
-        targets: `[segments]`: targets in each segment.
+        targets: `[segments]`: targets in each segment, or the sum of what they weigh by themselves.
         documents: `[segments]`: document of each segment.
         groups: `[segments]`: group of each segment's document, or None.
         num_packs: packs in the batch.
@@ -57,13 +57,31 @@ def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
         size: positions in all.
 
     Returns:
-        float32 `[size]`; 0 at padding.
+        float64 `[size]`; 0 at padding.
     """
-    flat = np.zeros(size, np.float32)
+    flat = np.zeros(size, np.float64)
+    owner, at = _positions(places, lengths)
+    flat[at] = weights[owner]
+    return flat
+
+
+def sums(values: Any, places: Any, lengths: Any) -> FloatArray:
+    """Return the sum of the values in each segment, float64 `[segments]`.
+
+    Args:
+        values: `[positions]`.
+        places: `[segments]`: first position of each.
+        lengths: `[segments]`.
+    """
+    owner, at = _positions(places, lengths)
+    return np.bincount(owner, weights=values[at], minlength=lengths.size)
+
+
+def _positions(places: Any, lengths: Any) -> tuple[IntArray, IntArray]:
+    """Return the segment of each token, and its position."""
     owner = np.repeat(np.arange(lengths.size), lengths)
     first = np.cumsum(lengths, dtype=np.int64) - lengths
-    flat[places[owner] + np.arange(owner.size) - first[owner]] = weights[owner]
-    return flat
+    return owner, places[owner] + np.arange(owner.size) - first[owner]
 
 
 def _shares(owners: Any, counts: FloatArray) -> FloatArray:

@@ -67,6 +67,14 @@ Supervise = Annotated[
         rich_help_panel=DOCUMENTS,
     ),
 ]
+RowWeights = Annotated[
+    bool,
+    typer.Option(
+        "--row-weights",
+        help="Take weights of messages and tokens as those of their losses; else 0 and 1 alone are read.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
 Eos = Annotated[
     str | None,
     typer.Option(

@@ -130,6 +130,7 @@ def pack_arguments(
     chat_template: Path | None,
     chat_template_kwargs: str | None,
     allow_unwritten: bool,
+    row_weights: bool,
     eos: str | None,
     append_eos: bool,
     text_cut: str,
@@ -158,6 +159,7 @@ def pack_arguments(
     switches = {
         "--no-eos": not append_eos,
         "--allow-unwritten": allow_unwritten,
+        "--row-weights": row_weights,
         "--binary-as-text": binary_as_text,
     }
     return [*data, "-o", output, *given, *(name for name, is_given in switches.items() if is_given)]

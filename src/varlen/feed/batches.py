@@ -19,6 +19,7 @@ from varlen.feed.packs import StorePacks
 from varlen.feed.unreadable import Pieces
 from varlen.feed.vocabulary import check_ids, where_of
 from varlen.pack.api import DEFAULT_WORK
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses, nothing_left
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import FloatArray, IntArray, Ledger, Packing
@@ -69,8 +70,8 @@ class Contents:
     """What stands in a batch: pieces end to end, pack after pack."""
 
     tokens: npt.NDArray[np.integer[Any]]
-    mask: npt.NDArray[np.uint8] | None
-    """1 where a token is trained on; None where all are."""
+    mask: Mask | None
+    """1 where a token is trained on, or what it weighs; None where all are, and weigh 1."""
     lengths: IntArray
     """int64 `[pieces]`: tokens of each."""
     offsets: IntArray
@@ -239,10 +240,13 @@ def fill_batch(
     if settings.layout == "flat" and len(contents.lengths) == 0:
         return _of_padding(contents, num_targets, settings, out)
     ends = np.concatenate([[0], np.cumsum(contents.lengths)])
+    mask = contents.mask
+    has_weights = mask is not None and mask.dtype == np.float32
     batch = collate(
         (contents.tokens, ends),
         _as_packing(contents.lengths, contents.offsets, settings),
-        loss_mask=None if contents.mask is None else (contents.mask, ends),
+        loss_mask=None if mask is None or has_weights else (mask, ends),
+        target_weights=(mask, ends) if mask is not None and has_weights else None,
         pad_id=settings.pad_id,
         pad_to_multiple_of=settings.pad_to_multiple_of,
         layout=settings.layout,

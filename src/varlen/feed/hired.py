@@ -22,7 +22,8 @@ def hired(opened: Opened, settings: LoaderSettings) -> Worker:
     positions = -(-settings.batch_sizes[1] * settings.capacity // multiple) * multiple
     worker: Worker
     if settings.worker == "process":
-        worker = ProcessWorker(opened.spec, settings.ring_slots, slot_bytes(positions), opened.exchanges)
+        size = slot_bytes(positions, has_weights=opened.has_weights)
+        worker = ProcessWorker(opened.spec, settings.ring_slots, size, opened.exchanges)
     else:
         worker = ThreadWorker(opened.spec, settings.ring_slots, opened.exchanges)
     if settings.device is None:

@@ -17,11 +17,11 @@ from varlen.pack.pieces import slots_of
 from varlen.pack.rounds import take, take_all
 from varlen.pack.waiting import Waiting
 from varlen.source.block_reader import Chunk, Read
+from varlen.source.loss_masks import Mask, as_marks, end_to_end
 from varlen.source.losses import Losses
 from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
 
-Mask = npt.NDArray[np.uint8]
 _Value = TypeVar("_Value", bound=np.generic)
 BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 """Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
@@ -82,10 +82,10 @@ class Arrival:
         firsts = self.offsets[index]
         parts = [slice(*part) for part in zip((firsts + starts).tolist(), (firsts + stops).tolist())]
 
-        def end_to_end(values: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
+        def gathered(values: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
             return np.concatenate([values[:0], *(values[part] for part in parts)])
 
-        return end_to_end(self.tokens), None if self.mask is None else end_to_end(self.mask)
+        return gathered(self.tokens), None if self.mask is None else gathered(self.mask)
 
 
 def arrival_of(read: Read, chunk: Chunk, *, is_alone: bool = False) -> Arrival:
@@ -103,10 +103,7 @@ def arrival_of(read: Read, chunk: Chunk, *, is_alone: bool = False) -> Arrival:
 
 def joined(parts: Sequence[Arrival]) -> Arrival:
     """Put documents end to end."""
-    mask = None
-    if any(part.mask is not None for part in parts):
-        whole = [np.ones(len(part.tokens), np.uint8) for part in parts]
-        mask = np.concatenate([one if part.mask is None else part.mask for part, one in zip(parts, whole)])
+    mask = end_to_end([part.mask for part in parts], [len(part.tokens) for part in parts])
     none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
     lengths = np.concatenate([none, *(np.diff(part.offsets) for part in parts)])
     return Arrival(
@@ -215,7 +212,7 @@ class LanePacks:
         if self.mask is None:
             each = np.maximum(lengths - 1, 0)
         else:
-            before = np.concatenate([[0], np.cumsum(self.mask, dtype=np.int64)])
+            before = np.concatenate([[0], np.cumsum(as_marks(self.mask), dtype=np.int64)])
             each = before[ends] - before[np.minimum(ends - lengths + 1, ends)]
         return np.add.reduceat(each, self.offsets[:-1]) if len(self.offsets) > 1 else np.zeros(0, np.int64)
 

@@ -75,20 +75,18 @@ class PackedLoader(OfOneProcess):
         read_ahead_s: of streaming: stalls of the storage that are to be ridden out.
         deadline_s: longest wait for a batch before StalledError says what is missing.
         columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
-        chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
-            tokenizer's; None for the tokenizer's own, else ChatML.
+        chat_template: jinja, a file of it, or "trl-training", TRL's twin of the tokenizer's; None: its own or ChatML.
         chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}.
         allow_unwritten: count what the template leaves out of an assistant's own turn; else it is an error.
         eos, append_eos: the token that ends a document, by id or text (None: the tokenizer's own); end texts with it.
-        supervise: "assistant": of chats only what the model is to say; "last": of that the last turn; "all":
-            everything.
+        supervise: of chats "assistant": what the model is to say; "last": of that the last turn; "all": everything.
+        row_weights: take weights of messages and tokens as those of their losses; else 0 and 1 alone are read.
         text_cut: what a document is in a text file: "file", "paragraph", "line", "auto".
         split, format, binary_as_text: which files of folders are read, and as what, as in `open_source`.
         on_error: "raise" at the first bad record, or "skip" it, counted the same on all ranks. "skip" masks tokens
             that can't be read on the rank that reads them: `pad_id` without a label; all else stays, so it may differ
             from that of a state. What packs are made of (lengths, labels of cut documents) is always an error.
-        retry: how often and how long reads of remote files are tried again; None for the usual.
-        cache: folder for stores made on the fly; None for varlen's in the user's cache.
+        retry, cache: how reads of remote files are tried again; folder for stores made here. None for the usual ones.
         model: a transformers model or configuration; its positions and vocabulary must suffice.
 
     Raises:
@@ -133,6 +131,7 @@ class PackedLoader(OfOneProcess):
         eos: int | str | None = None,
         append_eos: bool = True,
         supervise: Supervise = "assistant",
+        row_weights: bool = False,
         text_cut: TextCut = "auto",
         split: str | None = None,
         format: Format | None = None,
@@ -175,6 +174,7 @@ class PackedLoader(OfOneProcess):
                 "eos": eos,
                 "append_eos": append_eos,
                 "supervise": supervise,
+                "row_weights": row_weights,
                 "text_cut": text_cut,
                 "split": split,
                 "format": format,
@@ -211,6 +211,11 @@ class PackedLoader(OfOneProcess):
     def mode(self) -> str:
         """How the data is fed: "indexed" or "streaming"."""
         return self._opened.mode
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether batches may hold `target_weights`, as rows are read with `row_weights`, or were for the store."""
+        return self._opened.has_weights
 
     @property
     def micro_batches(self) -> int:
@@ -373,8 +378,7 @@ class PackedLoader(OfOneProcess):
 
     def __repr__(self) -> str:
         """Say how data is fed, and how far it has come."""
-        settings = self._settings
-        rank, world = settings.ranks
+        settings, (rank, world) = self._settings, self._settings.ranks
         return (
             f"PackedLoader({self.mode}, {settings.global_batch_size:,} packs of {settings.capacity:,} a step, rank "
             f"{rank:,} of {world:,}, at step {self.step:,})"

@@ -37,7 +37,7 @@ from varlen.source.mixture import Mixture
 from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
 from varlen.source.source import Source
 from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import TokenDocuments, weighs
 from varlen.source.tokenizer import digest
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ class Opened:
     feed: IndexedFeed | StreamingFeed
     """In the trainer's process, to look into; the worker has its own."""
     belongs_to: dict[str, Any]
+    has_weights: bool
+    """Whether labels may weigh other than 1: rows are read, or were, with `row_weights`."""
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
 
@@ -122,7 +124,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
     if settings.epochs is None and mixture.until != "endless":
         raise SettingError('a mixture without end says until="endless"; epochs=None goes with no other')
     places: list[Data] = []
-    gives_labels = False
+    gives_labels = has_weights = False
     marks: dict[str, TokenizerMark | None] = {}
     for name, data in mixture.sources.items():
         tokens = tokens_of(data, settings)
@@ -134,15 +136,11 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         else:
             check_tokens(tokens, settings)
             marks[name] = made_by(tokens)
+        held = opened(data, settings.patience_s, settings.on_error, **of_folders(settings))
         if settings.overlong == "error" and settings.method != "wrapped":
-            check_lengths(
-                opened(data, settings.patience_s, settings.on_error, **of_folders(settings)),
-                settings.capacity,
-                name,
-            )
-        gives_labels = gives_labels or has_label(
-            opened(data, settings.patience_s, settings.on_error, **of_folders(settings)), settings
-        )
+            check_lengths(held, settings.capacity, name)
+        gives_labels = gives_labels or has_label(held, settings)
+        has_weights = has_weights or weighs(held)
         places.append(data)
     if not gives_labels:
         raise SourceError(NO_LABEL.format(count=many(len(places), "source")))
@@ -166,7 +164,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         "until": mixture.until,
         TOKENIZER: one_tokenizer(marks, tokenizer),
     }
-    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to)
+    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, has_weights=has_weights)
 
 
 def _open_documents(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
@@ -258,7 +256,14 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         on_error=settings.on_error,
         **of_folders(settings),
     )
-    return Opened(mode="indexed", spec=spec, feed=spec.open(), belongs_to=belongs_to, exchanges=exchanges)
+    return Opened(
+        mode="indexed",
+        spec=spec,
+        feed=spec.open(),
+        belongs_to=belongs_to,
+        has_weights=weighs(tokens),
+        exchanges=exchanges,
+    )
 
 
 def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
@@ -327,7 +332,14 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
             f"{world:,}",
         )
     exchanges = _exchanges(store, belongs_to, settings)
-    return Opened(mode="streaming", spec=spec, feed=feed, belongs_to=belongs_to, exchanges=exchanges)
+    return Opened(
+        mode="streaming",
+        spec=spec,
+        feed=feed,
+        belongs_to=belongs_to,
+        has_weights=source.encoding.row_weights,
+        exchanges=exchanges,
+    )
 
 
 def _exchanges(store: Any, belongs_to: dict[str, Any], settings: LoaderSettings) -> Exchanges | None:

@@ -22,6 +22,7 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.lane import Arrival, Counts, shuffle_keys
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
+from varlen.source.loss_masks import all_weigh_one
 from varlen.types import Int32Array, IntArray
 
 _MALFORMED = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, zlib.error)
@@ -43,7 +44,7 @@ class LaneRecord:
     ages: Int32Array
     counts: Counts
     is_masked: bool
-    """Whether any of their tokens isn't to be learnt, so that reading alone tells how many labels there are."""
+    """Whether any of their tokens isn't to be learnt, or weighs other than 1: reading alone tells which."""
 
 
 def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequence[int]) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def to_record(carried: Arrival, counts: Counts, seed: int | None, epochs: Sequen
         "tokens": int(lengths.sum()),
         "waiting": base64.b64encode(zlib.compress(planes.transpose(0, 2, 1).tobytes())).decode(),
         "epoch": epoch,
-        "masked": carried.mask is not None and not bool(carried.mask.all()),
+        "masked": carried.mask is not None and not all_weigh_one(carried.mask),
         "counts": counts.to_json(),
     }
 

@@ -10,7 +10,7 @@ from varlen.feed.settings import LoaderSettings
 from varlen.source.files import Data
 from varlen.source.open_tokens import open_tokens
 from varlen.source.source import Source, check_reading, open_source
-from varlen.source.token_documents import TokenDocuments
+from varlen.source.token_documents import TokenDocuments, weighs
 from varlen.source.token_files import FileTokens
 
 _log = logging.getLogger(__name__)
@@ -84,6 +84,11 @@ def refuse_reading(tokens: TokenDocuments, data: Data, settings: LoaderSettings)
     Raises:
         SettingError: one was changed.
     """
+    if settings.reading.get("row_weights") and not weighs(tokens):
+        raise SettingError(
+            f"{data} holds tokens already, without weights, which row_weights can't give them; leave it out, or "
+            "index the rows again with it (varlen index --row-weights)"
+        )
     of_files = () if isinstance(tokens, FileTokens) else ("split", "format")
     for name in ("columns", "chat_template", "chat_template_kwargs", "eos", *of_files, *_USUAL):
         if settings.reading.get(name, _USUAL.get(name)) != _USUAL.get(name):

@@ -28,6 +28,7 @@ from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
 from varlen.source.block_reader import BlockReader, Chunk
 from varlen.source.blocks import cut_blocks, read_by_all
+from varlen.source.loss_masks import end_to_end
 from varlen.source.losses import Losses
 from varlen.source.source import Source
 from varlen.types import FloatArray, IntArray, Ledger, Method, Overlong
@@ -62,7 +63,7 @@ class StreamingFeed:
     """Makes batches; it holds no place of its own, so that any state gives the same bytes at any time.
 
     Memory of a rank that runs n lanes, with c = capacity and w = `window_packs`, tokens of 4 bytes (5 with a loss
-    mask), each of these as token bytes::
+    mask, 8 with weights), each of these as token bytes::
 
         n · ((w + 32) · c + claim)        what waits in the lanes, twice while it is packed
         ahead.most_bytes + n · w · c      rounds that are ready, and the one that is being taken
@@ -246,10 +247,7 @@ class StreamingFeed:
         for number in numbers.tolist():
             pack = (step - one.step) * size + number % size
             parts.append(one.packs[number // size].pack(pack))
-        masks = None
-        if any(part.mask is not None for part in parts):
-            ones = [np.ones(len(part.tokens), np.uint8) for part in parts]
-            masks = np.concatenate([own if p.mask is None else p.mask for p, own in zip(parts, ones)])
+        masks = end_to_end([part.mask for part in parts], [len(part.tokens) for part in parts])
         return Contents(
             tokens=np.concatenate([part.tokens for part in parts]),
             mask=masks,

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from varlen.errors import SourceError
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask, as_wide
 from varlen.source.source import OnError
 from varlen.source.token_documents import ReadableTokens
 from varlen.types import Int32Array, IntArray
@@ -115,6 +115,7 @@ class ReadPieces:
                 continue
             tokens[here] = found
             if marks is not None:
+                mask = as_wide(mask, marks)
                 mask[here] = marks
         return tokens, mask
 

@@ -32,15 +32,26 @@ _COUNTS = tuple(field.name for field in fields(BatchCounts))
 _LEDGER = tuple(field.name for field in fields(Ledger))
 _INT32 = np.dtype(np.int32)
 _ALIGNED = 64
+_COLUMN = "columns."
+"""Stands before the names of columns."""
 _SEGMENT_BYTES = 64
 """Arrays with a value a segment take at most so much of each."""
 _TOKENS_A_SEGMENT = 32
 """Fewer than these on the average, and some arrays go with the message."""
 
 
-def slot_bytes(positions: int) -> int:
-    """Return the size of a slot for batches of so many positions, padding counted."""
-    return positions * (4 * len(_BY_POSITION)) + (positions // _TOKENS_A_SEGMENT + 1) * _SEGMENT_BYTES + 4096
+def slot_bytes(positions: int, *, has_weights: bool = False) -> int:
+    """Return the size of a slot for batches of so many positions, padding counted.
+
+    Args:
+        positions: of a batch.
+        has_weights: it may hold `target_weights`.
+    """
+    return (
+        positions * 4 * (len(_BY_POSITION) + has_weights)
+        + (positions // _TOKENS_A_SEGMENT + 1) * _SEGMENT_BYTES
+        + 4096
+    )
 
 
 class Slot:
@@ -69,8 +80,9 @@ class Slot:
         numbers: dict[str, Any] = {}
         inline: list[bytes] = []
         sent = 0
-        for name in _FIELDS:
-            value = getattr(batch, name)
+        held = {name: getattr(batch, name) for name in _FIELDS}
+        columns = held.pop("columns")
+        for name, value in (*held.items(), *((f"{_COLUMN}{name}", value) for name, value in columns.items())):
             if not isinstance(value, np.ndarray):
                 numbers[name] = value
                 continue
@@ -113,7 +125,7 @@ def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
     """
     size = int.from_bytes(message[:8], "little")
     said = json.loads(message[8 : 8 + size])
-    found: dict[str, Any] = said["numbers"]
+    found: dict[str, Any] = {**said["numbers"], "columns": {}}
     for name, (dtype, shape, start) in said["arrays"].items():
         kind = np.dtype(dtype)
         count = math.prod(shape)
@@ -122,6 +134,8 @@ def read_made(message: bytes, memory: Bytes, state: FeedState) -> Made:
         else:  # counted from the message's end, since its length wasn't known; and it is not to be kept alive
             flat = np.frombuffer(message, dtype=kind, count=count, offset=len(message) + start)
             found[name] = flat.reshape(shape).copy()
+    for name in [name for name in found if name.startswith(_COLUMN)]:
+        found["columns"][name.removeprefix(_COLUMN)] = found.pop(name)
     ledger, losses = _heard(said["told"])
     counts = BatchCounts(**dict(zip(_COUNTS, said["counts"])))
     return Made(

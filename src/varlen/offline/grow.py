@@ -17,7 +17,8 @@ from varlen import __version__
 from varlen.errors import SettingError
 from varlen.offline.places import disk_faults, write_json
 from varlen.source.source import Source
-from varlen.source.store import STORE_FORMAT
+from varlen.source.store import STORE_FORMAT, STORE_FORMATS
+from varlen.source.token_documents import ROW_WEIGHTS
 from varlen.source.tokenizer import ByteTokenizer, digest
 from varlen.source.writing import sync
 from varlen.source.written import MANIFEST, PLAN, WORK, read_manifest
@@ -51,8 +52,12 @@ def unnamed(marks: dict[str, Any]) -> dict[str, Any]:
     return {**marks, "tokenizer": {**tokenizer, "name": ""}}
 
 
-def write_plan(partial: Path, fingerprint: str, num_parts: int, tokenizer: Mapping[str, Any]) -> None:
-    """Say how many parts a token store will have, for those who read it while it is made.
+TOLD = ("tokenizer", ROW_WEIGHTS)
+"""Marks of a source that are told while a store is made of it."""
+
+
+def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[str, Any]) -> None:
+    """Say how many parts a token store will have, and of what, for those who read it while it is made.
 
     Raises:
         SettingError: it can't be written.
@@ -60,7 +65,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, tokenizer: Mappi
     with disk_faults(partial):
         write_json(
             partial / WORK / PLAN,
-            {"fingerprint": fingerprint, "num_parts": num_parts, "tokenizer": tokenizer},
+            {"fingerprint": fingerprint, "num_parts": num_parts, **told},
         )
 
 
@@ -121,7 +126,7 @@ def stages_before(manifest: dict[str, Any] | None, marks: dict[str, Any]) -> lis
 
 def _files(manifest: dict[str, Any] | None) -> list[Any]:
     """Return the files that a store was made of; none where there is no store."""
-    if manifest is None or manifest.get("kind") != "tokens" or manifest.get("format") != STORE_FORMAT:
+    if manifest is None or manifest.get("kind") != "tokens" or manifest.get("format") not in STORE_FORMATS:
         return []
     found = manifest.get("source", {}).get("files")
     return found if isinstance(found, list) else []

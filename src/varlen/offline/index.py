@@ -15,6 +15,7 @@ from varlen import __version__
 from varlen.errors import SettingError, SourceError
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
+    TOLD,
     append,
     fingerprint_of,
     in_stored_order,
@@ -36,7 +37,8 @@ from varlen.source.identity import made_by, mark_in
 from varlen.source.losses import nothing_read, stored, total
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
-from varlen.source.store import STORE_FORMAT, TokenStore, open_store
+from varlen.source.store import TokenStore, format_of, open_store
+from varlen.source.token_documents import ROW_WEIGHTS
 from varlen.source.watch import Watch
 from varlen.source.written import MANIFEST, SKIPPED, WORK, read_manifest
 
@@ -73,6 +75,7 @@ def source_marks(source: Source) -> dict[str, Any]:
         "chat_template": encoding.template.fingerprint,
         "append_eos": encoding.append_eos,
         "supervise": encoding.supervise,
+        **({ROW_WEIGHTS: True} if encoding.row_weights else {}),
     }
 
 
@@ -166,7 +169,7 @@ def build_store(
             take_back(partial, folder, there)
         first = grown[-1]["parts"] if grown else 0
         source = replace(source, files=source.files[grown[-1]["files"] :]) if grown else source
-        plan = _Plan(partial, print_, first, marks.get("tokenizer", {}))
+        plan = _Plan(partial, print_, first, {name: marks[name] for name in TOLD if name in marks})
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             said = _nothing(source, listed, partial)
@@ -176,7 +179,7 @@ def build_store(
         manifest = {
             "varlen": __version__,
             "kind": "tokens",
-            "format": STORE_FORMAT,
+            "format": format_of(every),
             "fingerprint": print_,
             "source": marks,
             "num_parts": num_parts,
@@ -222,7 +225,8 @@ class _Plan(NamedTuple):
     """Of the store."""
     first: int
     """Number of the first part that is new."""
-    tokenizer: dict[str, Any]
+    source: dict[str, Any]
+    """Marks of what is read that are told."""
 
 
 def _index_parts(
@@ -238,7 +242,7 @@ def _index_parts(
     """
     parts = source.parts(PART_BYTES)
     partial, first = plan.partial, plan.first
-    write_plan(partial, plan.fingerprint, first + len(parts), plan.tokenizer)
+    write_plan(partial, plan.fingerprint, first + len(parts), plan.source)
     watch = Watch([source.part_bytes(part, PART_BYTES) for part in parts], on_progress)
     is_one = len(parts) == 1
     reading = source.watched(watch.read) if team.is_here(is_one=is_one) else source
@@ -313,4 +317,4 @@ def _name(part: int, shard: int) -> str:
 
 
 def _closed(writer: ShardWriter, part: int, shard: int) -> dict[str, Any]:
-    return {"name": _name(part, shard), **asdict(writer.close())}
+    return {"name": _name(part, shard), **writer.close().to_json()}

@@ -18,6 +18,7 @@ from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.source.lists import list_column
 from varlen.source.store import TokenStore, open_store
+from varlen.source.token_documents import weighs
 from varlen.source.writing import sync, write_table
 from varlen.source.written import WORK
 
@@ -135,6 +136,9 @@ def _columns(
         "labels": list_column(labels, bounds),
         "seq_lengths": list_column(lengths.astype(np.int32), part.offsets),
     }
+    if weighs(store):  # in all parts, as the columns of a set are the same in all of its files
+        weights = np.ones(len(tokens), np.float32) if mask is None else mask.astype(np.float32)
+        columns["loss_weights"] = list_column(np.where(labels == _IGNORED, np.float32(0), weights), bounds)
     if settings.position_ids:
         positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(begins, lengths)
         columns["position_ids"] = list_column(positions.astype(np.int32), bounds)

@@ -23,16 +23,18 @@ def step_data_of(
     Args:
         batch: on any device.
         device: of the model.
-        weighting: as `PackedBatch.loss_weights` says.
+        weighting: as `PackedBatch.loss_weights` says, which takes what rows weigh in.
         vocabulary: ids that the model knows.
 
     Raises:
         DocumentsError: it has no target, one that nothing stands before, or ids that the model doesn't know.
         SettingError: weights that don't add up over batches.
     """
-    if weighting != "token" and batch.num_targets != batch.step_num_targets:
+    is_plain = weighting == "token" and batch.target_weights is None
+    if not is_plain and batch.num_targets != batch.step_num_targets:
+        why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
         raise SettingError(
-            f"weighting={weighting!r} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
+            f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
             "targets; give the whole step as one batch, or weigh tokens alike"
         )
     held = batch.to_torch(device)
@@ -53,7 +55,7 @@ def step_data_of(
     known = labels != IGNORED
     if not known.any():
         raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
-    if weighting == "token":
+    if is_plain:
         weights = known.double() / batch.step_num_targets
     else:
         weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()

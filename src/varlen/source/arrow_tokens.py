@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError
 from varlen.source.columns import Columns, find_columns
-from varlen.source.documents import Mask
 from varlen.source.files import File
 from varlen.source.formats.tables import table_faults
+from varlen.source.loss_masks import Mask
 from varlen.source.ready import flat_column
 from varlen.source.token_files import sampled_mark
 from varlen.types import IntArray

@@ -20,6 +20,7 @@ from varlen.source.documents import Documents, encode_rows, none_of
 from varlen.source.formats import tables
 from varlen.source.formats.lost import rest_of
 from varlen.source.formats.reading import columns_of, rows_in
+from varlen.source.loss_masks import end_to_end
 from varlen.source.losses import total
 from varlen.source.opening import compression_of
 from varlen.source.rows import Rows, faulty
@@ -98,10 +99,7 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
 
 def _end_to_end(parts: Sequence[Documents]) -> Documents:
     """Put documents one after the other."""
-    masks = None
-    if any(part.loss_mask is not None for part in parts):
-        ones = [np.ones(len(part.tokens), np.uint8) for part in parts]
-        masks = np.concatenate([one if p.loss_mask is None else p.loss_mask for p, one in zip(parts, ones)])
+    masks = end_to_end([part.loss_mask for part in parts], [len(part.tokens) for part in parts])
     lengths = _joined([part.lengths for part in parts])
     return Documents(
         tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)]),

@@ -8,8 +8,9 @@ from typing import Any
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.calls import from_json
+from varlen.source.chats.chat import Chat
 from varlen.source.chats.instructions import instruction_messages
-from varlen.source.chats.messages import Chat, as_chat
+from varlen.source.chats.messages import as_chat
 from varlen.source.chats.rendered import Choice, Rendered
 from varlen.source.chats.template import ChatTemplate, check_variables, prompt_and_completion
 from varlen.source.columns import Columns
@@ -37,7 +38,7 @@ def steps_of(
     variables = values.get("chat_template_kwargs", nothing)
 
     def chat(messages: Any, system: Any, row_tools: Any, row_variables: Any) -> Rendered:
-        asked = _with_system(as_chat(messages), system)
+        asked = _with_system(as_chat(messages, weighs=choice.row_weights), system)
         return template.render(asked, row_tools, variables=_variables(row_variables), choice=choice)
 
     if columns.kind == "messages":
@@ -58,7 +59,7 @@ def steps_of(
         prompt: Any, completion: Any, label: Any, system: Any, row_tools: Any, row_variables: Any
     ) -> Rendered:
         _check_label(label)
-        prompt, completion = _as_chats(prompt, completion)
+        prompt, completion = _as_chats(prompt, completion, weighs=choice.row_weights)
         row_tools = None if isinstance(prompt, str) else row_tools
         prompt = _with_system(prompt, system) if system else prompt
         given = _variables(row_variables)
@@ -85,7 +86,7 @@ def _check_label(label: Any) -> None:
         )
 
 
-def _as_chats(prompt: Any, completion: Any) -> tuple[Any, Any]:
+def _as_chats(prompt: Any, completion: Any, *, weighs: bool) -> tuple[Any, Any]:
     """Return a prompt and a completion of messages as chats, whatever form they have; texts as they are."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not (prompt.startswith("[{") and completion.startswith("[{")):
@@ -101,7 +102,8 @@ def _as_chats(prompt: Any, completion: Any) -> tuple[Any, Any]:
         prompt, completion = read
     kinds = (list, dict)
     if isinstance(prompt, kinds) and isinstance(completion, kinds) and completion:
-        return as_chat(prompt) if prompt else Chat(messages=[]), as_chat(completion)
+        earlier = as_chat(prompt, weighs=weighs) if prompt else Chat(messages=[])
+        return earlier, as_chat(completion, weighs=weighs)
     return prompt, completion
 
 
@@ -127,8 +129,8 @@ def _with_system(chat: Any, system: Any) -> Any:
         raise SourceError(
             "`system` says one thing and the first message, of the system too, another; keep one"
         )
-    off = frozenset(number + 1 for number in chat.off)
-    return Chat(messages=[{"role": "system", "content": system}, *messages], off=off)
+    off, weights = chat.behind(1)
+    return Chat(messages=[{"role": "system", "content": system}, *messages], off=off, weights=weights)
 
 
 def _variables(value: Any) -> dict[str, Any]:

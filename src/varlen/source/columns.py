@@ -20,7 +20,15 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 """What a row of each kind must have, in the order of preference: ready tokens before the text they came from."""
 _OPTIONAL: dict[Kind, tuple[str, ...]] = {
-    "tokens": ("labels", "loss_mask", "attention_mask", "seq_lengths", "seq_start_id", "position_ids"),
+    "tokens": (
+        "labels",
+        "loss_mask",
+        "loss_weights",
+        "attention_mask",
+        "seq_lengths",
+        "seq_start_id",
+        "position_ids",
+    ),
     "messages": ("tools", "system", "chat_template_kwargs"),
     "prompt": ("label", "system", "tools", "chat_template_kwargs"),
     "instruction": ("context", "history", "system", "chat_template_kwargs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,17 +15,17 @@ from varlen.errors import SettingError, SourceError
 from varlen.source.cells import NotJson, refuse
 from varlen.source.chat_rows import steps_of
 from varlen.source.chats.messages import without_nulls
-from varlen.source.chats.rendered import Choice, Rendered
+from varlen.source.chats.rendered import Choice, Rendered, between
 from varlen.source.chats.template import ChatTemplate
 from varlen.source.columns import Columns
 from varlen.source.divided import encode_parts
+from varlen.source.loss_masks import Mask, all_weigh_one, as_marks
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
 from varlen.source.rows import READ_AS_TEXT, Fault, Rows, as_list, json_kind, losses_of
 from varlen.source.tokenizer import FastTokenizer, Tokenizer
 from varlen.types import Int32Array, IntArray
 
-Mask = npt.NDArray[np.uint8]
 Supervise = Literal["assistant", "last", "all"]
 _PRUNE = {
     role: partial(without_nulls, is_chat=role not in ("tools", "chat_template_kwargs"))
@@ -42,7 +43,8 @@ class Documents:
     offsets: IntArray
     """int64 `[num_documents + 1]`."""
     loss_mask: Mask | None = None
-    """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are."""
+    """uint8 `[num_tokens]`: 1 where a token is trained on; None where all are. Where rows have weights float32: what
+    a token's label weighs, 0 for none."""
     faults: tuple[Fault, ...] = ()
     """Records that were skipped."""
     losses: Losses = field(default_factory=Losses)
@@ -74,6 +76,8 @@ class Encoding:
     """Which tokens of chats and completions are trained on."""
     allow_unwritten: bool = False
     """Count what a chat template leaves out of an assistant's own turn, where it would be an error."""
+    row_weights: bool = False
+    """Take other weights of messages and tokens than 0 and 1 as those of their losses."""
     vocab_size: int | None = None
     """Ready tokens at or above are refused; None to take any."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +88,7 @@ def targets_of(documents: Documents) -> IntArray:
     """Count the labels that each document gives: of all supervised tokens but its first, which nothing predicts."""
     if documents.loss_mask is None:
         return np.maximum(documents.lengths - 1, 0)
-    before = np.concatenate([[0], np.cumsum(documents.loss_mask, dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(as_marks(documents.loss_mask), dtype=np.int64)])
     starts, stops = documents.offsets[:-1], documents.offsets[1:]
     targets: IntArray = before[stops] - before[np.minimum(starts + 1, stops)]
     return targets
@@ -127,7 +131,9 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
     """Turn rows into documents, of whose losses those of faults are still to be counted."""
     if columns.kind == "tokens":
         taken = {role: rows.columns[name] for role, name in columns.names.items()}
-        tokens, offsets, mask, wrong = ready_documents(taken, len(rows), encoding.vocab_size)
+        tokens, offsets, mask, wrong = ready_documents(
+            taken, len(rows), encoding.vocab_size, weighs=encoding.row_weights
+        )
         return Documents(tokens=tokens, offsets=offsets, loss_mask=mask, faults=rows.blame(wrong))
     values = {role: as_list(rows.columns[name], _PRUNE.get(role)) for role, name in columns.names.items()}
     if columns.kind == "text":
@@ -136,6 +142,7 @@ def _encoded(rows: Rows, columns: Columns, encoding: Encoding) -> Documents:
         last=encoding.supervise == "last",
         everything=encoding.supervise == "all",
         allow_unwritten=encoding.allow_unwritten,
+        row_weights=encoding.row_weights,
     )
     steps = steps_of(columns, values, len(rows), encoding.template, choice)
     for role, column in values.items():
@@ -186,16 +193,18 @@ def _chats(
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
     losses = sum((one.losses for one in rendered if one.losses), Losses())
+    of_ends = [one.weights[-1] if one.weights else 1 for one in rendered]
     is_all = encoding.supervise == "all"
-    if is_all and any(one.off for one in rendered):
-        rendered, is_all = [replace(one, spans=_all_but(one.off, len(one.text))) for one in rendered], False
+    if is_all and any(one.off or one.weights for one in rendered):
+        rendered, is_all = [_all_of(one) for one in rendered], False
     mask: Mask | None
     tokens, offsets, mask = _encode_spans(rendered, encoding.tokenizer)
     needs_eos = np.array([one.needs_eos for one in rendered], dtype=bool)
     if needs_eos.any():
         starts, prefix = np.array(begins, dtype=bool), encoding.tokenizer.specials.prefix_ids
-        tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, eos_of(encoding))
-    whole = is_all or mask is None or bool(mask.all())
+        eos = eos_of(encoding)
+        tokens, offsets, mask = _enclose(tokens, offsets, mask, starts, prefix, needs_eos, eos, of_ends)
+    whole = is_all or mask is None or all_weigh_one(mask)
     return Documents(
         tokens=tokens,
         offsets=offsets,
@@ -206,10 +215,13 @@ def _chats(
     )
 
 
-def _all_but(off: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
-    """Return the stretches of a text between others."""
-    bounds = [0, *(place for span in off for place in span), length]
-    return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
+def _all_of(one: Rendered) -> Rendered:
+    """Return a conversation all of which is supervised but what its author switches off."""
+    weighed = [(span, weight) for span, weight in zip(one.spans, one.weights) if weight != 1]
+    apart = sorted([*one.off, *(span for span, _ in weighed)])
+    every = sorted([*((span, 1.0) for span in between(apart, len(one.text))), *weighed])
+    weights = tuple(weight for _, weight in every) if weighed else ()
+    return replace(one, spans=tuple(span for span, _ in every), weights=weights)
 
 
 def _rows_but(wrong: Mapping[int, str], num_rows: int) -> IntArray | None:
@@ -232,22 +244,26 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     the tokens of the prompt as well. Where cutting would change all tokens, whole texts are encoded, and a token is
     supervised if any of its characters is.
     """
+    has_weights = any(one.weights for one in rendered)
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
         spans = np.array([span for one in rendered for span in one.spans], dtype=np.int64).reshape(-1, 2)
         counts_ = np.cumsum([0, *(len(one.spans) for one in rendered)]).astype(np.int64)
         tokens, offsets, marked = tokenizer.encode_spans([one.text for one in rendered], spans, counts_)
-        return tokens, offsets, marked.astype(np.uint8)
+        if not has_weights:
+            return tokens, offsets, (marked > 0).astype(np.uint8)
+        each = [weight for one in rendered for weight in one.weights or (1.0,) * len(one.spans)]
+        return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
     parts: list[str] = []
-    supervised: list[int] = []
+    supervised: list[float] = []
     counts: list[int] = []
     for one in rendered:
         text, at, before = one.text, 0, len(parts)
-        for start, stop in one.spans:
+        for (start, stop), weight in zip(one.spans, one.weights or itertools.repeat(1)):
             if start > at:
                 parts.append(text[at:start])
                 supervised.append(0)
             parts.append(text[start:stop])
-            supervised.append(1)
+            supervised.append(weight)
             at = stop
         if at < len(text) or not one.spans:
             parts.append(text[at:])
@@ -257,7 +273,9 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         tokens, bounds = encode_parts(tokenizer, parts, counts)
     else:
         tokens, bounds = tokenizer.encode(parts, is_chat=True)
-    mask = np.repeat(np.array(supervised, dtype=np.uint8), np.diff(bounds))
+    mask: Mask = np.repeat(
+        np.array(supervised, dtype=np.float32 if has_weights else np.uint8), np.diff(bounds)
+    )
     return tokens, bounds[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)], mask
 
 
@@ -269,10 +287,11 @@ def _enclose(
     prefix: Sequence[int],
     ends: npt.NDArray[np.bool_],
     eos: int | None,
+    of_ends: Sequence[float] = (),
 ) -> tuple[Int32Array, IntArray, Mask | None]:
     """Put ids before some documents, and the EOS after some of those that don't end in it.
 
-    What is put before is never supervised in chats, the EOS always is.
+    What is put before is never supervised in chats, the EOS always is, and weighs as the last turn does (`of_ends`).
     """
     before = np.where(starts, len(prefix), 0)
     after = np.zeros(len(ends), dtype=np.int64)
@@ -294,8 +313,8 @@ def _enclose(
     result[ended], is_old[ended] = eos if eos is not None else 0, False
     result[is_old] = tokens
     if mask is not None:
-        marked = np.zeros(longer[-1], dtype=np.uint8)
-        marked[is_old], marked[ended] = mask, 1
+        marked: Mask = np.zeros(longer[-1], dtype=mask.dtype)
+        marked[is_old], marked[ended] = mask, np.asarray(of_ends)[after == 1]
         mask = marked
     return result, longer, mask
 

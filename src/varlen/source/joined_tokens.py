@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask, as_wide
 from varlen.source.token_documents import TokenDocuments
 from varlen.types import Int32Array, IntArray
 
@@ -88,13 +88,13 @@ class JoinedTokens:
         is_masked = False
 
         def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
-            nonlocal is_masked
+            nonlocal is_masked, mask
             sizes = lengths[places]
             found, marks = one.gather(within, documents[places], np.asarray(starts)[places], sizes)
             where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(found))
             tokens[where] = found
             if marks is not None:
-                is_masked = True
+                is_masked, mask = True, as_wide(mask, marks)
                 mask[where] = marks
 
         self._each(shards, ask)

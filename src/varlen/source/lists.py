@@ -41,12 +41,12 @@ def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:
     """Return the values of an Arrow list array and its int64 offsets, from 0; None where it holds nulls.
 
     Args:
-        column: a validated array of type list or large_list, of whole numbers.
+        column: a validated array of type list or large_list, of numbers.
     """
     if column.null_count:
         return None
     if len(column) == 0:  # its offsets may have no buffer
-        return np.zeros(0, dtype=np.dtype(str(column.type.value_type))), np.zeros(1, dtype=np.int64)
+        return np.zeros(0, dtype=_dtype(column.type.value_type)), np.zeros(1, dtype=np.int64)
     offsets = _numpy(column.offsets)
     start, stop = int(offsets[0]), int(offsets[-1])
     values = column.values.slice(start, stop - start)
@@ -55,9 +55,17 @@ def flat_values(column: Any) -> tuple[npt.NDArray[Any], IntArray] | None:
     return _numpy(values), offsets.astype(np.int64) - start
 
 
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"""What Arrow calls them."""
+
+
+def _dtype(kind: Any) -> np.dtype[Any]:
+    return np.dtype(_FLOATS.get(str(kind), str(kind)))
+
+
 def _numpy(values: Any) -> npt.NDArray[Any]:
-    """Return whole numbers without nulls as they lie; read-only."""
-    dtype = np.dtype(str(values.type))
+    """Return numbers without nulls as they lie; read-only."""
+    dtype = _dtype(values.type)
     data = values.buffers()[1]
     if not len(values) or data is None:
         return np.zeros(0, dtype=dtype)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.token_files import sampled_mark
 from varlen.types import IntArray
 

@@ -25,9 +25,10 @@ from typing import Any, TypeVar
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
 from varlen.source.store import TokenStore, open_store
+from varlen.source.token_documents import ROW_WEIGHTS
 from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
 from varlen.types import Int32Array, IntArray
 
@@ -68,7 +69,8 @@ class PartialStore:
         if plan is None:
             raise SourceError(f"{folder} is no token store, and none is being written there (varlen index)")
         self.fingerprint, self.num_parts = plan
-        self._source = {"tokenizer": _read_json(self._partial).get("tokenizer")}
+        said = _read_json(self._partial)
+        self._source = {name: said.get(name) for name in ("tokenizer", ROW_WEIGHTS)}
         self._listed: list[dict[str, Any]] = []
         self._finished_parts = 0
         self._is_whole = False

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.jit import kernel
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.shard import Shard, ShardFiles
 from varlen.types import Int32Array, IntArray
 
@@ -18,7 +18,7 @@ OPEN_SHARDS = 64
 """Shards whose files stay open: the documents of a window come from a few dozen."""
 
 
-_TOKENS, _MASK, _WIDTH, _MASK_WIDTH, _OFFSETS, _HAS_MASK = range(6)
+_TOKENS, _MASK, _WEIGHTS, _WIDTH, _MASK_WIDTH, _WEIGHTS_WIDTH, _OFFSETS, _HAS_MASK, _HAS_WEIGHTS = range(9)
 _CLOSED, _NOTHING = -1, -2
 """Files that aren't open, and those that aren't there, of which nothing is read."""
 
@@ -30,9 +30,9 @@ class Reader:
         """Take what opens a shard by its number."""
         self._shard = shard
         self._opened: OrderedDict[int, tuple[Shard, ShardFiles]] = OrderedDict()
-        self._table: IntArray = np.full((6, 0), _CLOSED, dtype=np.int64)
+        self._table: IntArray = np.full((9, 0), _CLOSED, dtype=np.int64)
         """Of every shard its open files, the bytes of a value in them, the address of its offsets, and whether it has
-        a mask: what the kernel takes."""
+        a mask or weights: what the kernel takes."""
 
     def read(
         self, shards: IntArray, documents: IntArray, starts: IntArray, lengths: IntArray
@@ -47,7 +47,7 @@ class Reader:
             self._shard(index).check_offsets()
         most = int(shards.max(initial=-1)) + 1
         if most > self._table.shape[1]:
-            more = np.full((6, 2 * most - self._table.shape[1]), _CLOSED, dtype=np.int64)
+            more = np.full((9, 2 * most - self._table.shape[1]), _CLOSED, dtype=np.int64)
             self._table = np.concatenate([self._table, more], axis=1)
         tokens = np.empty(int(lengths.sum()), dtype=np.int32)
         self._fill(pieces, _TOKENS, _WIDTH, tokens)
@@ -55,7 +55,11 @@ class Reader:
             return tokens, None
         mask = np.ones(len(tokens), dtype=np.uint8)
         self._fill(pieces, _MASK, _MASK_WIDTH, mask)
-        return tokens, mask
+        if self._table[_HAS_WEIGHTS, shards].max() <= 0:
+            return tokens, mask
+        weights = mask.astype(np.float32)
+        self._fill(pieces, _WEIGHTS, _WEIGHTS_WIDTH, weights)
+        return tokens, weights
 
     def _fill(self, pieces: list[IntArray], role: int, width: int, values: npt.NDArray[Any]) -> None:
         """Read one value a token."""
@@ -80,8 +84,10 @@ class Reader:
         files = shard.files()
         while len(self._opened) >= OPEN_SHARDS:
             closed, _ = self._opened.popitem(last=False)
-            self._table[[_TOKENS, _MASK], closed] = _CLOSED
+            self._table[[_TOKENS, _MASK, _WEIGHTS], closed] = _CLOSED
         self._opened[index] = shard, files
         address = shard.offsets.__array_interface__["data"][0]
-        mask = _NOTHING if files.mask < 0 else files.mask
-        self._table[:, index] = (files.tokens, mask, files.width, 1, address, files.mask >= 0)
+        mask = _NOTHING if files.mask < 0 or files.is_weighted else files.mask
+        weights = files.mask if files.is_weighted else _NOTHING
+        has = files.mask >= 0, files.is_weighted
+        self._table[:, index] = (files.tokens, mask, weights, files.width, 1, 4, address, *has)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,33 +11,38 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.source.lists import flat_values
+from varlen.source.loss_masks import ALLOWED, OPTION, Mask
 from varlen.source.packed_starts import STARTS, starts_differ, without_starts
 from varlen.source.rows import as_list, json_kind
 from varlen.types import Int32Array, IntArray
 
-_Whole = npt.NDArray[np.integer[Any]]
-_Flat = dict[str, tuple[_Whole, IntArray]]
+_Values = npt.NDArray[Any]
+_Flat = dict[str, tuple[_Values, IntArray]]
 """Values and offsets of each role."""
 _MOST_ID = 2**31 - 1
 _MASKS = ("loss_mask", "attention_mask")
+_WEIGHTS = "loss_weights"
+_MOST = 10**300
+"""Of whole numbers as weights, before they are refused."""
 _NUMBERS = "which must be a list of whole numbers"
 
 
 def ready_documents(
-    columns: Mapping[str, Any], num_rows: int, vocab_size: int | None
-) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8] | None, dict[int, str]]:
+    columns: Mapping[str, Any], num_rows: int, vocab_size: int | None, *, weighs: bool = False
+) -> tuple[Int32Array, IntArray, Mask | None, dict[int, str]]:
     """Turn rows of ids into documents.
 
     Tokens at which `attention_mask` is 0 are padding and are left out; `seq_lengths` cuts a packed row into the
     documents in it, or where there are none `position_ids` that begin again at 0; a token is supervised unless its
-    label is -100 or its `loss_mask` is 0. Where rows have `seq_start_id` they are Megatron's, and masks and lengths
-    are read as `packed_starts` says.
+    label is -100 or its `loss_mask` or `loss_weights` is 0. Where rows have `seq_start_id` they are Megatron's, and
+    masks and lengths are read as `packed_starts` says.
 
     Args:
-        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `attention_mask`, `seq_lengths`,
-            `seq_start_id`, `position_ids`.
+        columns: by role: `input_ids`, and any of `labels`, `loss_mask`, `loss_weights`, `attention_mask`,
+            `seq_lengths`, `seq_start_id`, `position_ids`.
         num_rows: rows of each column.
         vocab_size: ids at or above are refused; None to take any.
+        weighs: take other `loss_weights` than 0 and 1.
 
     Returns:
         Tokens and offsets of documents, the mask (None where every token is supervised), and for each row that
@@ -55,6 +60,7 @@ def ready_documents(
         lambda flat: _ids_out_of_range(flat, vocab_size),
         _labels_differ,
         _masks_out_of_range,
+        lambda flat: _weights_out_of_range(flat, weighs=weighs),
         *([starts_differ] if STARTS in flat else [_boundaries_differ, _positions_jump]),
     ]
     for check in checks:  # each may rely on those before it, since the rows they blame are gone
@@ -65,7 +71,7 @@ def ready_documents(
     return *_assembled(without_starts(flat) if STARTS in flat else flat), wrong
 
 
-def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
+def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
     """Return a column's values end to end and its offsets; rows that hold no numbers are empty and blamed."""
     if not isinstance(column, list):
         import pyarrow as pa
@@ -75,13 +81,16 @@ def _flat(column: Any, role: str, num_rows: int, wrong: dict[int, str]) -> tuple
         is_mask = role in _MASKS and is_list and pa.types.is_boolean(kind.value_type)
         if is_mask or (is_list and pa.types.is_integer(kind.value_type)):
             return flat_column(column, role, wrong)
+        if role == _WEIGHTS and is_list and pa.types.is_floating(kind.value_type):
+            return flat_column(column, role, wrong)
     values = [_numbers(value, role, index, wrong) for index, value in enumerate(as_list(column))]
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    return np.fromiter(chain.from_iterable(values), dtype=np.int64, count=int(offsets[-1])), offsets
+    dtype = np.float64 if role == _WEIGHTS else np.int64
+    return np.fromiter(chain.from_iterable(values), dtype=dtype, count=int(offsets[-1])), offsets
 
 
-def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Whole, IntArray]:
+def flat_column(column: Any, role: str, wrong: dict[int, str]) -> tuple[_Values, IntArray]:
     """Return the values of an Arrow list array of whole numbers and its offsets, where they lie if they can.
 
     Args:
@@ -121,7 +130,7 @@ def _owners(positions: IntArray, offsets: IntArray) -> dict[int, int]:
     return dict(zip(rows.tolist(), positions[first].tolist()))
 
 
-def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> list[int]:
+def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> Sequence[float]:
     """Return one row's numbers; what isn't a list of them is blamed and empty."""
     if isinstance(value, str):
         try:
@@ -132,12 +141,18 @@ def _numbers(value: Any, role: str, index: int, wrong: dict[int, str]) -> list[i
     if not isinstance(value, list):
         wrong.setdefault(index, f"holds {json_kind(value)} in `{role}`, {_NUMBERS}")
         return []
-    allowed = {int, bool} if role in _MASKS else {int}
+    allowed = {int, float, bool} if role == _WEIGHTS else {int, bool} if role in _MASKS else {int}
     if not set(map(type, value)) <= allowed:
         odd = next(position for position, number in enumerate(value) if type(number) not in allowed)
         kind = json_kind(value[odd])
-        wrong.setdefault(index, f"holds {kind} at place {odd:,} of `{role}`, which must be whole numbers")
+        numbers = "numbers" if role == _WEIGHTS else "whole numbers"
+        wrong.setdefault(index, f"holds {kind} at place {odd:,} of `{role}`, which must be {numbers}")
         return []
+    if role == _WEIGHTS:
+        return [
+            weight if isinstance(weight, float) else float(max(min(weight, _MOST), -_MOST))
+            for weight in value
+        ]
     if value and not -(2**62) < min(value) <= max(value) < 2**62:
         wrong.setdefault(index, f"holds a number in `{role}` of more than 62 bits")
         return []
@@ -210,6 +225,30 @@ def _masks_out_of_range(flat: _Flat) -> dict[int, str]:
     return found
 
 
+def _weights_out_of_range(flat: _Flat, *, weighs: bool) -> dict[int, str]:
+    """Blame rows with weights that can't be such, or may not be taken."""
+    if _WEIGHTS not in flat:
+        return {}
+    weights, offsets = flat[_WEIGHTS]
+    if STARTS in flat:
+        why = f"has `{_WEIGHTS}` beside `{STARTS}`, whose marks stand one token before; give it `seq_lengths`"
+        return dict.fromkeys(range(len(offsets) - 1), why)
+    with np.errstate(over="ignore"):
+        single = weights.astype(np.float32)
+    wrong = ~((weights >= 0) & np.isfinite(single) & ((single > 0) | (weights == 0)))
+    found: dict[int, str] = {}
+    for row, at in _owners(np.flatnonzero(wrong), offsets).items():
+        seen = f"{float(weights[at]):g} at token {at - int(offsets[row]):,}"
+        found[row] = f"holds {seen} of `{_WEIGHTS}` ({ALLOWED})"
+    if weighs:
+        return found
+    for row, at in _owners(np.flatnonzero((weights != 0) & (weights != 1)), offsets).items():
+        seen = f"{float(weights[at]):g} at token {at - int(offsets[row]):,}"
+        why = f"holds {seen} of `{_WEIGHTS}`; only 0 and 1 can be kept: {OPTION}, or leave the column out"
+        found.setdefault(row, why)
+    return found
+
+
 def _boundaries_differ(flat: _Flat) -> dict[int, str]:
     """Blame packed rows whose documents don't add up to them."""
     found: dict[int, str] = {}
@@ -261,7 +300,7 @@ def _document_bounds(flat: _Flat) -> IntArray:
     return np.sort(np.concatenate([begins, bounds[1:][np.diff(bounds) == 0], bounds[-1:]])).astype(np.int64)
 
 
-def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8] | None]:
+def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, Mask | None]:
     """Cut packed rows, leave out padding, and join masks; everything is in order by now."""
     ids, bounds = flat["input_ids"][0], _document_bounds(flat)
     supervised: npt.NDArray[np.bool_] | None = None
@@ -270,9 +309,18 @@ def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, npt.NDArray[np.uint8]
     if "loss_mask" in flat:
         masked = flat["loss_mask"][0] == 1
         supervised = masked if supervised is None else supervised & masked
+    weights: npt.NDArray[np.float32] | None = None
+    if _WEIGHTS in flat:
+        weights = flat[_WEIGHTS][0].astype(np.float32)
+        supervised = weights != 0 if supervised is None else supervised & (weights != 0)
     if "attention_mask" in flat and not (real := flat["attention_mask"][0] == 1).all():
         before = np.concatenate([[0], np.cumsum(real)])
         ids, bounds = ids[real], before[bounds].astype(np.int64)
         supervised = None if supervised is None else supervised[real]
+        weights = None if weights is None else weights[real]
+    mask: Mask | None
+    if weights is not None and bool((weights[supervised] != 1).any()):
+        mask = np.where(supervised, weights, np.float32(0))
+        return ids.astype(np.int32, copy=False), bounds, mask
     mask = None if supervised is None or bool(supervised.all()) else supervised.astype(np.uint8)
     return ids.astype(np.int32, copy=False), bounds, mask

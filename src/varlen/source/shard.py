@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Documents, Mask, targets_of
+from varlen.source.documents import Documents, targets_of
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
 from varlen.source.writing import sync
 from varlen.source.written import SKIPPED
 from varlen.types import IntArray
 
+_MASK, _WEIGHTS = "loss_mask.bin", "loss_weights.bin"
 _PARSES = 10
 """Of a header, before its failure is believed."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
@@ -39,8 +41,15 @@ class ShardCounts:
     """Rows lost, each a record or one of a stretch that can't be read."""
     dtype: str
     has_mask: bool
+    """Whether there is a file of a value a token: of the mask, or of weights."""
     losses: Mapping[str, Any] | None = None
     """As `Losses` has them; None in shards of version 0.1.0, which know `num_skipped` alone."""
+    has_weights: bool = False
+    """Whether these values are what labels weigh."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for shard.json, where weights are named only if there are some."""
+        return {name: value for name, value in asdict(self).items() if name != "has_weights" or value}
 
 
 class ShardWriter:
@@ -53,6 +62,7 @@ class ShardWriter:
         self._partial.mkdir(parents=True)
         self._tokens = (self._partial / "tokens.bin").open("wb")
         self._mask: Any = None
+        self._weighs = False
         self._dtype: type = np.uint16
         self._lengths: list[IntArray] = []
         self._targets: list[IntArray] = []
@@ -68,10 +78,15 @@ class ShardWriter:
         self._tokens.write(tokens.astype(self._dtype).data)
         mask = documents.loss_mask
         if mask is not None and self._mask is None:
-            self._mask = (self._partial / "loss_mask.bin").open("wb")
+            self._mask = (self._partial / _MASK).open("wb")
             self._mask.write(b"\x01" * self.num_tokens)
+        if mask is not None and mask.dtype == np.float32 and not self._weighs:
+            self._weigh()
         if self._mask is not None:
-            self._mask.write(b"\x01" * len(tokens) if mask is None else mask.data)
+            kind = np.float32 if self._weighs else np.uint8
+            self._mask.write(
+                (np.ones(len(tokens), kind) if mask is None else mask.astype(kind, copy=False)).data
+            )
         lengths = documents.lengths
         self._lengths.append(lengths)
         self._targets.append(targets_of(documents))
@@ -88,6 +103,14 @@ class ShardWriter:
         self._dtype = np.int32
         self._tokens = path.open("wb")
         self._tokens.write(wide.data)
+
+    def _weigh(self) -> None:
+        """Write weights in place of the mask, of what has been written so far too."""
+        self._mask.close()
+        weights = np.fromfile(self._partial / _MASK, dtype=np.uint8).astype(np.float32)
+        (self._partial / _MASK).unlink()
+        self._mask, self._weighs = (self._partial / _WEIGHTS).open("wb"), True
+        self._mask.write(weights.data)
 
     def close(self) -> ShardCounts:
         """Finish the shard."""
@@ -109,8 +132,9 @@ class ShardWriter:
             dtype=np.dtype(self._dtype).name,
             has_mask=self._mask is not None,
             losses=self._losses.to_json(),
+            has_weights=self._weighs,
         )
-        (self._partial / "shard.json").write_text(json.dumps(asdict(counts)))
+        (self._partial / "shard.json").write_text(json.dumps(counts.to_json()))
         for file in self._partial.iterdir():
             sync(file)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -146,8 +170,16 @@ def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
 class ShardFiles:
     """Open files of a shard, as numbers; closed when nobody holds this object any more."""
 
-    def __init__(self, tokens: int, mask: int, width: int) -> None:
-        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask."""
+    def __init__(self, tokens: int, mask: int, width: int, *, is_weighted: bool) -> None:
+        """Take the open files, to have them open once more, and the bytes of a stored token; -1 for no mask.
+
+        Args:
+            tokens: open file.
+            mask: open file, of weights where `is_weighted`.
+            width: bytes.
+            is_weighted: see above.
+        """
+        self.is_weighted = is_weighted
         self.tokens, self.mask = os.dup(tokens), -1 if mask < 0 else os.dup(mask)
         self.width = width
         held = [file for file in (self.tokens, self.mask) if file >= 0]
@@ -186,6 +218,8 @@ class Shard:
         self._path = folder
         try:
             self._dtype = _DTYPES[counts.dtype]
+            self._mask_dtype = np.dtype(np.float32 if counts.has_weights else np.uint8)
+            self._mask_name = _WEIGHTS if counts.has_weights else _MASK
             self.offsets: IntArray = _array(folder / "offsets.npy", "r")
             _check_offsets(self.offsets, counts)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
@@ -201,7 +235,8 @@ class Shard:
         counts = self.counts
         with self:
             sizes = [os.fstat(file).st_size for file in (self._tokens, self._mask) if file >= 0]
-        if sizes != [counts.num_tokens * self._dtype.itemsize, counts.num_tokens][: len(sizes)]:
+        widths = (self._dtype.itemsize, self._mask_dtype.itemsize)
+        if sizes != [counts.num_tokens * width for width in widths[: len(sizes)]]:
             raise SourceError(
                 f"{self._path} is damaged: it doesn't hold the {counts.num_tokens:,} tokens of "
                 f"{counts.num_documents:,} documents that were written; index the data again"
@@ -221,7 +256,7 @@ class Shard:
         try:
             self._tokens = self._opened("tokens.bin")
             if self.counts.has_mask:
-                self._mask = self._opened("loss_mask.bin")
+                self._mask = self._opened(self._mask_name)
         except SourceError:
             self.__exit__()
             raise
@@ -253,7 +288,10 @@ class Shard:
         breaks = np.flatnonzero(np.diff(documents) != 1)
         starts = self.offsets[documents[np.concatenate([[0], breaks + 1])]]
         stops = self.offsets[documents[np.concatenate([breaks, [len(documents) - 1]])] + 1]
-        for file, size in ((self._tokens, self._dtype.itemsize), (self._mask, 1)):
+        for file, size in (
+            (self._tokens, self._dtype.itemsize),
+            (self._mask, self._mask_dtype.itemsize),
+        ):
             if file >= 0:
                 for start, stop in zip((starts * size).tolist(), (stops * size).tolist()):
                     if stop > start:  # no bytes would mean all that follow
@@ -280,9 +318,12 @@ class Shard:
         Raises:
             SourceError: it can't be read.
         """
-        self._mask = self._opened("loss_mask.bin")
+        self._mask = self._opened(self._mask_name)
         try:
-            read = (self._read(self._mask, *stretch) for stretch in zip(starts.tolist(), stops.tolist()))
+            stretches = zip(starts.tolist(), stops.tolist())
+            if self.counts.has_weights:
+                return [int(np.count_nonzero(self._marks(*stretch))) for stretch in stretches]
+            read = (self._read(self._mask, *stretch) for stretch in stretches)
             return [len(marks) - marks.count(0) for marks in read]
         finally:
             self.__exit__()
@@ -294,7 +335,8 @@ class Shard:
             SourceError: they can't be opened.
         """
         with self:
-            return ShardFiles(self._tokens, self._mask, self._dtype.itemsize)
+            is_weighted = self.counts.has_weights
+            return ShardFiles(self._tokens, self._mask, self._dtype.itemsize, is_weighted=is_weighted)
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return tokens [start, stop) of the open shard, as they are stored."""
@@ -302,10 +344,12 @@ class Shard:
         return np.frombuffer(self._read(self._tokens, start * size, stop * size), dtype=self._dtype)
 
     def read_mask(self, start: int, stop: int) -> Mask | None:
-        """Return which of the tokens [start, stop) of the open shard are supervised; None: all."""
-        if not self.counts.has_mask:
-            return None
-        return np.frombuffer(self._read(self._mask, start, stop), dtype=np.uint8)
+        """Return the mask or the weights of tokens [start, stop) of the open shard; None: all are supervised."""
+        return self._marks(start, stop) if self.counts.has_mask else None
+
+    def _marks(self, start: int, stop: int) -> Mask:
+        size = self._mask_dtype.itemsize
+        return np.frombuffer(self._read(self._mask, start * size, stop * size), dtype=self._mask_dtype)
 
     def _read(self, file: int, start: int, stop: int) -> bytes:
         try:
@@ -313,7 +357,7 @@ class Shard:
         except OSError as error:
             raise SourceError(f"{self._path} can't be read: {error.strerror or error}") from error
         if len(content) != stop - start:
-            name = "tokens.bin" if file == self._tokens else "loss_mask.bin"
+            name = "tokens.bin" if file == self._tokens else self._mask_name
             raise SourceError(
                 f"{self._path / name} is damaged: {stop:,} bytes were written, but it ends before; index the data "
                 "again"

@@ -204,6 +204,7 @@ def open_source(
     eos: int | str | None = None,
     append_eos: bool = True,
     supervise: Supervise = "assistant",
+    row_weights: bool = False,
     text_cut: TextCut = "auto",
     split: str | None = None,
     format: Format | None = None,
@@ -230,6 +231,7 @@ def open_source(
         append_eos: end every text with it.
         supervise: "assistant": of chats and completions only what the model is to say; "last": of that the last
             turn; "all": everything.
+        row_weights: take weights of messages and tokens as those of their losses; else only 0 and 1 are read.
         text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
             single file, else files.
         split: of folders that hold several by Hugging Face's naming: the one to read, or "all"; None for `train`
@@ -284,6 +286,7 @@ def open_source(
         append_eos=append_eos,
         supervise=supervise,
         allow_unwritten=bool(allow_unwritten),
+        row_weights=bool(row_weights),
         vocab_size=known if vocab_size is None else vocab_size,
         columns=named,
     )
@@ -291,9 +294,8 @@ def open_source(
     matters: Cut = cut if any(file.format == "text" for file in files) else "file"
     # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
     deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
-    # Absent unless given, so that what was made before there were these settings is known again.
-    given = {"allow_unwritten": allow_unwritten, "binary_as_text": binary_as_text, format or "": bool(format)}
-    settings = (*deciding, encoding.vocab_size, *(name for name, is_given in given.items() if is_given))
+    given = _given(allow_unwritten=allow_unwritten, binary_as_text=binary_as_text, row_weights=row_weights)
+    settings = (*deciding, encoding.vocab_size, *given, *([format] if format else []))
     return Source(
         files=files,
         encoding=encoding,
@@ -304,6 +306,11 @@ def open_source(
         packed_by=packed_by,
         fingerprint=digest(repr(settings)),
     )
+
+
+def _given(**switches: bool) -> list[str]:
+    """Name switches that are on, so that what was made before there were any is known again."""
+    return [name for name, is_on in switches.items() if is_on]
 
 
 def _reading(tokenizer: Tokenizer) -> str:

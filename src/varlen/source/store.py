@@ -7,6 +7,7 @@
       00000-000/             a shard
         tokens.bin           uint16 or int32, little-endian, end to end
         loss_mask.bin        uint8, one a token; absent where every token is supervised
+        loss_weights.bin     float32, one a token, in place of the mask where rows have weights; 0 for no label
         offsets.npy          int64 [documents + 1]
         targets.npy          int32 [documents]: labels that the whole document gives, its first token's not counted
         shard.json           counts and dtype, written last
@@ -15,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SourceError
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses, stored, total
 from varlen.source.pieces import Reader
 from varlen.source.shard import Shard
 from varlen.source.written import read_manifest
 from varlen.types import Int32Array, IntArray
 
-STORE_FORMAT = 1
+STORE_FORMAT, WEIGHTED_FORMAT = 1, 2
+"""Of stores, and of those with weights, which version 0.1.0 would read without them."""
+STORE_FORMATS = (STORE_FORMAT, WEIGHTED_FORMAT)
 TABLES = ".tables"
 """Folder in a store for what is computed from its lengths once and kept."""
 _OPEN_SHARDS = 8192
@@ -190,8 +193,8 @@ class TokenStore:
             lengths: int64 `[pieces]`, tokens of each piece.
 
         Returns:
-            Tokens, and the mask; None where all are supervised. Cost: a system call a piece, and no step in
-            Python.
+            Tokens, and the mask; None where all are supervised, and float32 where shards of the pieces hold
+            weights. Cost: a system call a piece, and no step in Python.
 
         Raises:
             SourceError: a shard is damaged.
@@ -213,7 +216,7 @@ def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
     manifest = read_manifest(Path(folder))
     if manifest is None or manifest.get("kind") != "tokens":
         raise SourceError(f"{folder} is not a finished token store: it has no manifest of one")
-    if manifest.get("format") != STORE_FORMAT:
+    if manifest.get("format") not in STORE_FORMATS:
         raise SourceError(f"{folder} was written in format {manifest.get('format')}; index the data again")
     try:
         return TokenStore(Path(folder), manifest, check_tokens=check_tokens)
@@ -221,3 +224,12 @@ def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:
         raise SourceError(
             f"{folder} has a damaged manifest: it lists no shards; index the data again"
         ) from error
+
+
+def format_of(shards: Sequence[Mapping[str, Any]]) -> int:
+    """Return the format of a store.
+
+    Args:
+        shards: as its manifest lists them.
+    """
+    return WEIGHTED_FORMAT if any(shard.get("has_weights") for shard in shards) else STORE_FORMAT

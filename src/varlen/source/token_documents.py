@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.types import Int32Array, IntArray
+
+ROW_WEIGHTS = "row_weights"
+"""What the marks of a source say where it is read with weights."""
 
 
 class ReadableTokens(Protocol):
@@ -60,7 +63,7 @@ class ReadableTokens(Protocol):
             lengths: int64 `[pieces]`, tokens of each piece.
 
         Returns:
-            Tokens, and the mask; None where all are supervised.
+            Tokens, and the mask; None where all are supervised. As float32 it holds weights.
 
         Raises:
             SourceError: a file is damaged.
@@ -103,3 +106,14 @@ class TokenDocuments(ReadableTokens, Protocol):
         Raises:
             SourceError: they don't come.
         """
+
+
+def weighs(tokens: object) -> bool:
+    """Whether documents were read with `row_weights`, so that their masks may hold weights.
+
+    Args:
+        tokens: that are open; none but stores of ours have a manifest to say so.
+    """
+    manifest = getattr(tokens, "manifest", None)
+    source = manifest.get("source") if isinstance(manifest, Mapping) else None
+    return isinstance(source, Mapping) and bool(source.get(ROW_WEIGHTS))

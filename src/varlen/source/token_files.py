@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.tokenizer import digest
 from varlen.types import Int32Array, IntArray
 

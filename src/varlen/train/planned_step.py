@@ -79,6 +79,7 @@ class PlannedStepper:
             loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
             grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
             step_targets=batch.step_num_targets,
+            step_weight=float(batch.step_num_targets),
             tokens=own * batch.num_tokens,
             packs=own * len(batch.pack_ids),
             waited_s=waited_s,

@@ -58,6 +58,7 @@ class DataSettings:
     eos: int | str | None = None
     append_eos: bool | None = None
     supervise: Literal["assistant", "last", "all"] | None = None
+    row_weights: bool | None = None
     text_cut: Literal["file", "paragraph", "line", "auto"] | None = None
     split: str | None = None
     format: Format | None = None

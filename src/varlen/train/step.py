@@ -32,11 +32,13 @@ class StepDone:
     number: int
     learning_rate: float
     loss_sum: torch.Tensor
-    """Of this rank's targets."""
+    """Of this rank's targets, each multiplied by what it weighs."""
     grad_norm: torch.Tensor
     """Of all ranks."""
     step_targets: int
     """Of all ranks."""
+    step_weight: float
+    """What they weigh together, which the loss is divided by: their number, unless rows say otherwise."""
     tokens: Any
     """Of this rank's documents: a number, or a tensor of one."""
     packs: int
@@ -61,6 +63,7 @@ class Stepper:
         settings: TrainSettings,
         ranks: Ranks,
         micro_batches: int,
+        has_weights: bool = False,
     ) -> None:
         """Take all that a step needs.
 
@@ -71,11 +74,12 @@ class Stepper:
             settings: of the run.
             ranks: of the run.
             micro_batches: of a step and rank.
+            has_weights: targets may weigh as their rows say, on all ranks alike.
         """
         self.model, self.optimizer = model, optimizer
         self._shared, self._settings, self._ranks = shared, settings, ranks
-        self._micro_batches = micro_batches
-        settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0)))
+        self._micro_batches, self._has_weights = micro_batches, has_weights
+        settle(shared, lambda: self._loss_sum(smallest_batch(settings.data.pad_id or 0))[0])
 
     def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
         """Train one step; None where the data is at its end, and nothing has changed.
@@ -89,6 +93,7 @@ class Stepper:
         torch.manual_seed(self._seed(number))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         tokens: Any = 0
+        weight: Any = 0
         packs = targets = 0
         waited_s = 0.0
         for micro_batch in range(self._micro_batches):
@@ -98,12 +103,15 @@ class Stepper:
             if batch is None:
                 return None
             with accumulating(self._shared, is_last=micro_batch + 1 == self._micro_batches):
-                loss = self._loss_sum(batch)
-                (loss * batch.loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
+                loss, own = self._loss_sum(batch)
+                # Multiplied by what targets weigh, losses are divided by their number first: see `_over_weights`.
+                (loss * unweighted(batch).loss_scale("mean")).backward()  # type: ignore[no-untyped-call]
+            weight = weight + own
             loss_sum += loss.detach()
             tokens = tokens + batch.document_lengths.sum()  # on a GPU, without waiting for it
             packs += len(batch.pack_ids)
             targets = batch.step_num_targets
+        whole = self._over_weights(weight, targets) if self._has_weights else float(targets)
         grad_norm = self._clip()
         update(self.optimizer, learning_rate)
         watch.stop()
@@ -113,19 +121,39 @@ class Stepper:
             loss_sum=loss_sum,
             grad_norm=grad_norm,
             step_targets=targets,
+            step_weight=whole,
             tokens=tokens,
             packs=packs,
             waited_s=waited_s,
             watch=watch,
         )
 
-    def _loss_sum(self, batch: PackedBatch) -> torch.Tensor:
-        """Run the model forward on a batch; documents don't see each other."""
-        arguments = hf.model_inputs(batch, self.model)
+    def _over_weights(self, weight: torch.Tensor, targets: int) -> float:
+        """Divide gradients by what the step's targets weigh, in place of their number; returns the weight.
+
+        Which it is nobody knows before all ranks have had all of their batches.
+        """
+        whole = float(self._ranks.gather([float(weight)]).sum())
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(targets / whole)
+        return whole
+
+    def _loss_sum(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
+        """Run the model forward on a batch, whose documents don't see each other.
+
+        Returns:
+            The sum of its losses, each multiplied by what its target weighs; and, where rows may say that, the sum
+            of the weights.
+        """
+        weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
+        arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
         with computing(self._shared, self._settings.run, self._ranks):
             logits = self._shared(**arguments).logits
-        return target_loss_sum(logits, labels)
+        return target_loss_sum(logits, labels, weights), 0 if weights is None else weights.sum(
+            dtype=torch.float64
+        )
 
     def _clip(self) -> torch.Tensor:
         """Scale gradients down to the highest norm, and return the norm that they had."""
@@ -155,3 +183,8 @@ def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
+
+
+def unweighted(batch: PackedBatch) -> PackedBatch:
+    """Return a batch without what its targets weigh."""
+    return batch if batch.target_weights is None else batch.replace(columns={})

@@ -172,6 +172,7 @@ class _Run:
             settings=settings,
             ranks=ranks,
             micro_batches=self._loader.micro_batches,
+            has_weights=self._loader.has_weights,
         )
 
     def _planned_stepper(self, model: Any) -> PlannedStepper:
@@ -276,7 +277,7 @@ class _Run:
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
             step=done.number,
-            loss=float(losses.sum()) / done.step_targets,
+            loss=float(losses.sum()) / done.step_weight,
             learning_rate=done.learning_rate,
             grad_norm=float(done.grad_norm),
             tokens=int(tokens.sum()),

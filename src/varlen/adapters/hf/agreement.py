@@ -167,11 +167,19 @@ def check_own_loss(trainer: Any) -> None:
     ):
         if asked:
             raise SettingError(
-                f"{name} changes the loss, and so does loss_weighting={trainer.loss_weighting!r} (or a model that "
-                "takes no num_items_in_batch); leave one of them out"
+                f"{name} changes the loss, and so does {_weighing(trainer)}; leave one of them out"
             )
     if not trainer.model_accepts_loss_kwargs:
         check_scaling(f"{type(trainer.model).__name__} takes no num_items_in_batch")
+
+
+def _weighing(trainer: Any) -> str:
+    """Say why a trainer weighs targets by itself."""
+    if trainer.loss_weighting != "token":
+        return f"loss_weighting={trainer.loss_weighting!r}"
+    if trainer.train_loader.has_weights:
+        return "row_weights=True of the loader's data"
+    return "a model that takes no num_items_in_batch"
 
 
 def check_scaling(reason: str) -> None:

@@ -48,7 +48,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
     `use_cache=False`. Labels aren't shifted: the model shifts them, and every document's first label is -100, so no
     loss crosses a boundary. The loss that the model returns is the mean over this batch's targets, and 0/0 without
     any; across micro-batches and ranks, pass `num_items_in_batch=1` as well, which makes it their sum, and multiply
-    that by `batch.loss_scale()`.
+    that by `batch.loss_scale()`. Where targets weigh as their rows say (`batch.target_weights`), no labels are
+    among the arguments, as a model's own loss knows no weights: compute it of the logits, by `batch.loss_weights()`.
 
     Vision-language models with M-RoPE (Qwen2-VL and later, GLM-4V, ERNIE 4.5 VL and others) get positions in time,
     height and width for each document as if it were alone, behind the text positions, from which transformers reads
@@ -284,4 +285,6 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
     if tensors.shift_labels is not None:
         inputs["shift_labels"] = tensors.shift_labels
+    if tensors.target_weights is not None:
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     return inputs

@@ -57,6 +57,7 @@ class PackedTraining(_BeforeTrainer):
             `num_train_epochs` end it sooner.
         loss_weighting: "token" for the mean over the targets of a step on all ranks; "document" for the mean over
             documents of each one's mean, "longalign" for that within batches, as `PackedBatch.loss_weights` says.
+            Where rows are read with `row_weights`, their weights go into each of these.
         rest: as the Trainer takes it; a `data_collator` is for evaluation only.
 
     Raises:
@@ -80,7 +81,8 @@ class PackedTraining(_BeforeTrainer):
         self._batches: LoaderBatches | None = None
         check_settings(self)
         check_family(self.model)
-        self._weighs = loss_weighting != "token" or not self.model_accepts_loss_kwargs
+        self._asks_ranks = loss_weighting != "token" or loader.has_weights
+        self._weighs = self._asks_ranks or not self.model_accepts_loss_kwargs
         if self._weighs:
             check_own_loss(self)
             self.loss_is_scaled_for_ga = True
@@ -188,7 +190,7 @@ class PackedTraining(_BeforeTrainer):
             }
             for batch in batches
         ]
-        if not self._weighs or self.loss_weighting == "token":
+        if not self._asks_ranks:
             return made, torch.tensor(batches[0].step_num_targets, device=device)
         for inputs, batch in zip(made, batches):
             inputs[WEIGHTS] = batch.loss_weights(self.loss_weighting)
@@ -208,6 +210,7 @@ class PackedTraining(_BeforeTrainer):
         wanted = model_inputs(batch, self.model)
         if self._weighs:
             wanted[WEIGHTS] = inputs.get(WEIGHTS, batch.loss_weights("token"))
+            wanted["labels"] = batch.labels
         loss: torch.Tensor = super().training_step(model, wanted, *args, **rest)
         return loss
 

@@ -228,6 +228,11 @@ def _check(loader: PackedLoader) -> None:
             f"micro_batch_size is {settings.batch_sizes[1]:,}: Megatron takes packed rows one a micro-batch; pass "
             "micro_batch_size=1, and a larger capacity for more tokens"
         )
+    if loader.has_weights:
+        raise SettingError(
+            "the rows are read with their weights (row_weights), and Megatron divides a loss by the sum of its loss "
+            "mask as a whole number, so that the mean would be off by its fraction; read them without"
+        )
     if settings.layout != "rows" or settings.device is not None:
         raise SettingError(
             'MegatronLoader takes a PackedLoader with layout="rows" and device=None: Megatron copies batches itself'

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
+from varlen.errors import SettingError
 from varlen.types import IntArray
 
 TrainerBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -29,7 +30,15 @@ def trainer_batch(batch: PackedBatch, *, flat: bool = False) -> TrainerBatch:
         `{"input": int64 [rows, width], "positions": int64 [rows, width]}` and labels int64 `[rows, width]`: the label
         at t is the token at t + 1, and -100 at the last token of each document and at padding. With `flat` each is
         `[rows * width]`. Nothing of it shares memory with the batch.
+
+    Raises:
+        SettingError: targets weigh as their rows say.
     """
+    if batch.target_weights is not None:
+        raise SettingError(
+            "targets of this batch weigh as their rows say (row_weights), and torchtitan's loss knows no weights; "
+            "read the rows without"
+        )
     labels = np.full(batch.labels.shape, IGNORE_INDEX, dtype=np.int64)
     # A document's first token is no target, so none is moved into the document before it.
     labels[:, :-1] = batch.labels[:, 1:]

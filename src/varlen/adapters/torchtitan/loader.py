@@ -135,6 +135,7 @@ class PackedDataLoader(BaseDataLoader):
         )
         try:
             _check_snapshots(snapshot_every_n_steps, self._loader)
+            _check_weights(self._loader)
         except BaseException:
             self.close()
             raise
@@ -328,3 +329,16 @@ def _as_tokenizer(trainers: Any) -> Any:
     if begin is None or made.specials.prefix_ids or not isinstance(made, FastTokenizer):
         return made
     return put_before(made, [int(begin)])
+
+
+def _check_weights(loader: PackedLoader) -> None:
+    """Refuse weights that torchtitan's loss doesn't know.
+
+    Raises:
+        SettingError: there are some.
+    """
+    if loader.has_weights:
+        raise SettingError(
+            "the rows are read with their weights (row_weights), and torchtitan's loss knows none, so that all would "
+            "be trained alike; read them without"
+        )

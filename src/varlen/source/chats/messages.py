@@ -11,17 +11,18 @@ Each message is an object of these keys, whatever the row calls them:
 others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
 =====================  ===========================================================================================
 
-Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) are taken out of the messages.
+Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) or weigh them (`weight: 0.5`) are taken out
+of the messages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from varlen.errors import SourceError
 from varlen.source.chats.calls import as_calls, from_json, spoken_calls
-from varlen.source.chats.flags import FLAGS, is_trained
+from varlen.source.chats.chat import Chat
+from varlen.source.chats.flags import FLAGS, check_one_turn, weight_of
 from varlen.source.rows import READ_AS_TEXT
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,17 +50,6 @@ _SPOKEN_CALLS = ("function_call", "tool_call")
 
 _NEITHER = "a chat must be a list of messages or the JSON text of one; this text is neither"
 _CALLS = ("tool_calls", "function_call")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chat:
-    """The messages of a row, and which of them are trained on."""
-
-    messages: list[dict[str, Any]]
-    off: frozenset[int] = frozenset()
-    """Index of each message whose labels its author switches off."""
-    is_plain: bool = False
-    """All are known to be of role and text alone."""
 
 
 def as_messages(value: object) -> list[dict[str, Any]]:
@@ -95,13 +85,14 @@ def _apart(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "reasoning_content": thoughts, "content": answer}
 
 
-def as_chat(value: object) -> Chat:
+def as_chat(value: object, *, weighs: bool = False) -> Chat:
     """Return a row's messages in the one form, and which of them are not trained on.
 
     Messages of role and text alone by their common names are handed on as they are, not copied.
 
     Args:
         value: a list of messages, or a JSON string of one, or an object of lists, as `datasets` may give it.
+        weighs: take other weights of messages than 0 and 1.
 
     Raises:
         SourceError: it is no list of messages; the message is named, counted from 1.
@@ -111,11 +102,13 @@ def as_chat(value: object) -> Chat:
     messages = _messages(value)
     if messages is value:
         return Chat(messages=messages, is_plain=True)
-    off: set[int] = set()
-    for index, message in enumerate(messages):
-        if not is_trained(message, index + 1):
-            off.add(index)
-    return Chat(messages=messages, off=frozenset(off))
+    weights = {
+        index: weight
+        for index, message in enumerate(messages)
+        if (weight := weight_of(message, index + 1, weighs=weighs)) != 1
+    }
+    off = frozenset(index for index, weight in weights.items() if weight == 0)
+    return Chat(messages=messages, off=off, weights={i: w for i, w in weights.items() if w != 0})
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
@@ -145,6 +138,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
         made, is_call = _of_texts(message) or _as_message(message, number)
         if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             # What ShareGPT says in two messages is one turn.
+            check_one_turn(messages[-1], made, number)
             messages[-1] = {**made, **messages[-1], "tool_calls": made["tool_calls"]}
         else:
             messages.append(made)

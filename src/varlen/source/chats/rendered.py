@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varlen.source.losses import Losses
@@ -22,6 +23,8 @@ class Rendered:
     supervised."""
     off: tuple[tuple[int, int], ...] = ()
     """Characters that the assistant says and that aren't supervised, since their author switches them off."""
+    weights: tuple[float, ...] = ()
+    """What a label in each of the spans weighs; empty where each weighs 1."""
     losses: Losses = NO_LOSSES
     """What the template leaves out of the conversation."""
 
@@ -36,6 +39,19 @@ class Choice:
     """Supervise the last of the assistant's messages alone."""
     allow_unwritten: bool = False
     """Count the texts of an assistant's own turn that the template doesn't write, where it would be an error."""
+    row_weights: bool = False
+    """Take other weights of messages than 0 and 1."""
 
 
 ALL = Choice()
+
+
+def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
+    """Return the stretches of a text between others.
+
+    Args:
+        spans: ascending.
+        length: of the text.
+    """
+    bounds = [0, *(place for span in spans for place in span), length]
+    return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)

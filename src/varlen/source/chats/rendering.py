@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
+from varlen.source.chats.chat import Chat
 from varlen.source.chats.conserve import Lost, losses_of, lost_texts
 from varlen.source.chats.generation import after_prompt, between, of_located, of_messages
-from varlen.source.chats.messages import Chat, apart_thoughts, joined, well_formed
+from varlen.source.chats.messages import apart_thoughts, joined, well_formed
 from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
 from varlen.source.chats.skeleton import Kind, Skeleton, skeleton_of
 from varlen.source.chats.slots import Shape, free_character, shape_of
@@ -54,7 +56,7 @@ class Rendering:
             tools,
             variables,
         )
-        self._off = chat.off
+        self._off, self._weights = chat.off, chat.weights
         if not chat.is_plain and any(type(message.get("content")) is list for message in chat.messages):
             self._messages = joined(chat.messages) if template.wants(variables).joins else chat.messages
         self._program = template.program
@@ -93,7 +95,7 @@ class Rendering:
         try:
             said, skeleton, is_exact = self._said(text)
         except SourceError:
-            if not choice.everything or self._off:
+            if not choice.everything or self._off or self._weights:
                 raise
             ends = self._messages[-1]["role"] == "assistant" and not self._template.marks.end(text.rstrip())
             return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
@@ -105,13 +107,21 @@ class Rendering:
             None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
         )
         losses = self._losses(trained, turns, texts, choice)
-        spans = [span for one in said if one.message in trained for span in one.spans if span[0] < span[1]]
+        mine = [one for one in said if one.message in trained]
+        spans = [span for one in mine for span in one.spans if span[0] < span[1]]
         if not spans:
             raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
+        weights = self._weigh([one.message for one in mine for span in one.spans if span[0] < span[1]])
         last = len(self._messages) - 1
         needs_eos = last in trained and last in spoken and not spoken[last].has_mark
         off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
-        return Rendered(text=text, spans=tuple(spans), needs_eos=needs_eos, off=off, losses=losses)
+        return Rendered(
+            text=text, spans=tuple(spans), needs_eos=needs_eos, off=off, weights=weights, losses=losses
+        )
+
+    def _weigh(self, owners: Sequence[int]) -> tuple[float, ...]:
+        """Return what spans weigh, by the message of each; nothing where each weighs 1."""
+        return tuple(self._weights.get(number, 1.0) for number in owners) if self._weights else ()
 
     def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
         """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames.
@@ -288,17 +298,20 @@ class Rendering:
             raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
         speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         off: list[tuple[int, int]] = []
-        if len(trained) < len(speaking):
+        weights: tuple[float, ...] = ()
+        if len(trained) < len(speaking) or self._weights:
             owned = self._owned(text, spans, speaking)
             if owned is not None:
                 off = [span for n in speaking if n in self._off for span in owned[n]]
                 spans = [span for n in trained for span in owned[n]]
-            elif trained == [n for n in speaking if n >= first]:
+                weights = self._weigh([n for n in trained for _ in owned[n]])
+            elif trained == [n for n in speaking if n >= first] and not self._weights:
                 spans = after_prompt(self.render, messages, text, spans, first)
             else:
                 raise SourceError(
                     "the chat template rewrites earlier turns, so that the {% generation %} blocks of single "
-                    'messages can\'t be told apart; switch no message off, and leave supervise="last"'
+                    "messages can't be told apart; switch no message off, give none a weight, and leave "
+                    'supervise="last"'
                 )
         shape = self._shape(messages)
         skeleton = self._skeleton(shape, messages, "unwritten") if shape is not None else None
@@ -311,7 +324,10 @@ class Rendering:
             roles = [{"role": message["role"], "content": "."} for message in messages]
             bare = self._skeleton(shape_of(roles, self._template.source), roles)
             ends = not (bare and bare.turns[-1].mark)
-        return Rendered(text=text, spans=_merged(spans), needs_eos=ends, off=tuple(off), losses=losses)
+        merged, weights = _merged(spans, weights)
+        return Rendered(
+            text=text, spans=merged, needs_eos=ends, off=tuple(off), weights=weights, losses=losses
+        )
 
     def _owned(
         self, text: str, spans: list[tuple[int, int]], speaking: Sequence[int]
@@ -327,14 +343,19 @@ class Rendering:
         return owned if owned is not None and set(speaking) <= owned.keys() else None
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return spans, those that follow at once as one."""
+def _merged(
+    spans: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
+    """Return spans, those that follow at once and weigh the same as one, and what they weigh."""
     merged: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if merged and merged[-1][1] == start:
+    kept: list[float] = []
+    for (start, stop), weight in zip(spans, weights or itertools.repeat(1.0)):
+        if merged and merged[-1][1] == start and kept[-1] == weight:
             start = merged.pop()[0]
+            kept.pop()
         merged.append((start, stop))
-    return tuple(merged)
+        kept.append(weight)
+    return tuple(merged), tuple(kept) if weights else ()
 
 
 def _tools_named(name: str) -> list[Any]:

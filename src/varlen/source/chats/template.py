@@ -11,15 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.calls import as_tools
+from varlen.source.chats.chat import Chat
 from varlen.source.chats.chatml import CHATML, CLOSING, write_chatml
 from varlen.source.chats.marks import EndMarks
-from varlen.source.chats.messages import Chat, as_chat, well_formed
-from varlen.source.chats.rendered import ALL, NO_LOSSES, Choice, Rendered
+from varlen.source.chats.messages import as_chat, well_formed
+from varlen.source.chats.rendered import ALL, NO_LOSSES, Choice, Rendered, between
 from varlen.source.chats.rendering import Rendering, spelled
 from varlen.source.chats.skeleton import Skeleton
 from varlen.source.chats.twins import training_twin, twin_of
@@ -102,7 +103,8 @@ class ChatTemplate:
             SourceError: these are no messages, none is the assistant's, the template fails on them, leaves out
                 what an assistant's own turn says, or rewrites earlier turns so that it can't be located.
         """
-        return self.render_from(as_chat(messages), tools, 0, variables or {}, choice)
+        chat = as_chat(messages, weighs=choice.row_weights)
+        return self.render_from(chat, tools, 0, variables or {}, choice)
 
     def render_from(
         self, chat: Chat, tools: Any, first: int, variables: Mapping[str, Any], choice: Choice
@@ -114,12 +116,17 @@ class ChatTemplate:
         if tools is None and self.source is CHATML:
             trained = None if not (chat.off or choice.last) else _trained(chat, first, choice)
             written = write_chatml(chat.messages, trained, first, self._chatml_mark)
-            if written is not None and not chat.off:
+            if written is not None and not (chat.off or chat.weights):
                 text, spans, empty = written
                 losses = Losses(empty_turns=empty) if empty else NO_LOSSES
                 return Rendered(text=text, spans=tuple(spans), needs_eos=False, losses=losses)
         trained = _trained(chat, first, choice)
-        return Rendering(self, chat, tools, {**self.variables, **variables}).rendered(first, trained, choice)
+        is_alone = choice.everything and _are_others_off(chat)
+        rendering = Rendering(self, chat, tools, {**self.variables, **variables})
+        if not is_alone:
+            return rendering.rendered(first, trained, choice)
+        made = rendering.rendered(first, trained, replace(choice, everything=False))
+        return replace(made, off=between(made.spans, len(made.text)))
 
     def twin(self) -> ChatTemplate | None:
         """Return the training twin that TRL has of the template, or None."""
@@ -247,10 +254,14 @@ def prompt_and_completion(
             raise SourceError(
                 "the completion is an empty list, so there is nothing to train on; leave out the row"
             )
-        earlier = as_chat(prompt) if prompt else Chat(messages=[])
-        later, first = as_chat(completion), len(earlier.messages)
-        off = earlier.off | {number + first for number in later.off}
-        chat = Chat(messages=earlier.messages + later.messages, off=frozenset(off))
+        earlier = as_chat(prompt, weighs=choice.row_weights) if prompt else Chat(messages=[])
+        later, first = as_chat(completion, weighs=choice.row_weights), len(earlier.messages)
+        off, weights = later.behind(first)
+        chat = Chat(
+            messages=earlier.messages + later.messages,
+            off=earlier.off | off,
+            weights={**earlier.weights, **weights},
+        )
         return template.render_from(chat, tools, first, variables or {}, choice)
     kinds = {"str": "text", "list": "a list of messages", "NoneType": "null", "dict": "an object"}
     names = [type(value).__name__ for value in (prompt, completion)]
@@ -291,3 +302,21 @@ def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
             "nothing in it would be trained; leave out the row"
         )
     return trained
+
+
+def _are_others_off(chat: Chat) -> bool:
+    """Whether all that isn't the assistant's is switched off, so that its messages alone are trained.
+
+    Raises:
+        SourceError: some of it is switched off or weighed, and nobody knows where in the text it stands.
+    """
+    others = {n: message["role"] for n, message in enumerate(chat.messages) if message["role"] != "assistant"}
+    if others.keys() <= chat.off:
+        return bool(others)
+    for number in sorted(others.keys() & {*chat.off, *chat.weights}):
+        raise SourceError(
+            f"message {number + 1} ({others[number]}) has the weight {chat.weights.get(number, 0):g}, and with "
+            "supervise=\"all\" what isn't the assistant's can't be told apart in the text: switch all of it off "
+            '(supervise="assistant" does), or none'
+        )
+    return False

@@ -10,7 +10,7 @@ import torch
 
 from varlen.adapters.megatron.batches.boundaries import Boundaries, MegatronBatch, boundary_keys
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
-from varlen.batch.packed import IGNORE_INDEX, PackedBatch
+from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch
 from varlen.batch.torch import on_host
 from varlen.errors import SettingError
 from varlen.types import Int32Array, IntArray
@@ -36,7 +36,8 @@ def megatron_batch(
             `split_microbatches` makes micro-batches of one; `layout="flat"` gives one row.
         dialect: `"0.4"`, `"0.5"` or `"0.6"`, or a release.
         weights: weight of each target, standing where its label stands in `batch.labels`: the name of one of its
-            `columns`, or an array such as `batch.loss_weights("document")`. None: 1 each.
+            `columns`, or an array such as `batch.loss_weights("document")`. None: `batch.target_weights`, where
+            rows weigh their targets, else 1 each.
         always_padded: give padded boundaries even where slots are as long as documents.
         padding_mask: add `padding_mask`, True at padding, for routers of experts.
         total_tokens: add `total_tokens`, from which `get_packed_seq_params` makes the `seq_idx` of recurrent layers.
@@ -69,6 +70,8 @@ def megatron_batch(
     trained = follows & (targets != IGNORE_INDEX)
     labels = np.where(trained, targets, np.where(follows, _moved(tokens, batch.pad_id), batch.pad_id))
     mask = trained.astype(np.int64)
+    if weights is None and batch.target_weights is not None:
+        weights = batch.target_weights
     if weights is not None:
         mask = _weighted(trained, _moved(_weights(batch, weights), 0))
     is_real = segments >= 0
@@ -130,6 +133,11 @@ def _weights(batch: PackedBatch, weights: str | npt.ArrayLike) -> npt.NDArray[An
         if weights not in batch.columns:
             there = ", ".join(map(repr, batch.columns)) or "none"
             raise SettingError(f"the batch has no column {weights!r} to weigh targets with; it has {there}")
+        if batch.target_weights is not None and weights != TARGET_WEIGHTS:
+            raise SettingError(
+                "targets of this batch weigh as their rows say (batch.target_weights), and by the column "
+                f"{weights!r}; pass an array that takes both in"
+            )
         weights = on_host(batch.columns[weights])
     found = np.asarray(on_host(weights) if isinstance(weights, torch.Tensor) else weights)
     if found.shape != tuple(batch.labels.shape):

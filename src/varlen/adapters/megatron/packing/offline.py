@@ -31,7 +31,8 @@ from varlen.offline.places import disk_faults, write_json
 from varlen.offline.write import opened_store
 from varlen.source.losses import nothing_left
 from varlen.source.source import Source
-from varlen.source.store import TokenStore
+from varlen.source.store import TokenStore, open_store
+from varlen.source.token_documents import weighs
 from varlen.source.written import WORK
 from varlen.types import IntArray, Packing
 
@@ -85,6 +86,12 @@ def pack_for_megatron(
         raise SettingError(
             "an index says which tokens stand in which row, so that they must be kept: name a folder for them with "
             "--tokens (tokens=...)"
+        )
+    has_weights = weighs(open_store(source)) if isinstance(source, Path) else source.encoding.row_weights
+    if has_weights:
+        raise SettingError(
+            "the rows are read with their weights (row_weights), and Megatron's packed files have a mask of 0 and 1 "
+            "alone; read them without, or pack them as Parquet or Arrow"
         )
     others = [entry for place in metadata_of for entry in _entries(place, settings.pack_size)]
     settled = {**settings.to_json(), "form": _KIND, "metadata_of": others}
