@@ -1,0 +1,416 @@
+"""Weights of messages and of ready tokens: what each token weighs, where weights are taken, and what is refused."""
+
+from __future__ import annotations
+
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_source_chat_rows import HEAD, TAGGED, TAIL
+from tokenizer_kinds import byte_bpe, split_bpe
+from weighted_rows import chats, expected, read, write
+
+from varlen.errors import SettingError, SourceError
+from varlen.offline.index import index_source
+from varlen.offline.pack import pack_source
+from varlen.offline.settings import PackSettings
+from varlen.source.chats.messages import as_chat
+from varlen.source.source import open_source
+from varlen.source.store import open_store
+
+ON = {"row_weights": True}
+PLAIN = HEAD + "{{ m.content }}" + TAIL
+ENDLESS = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"
+"""Writes no mark behind a turn, so that the EOS is appended."""
+TEMPLATES = {"ChatML": None, "plain": PLAIN, "generation": TAGGED, "no end mark": ENDLESS}
+
+
+def cut_by_words() -> Any:
+    """A tokenizer whose texts can't be cut."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "</s>", "<|im_start|>", "<|im_end|>"], show_progress=False
+    )
+    backend.train_from_iterator(["chat q0.1.2 a0 a1 a2 user assistant system [ ] 3456789"] * 9, trainer)
+    return backend
+
+
+def off(message: dict[str, Any]) -> dict[str, Any]:
+    """A message, switched off where it is the assistant's."""
+    return {**message, "weight": 0} if message["role"] == "assistant" else message
+
+
+TOKENIZERS = {
+    "bytes": (lambda: "bytes", None),
+    "bytes of GPT-2": (byte_bpe, "</s>"),
+    "marks": (split_bpe, "<|im_end|>"),
+    "not cuttable": (cut_by_words, "</s>"),
+}
+
+
+@pytest.mark.parametrize("supervise", ["assistant", "last", "all"])
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_turn_weighs_what_its_author_says(kind: str, template: str, supervise: Any) -> None:
+    make, eos = TOKENIZERS[kind]
+    options = {"chat_template": TEMPLATES[template], "eos": eos, "supervise": supervise}
+    rows = [row for row in chats(24) if supervise != "last" or row[-1].get("weight") != 0]
+
+    found = read([{"messages": row} for row in rows], make(), **options, **ON)
+
+    if supervise == "all":  # what isn't the assistant's weighs 1
+        alone = [[{**m, "weight": m.get("weight", 1)} for m in row] for row in rows]
+        turns = expected(alone, make(), **{**options, "supervise": "assistant"})
+        ones = expected(
+            [[{**m, "weight": 1} for m in row] for row in rows],
+            make(),
+            **{**options, "supervise": "assistant"},
+        )
+        for (tokens, weights), (same, weighed), (_, marks) in zip(found, turns, ones, strict=True):
+            assert tokens == same
+            if kind == "not cuttable":  # a token that straddles two turns is of the first
+                continue
+            assert weights == tuple(w if mark else 1.0 for w, mark in zip(weighed, marks))
+        return
+    if supervise == "last":
+        rows = [
+            [{**m, **({"weight": 0} if m["role"] == "assistant" and m is not row[-1] else {})} for m in row]
+            for row in rows
+        ]
+    assert found == expected(rows, make(), **options)
+
+
+@given(st.lists(st.floats(0, 2**20, width=32), min_size=1, max_size=4), st.data())
+@settings(max_examples=30)
+def test_any_weight_that_float32_holds_is_kept(weights: list[float], data: Any) -> None:
+    if not any(weights):
+        weights = [*weights, 0.5]
+    row = [
+        message
+        for number, weight in enumerate(weights)
+        for message in (
+            {"role": "user", "content": f"q{number}"},
+            {"role": "assistant", "content": "a" * data.draw(st.integers(1, 5)), "weight": weight},
+        )
+    ]
+
+    assert read([{"messages": row}], **ON) == expected([row])
+
+
+@pytest.mark.parametrize("key", ["weight", "loss", "loss_mask", "loss_weight", "loss_scale"])
+@pytest.mark.parametrize("value", [0.5, "0.5", " 5e-1 ", decimal.Decimal("0.5"), np.float32(0.5)])
+def test_a_weight_has_many_spellings(key: str, value: Any) -> None:
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: value}]
+
+    assert as_chat(row, weighs=True).weights == {1: 0.5}
+
+
+BAD = [-1, -0.5, float("nan"), float("inf"), 1e39, 1e-50, 10**400, "half", "1_0", "nan", [1], {"a": 1}]
+
+
+@pytest.mark.parametrize("value", BAD, ids=repr)
+def test_what_can_be_no_weight_is_refused(value: Any) -> None:
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": value}]
+
+    with pytest.raises(
+        SourceError, match=r"message 2 has the weight .*a weight is a number from 0 that float32"
+    ):
+        as_chat(row, weighs=True)
+    with pytest.raises(SourceError, match=r"message 2 has the weight .*only 0 and 1") as told:
+        as_chat(row)
+    assert "row_weights" not in str(told.value)
+
+
+@pytest.mark.parametrize("key", ["train", "training", "trainable", "masked"])
+def test_a_switch_is_no_weight(key: str) -> None:
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", key: 0.5}]
+
+    for on in (True, False):
+        with pytest.raises(SourceError, match=f"message 2 has the {key} 0.5; only 0 and 1"):
+            read([{"messages": row}], row_weights=on)
+
+
+def test_without_the_option_a_weight_is_refused_and_the_way_out_is_named() -> None:
+    row = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 2.0}]
+
+    with pytest.raises(SourceError, match=r"the weight 2.0; .*\(row_weights=True, --row-weights\)"):
+        read([{"messages": row}])
+
+
+def test_flags_of_one_message_go_together() -> None:
+    def one(**flags: Any) -> Any:
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **flags}]
+
+    assert read([{"messages": one(weight=0.5, train=True, loss=1)}], **ON) == expected([one(weight=0.5)])
+    assert read([{"messages": one(weight=0.5, loss_weight="0.5")}], **ON) == expected([one(weight=0.5)])
+    with pytest.raises(SourceError, match=r"the weight 0.5 and the loss_weight 2, and one weight is meant"):
+        read([{"messages": one(weight=0.5, loss_weight=2)}], **ON)
+    with pytest.raises(SourceError, match="is switched off"):
+        read([{"messages": one(weight=0.5, train=False)}], **ON)
+
+
+def test_two_messages_that_are_one_turn_have_one_weight() -> None:
+    said = {"from": "gpt", "value": "Let me see."}
+    call = {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {}})}
+    rows = [
+        {"conversations": [{"from": "human", "value": "q"}, {**said, "weight": 1}, {**call, "weight": 0}]}
+    ]
+
+    with pytest.raises(SourceError, match=r"messages 2 and 3 are one turn, and have the weight 1 and 0"):
+        read(rows, chat_template=HEAD + "{{ m.content }}{{ m.tool_calls }}" + TAIL)
+
+
+def test_what_is_not_trained_weighs_nothing_whatever_it_says() -> None:
+    row = chats(1)[0]
+    weighed = [{**message, "weight": 3} if message["role"] == "user" else message for message in row]
+
+    assert read([{"messages": weighed}], **ON) == expected([row])
+    with pytest.raises(SourceError, match=r'message 1 \(user\) has the weight 3, and with supervise="all"'):
+        read([{"messages": weighed}], supervise="all", **ON)
+
+
+def test_all_but_the_assistant_switched_off_is_the_assistant_alone() -> None:
+    rows = chats(12)
+    off = [
+        [{**m, "weight": m.get("weight", 1) if m["role"] == "assistant" else 0} for m in row] for row in rows
+    ]
+
+    found = read([{"messages": row} for row in off], supervise="all", **ON)
+
+    assert found == expected(rows)
+    some = [{"role": "system", "content": "s"}, {"role": "user", "content": "q", "train": False}]
+    with pytest.raises(SourceError, match=r"message 2 \(user\) has the weight 0, and with supervise"):
+        read([{"messages": [*some, {"role": "assistant", "content": "a"}]}], supervise="all")
+
+
+@pytest.mark.parametrize("form", ["prompt", "instruction", "parquet"])
+def test_weights_are_read_in_every_form_of_chats(form: str, tmp_path: Path) -> None:
+    rows = [row for row in chats(12) if row[-1].get("weight") != 0]
+    data: Any = [{"messages": row} for row in rows]
+    if form == "prompt":
+        data = [{"prompt": row[:-1], "completion": row[-1:]} for row in rows]
+        rows = [
+            [*({**m, "weight": 0} if m["role"] == "assistant" else m for m in row[:-1]), row[-1]]
+            for row in rows
+        ]
+    elif form == "instruction":
+        rows = [row for row in rows if len(row) > 3 and row[0]["role"] == "user"]
+        rows = [[*row[:-1], {"role": "assistant", "content": row[-1]["content"]}] for row in rows]
+        data = [
+            {"instruction": row[-2]["content"], "output": row[-1]["content"], "history": row[:-2]}
+            for row in rows
+        ]
+    else:  # where every message has the column, null where it isn't said
+        pq.write_table(pa.Table.from_pylist(data), tmp_path / "rows.parquet")
+        data = str(tmp_path / "rows.parquet")
+
+    assert read(data, **ON) == expected(rows)
+
+
+# Ready tokens.
+
+
+def tokens_of(values: Any, *, kind: Any = None, **more: Any) -> Any:
+    ids = [list(range(10, 10 + len(row))) for row in values]
+    columns: dict[str, Any] = {"input_ids": pa.array(ids, pa.list_(pa.int32())), **more}
+    columns["loss_weights"] = pa.array(values, pa.list_(kind or pa.float32()))
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64(), "json"], ids=str)
+def test_ready_tokens_weigh_what_their_column_says(kind: Any, tmp_path: Path) -> None:
+    values = [[0.5, 2.0, 0.0], [1.0], [], [1.0, 1.0, 1.0, 0.25]]
+    data: Any = tokens_of(values, kind=None if kind == "json" else kind)
+    if kind == "json":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data.to_pylist()))
+        data = str(tmp_path / "a.jsonl")
+
+    assert [weights for _, weights in read(data, **ON)] == list(map(tuple, values))
+
+
+def test_labels_masks_and_padding_go_before_weights() -> None:
+    values = [[0.5, 2.0, 0.5, 3.0, 1.0]]
+    table = tokens_of(
+        values,
+        labels=pa.array([[-100, 11, 12, 13, 14]]),
+        loss_mask=pa.array([[1, 1, 0, 1, 1]]),
+        attention_mask=pa.array([[1, 1, 1, 1, 0]]),
+        seq_lengths=pa.array([[2, 3]]),
+    )
+
+    assert read(table, **ON) == [((10, 11), (0.0, 2.0)), ((12, 13), (0.0, 3.0))]
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf"), 1e39, 1e-50])
+def test_what_can_be_no_weight_of_a_token_is_refused(value: float, tmp_path: Path) -> None:
+    table = tokens_of([[1.0, 1.0], [1.0, value]], kind=pa.float64())
+
+    with pytest.raises(SourceError, match=r"row 2 holds .* at token 1 of `loss_weights` \(a weight is"):
+        read(table, **ON)
+
+
+def test_a_column_of_weights_is_refused_aloud_without_the_option_unless_it_is_a_mask() -> None:
+    with pytest.raises(
+        SourceError, match=r"row 2 holds 0.5 at token 0 of `loss_weights`; only 0 and 1.*row_weights"
+    ):
+        read(tokens_of([[1.0], [0.5]]))
+    assert [weights for _, weights in read(tokens_of([[1.0, 0.0], [1.0, 1.0]]))] == [(1.0, 0.0), (1.0, 1.0)]
+
+
+def test_weights_of_the_wrong_form_are_refused() -> None:
+    with pytest.raises(SourceError, match="has 2 `input_ids` but 1 `loss_weights`"):
+        read([{"input_ids": [1, 2], "loss_weights": [0.5]}], **ON)
+    with pytest.raises(SourceError, match="must be numbers"):
+        read([{"input_ids": [1, 2], "loss_weights": ["a", "b"]}], **ON)
+    with pytest.raises(SourceError, match="beside `seq_start_id`"):
+        read([{"input_ids": [1, 2], "loss_weights": [0.5, 1], "seq_start_id": [0]}], **ON)
+
+
+# Stores and packed sets.
+
+
+def stored(store: Any) -> list[Any]:
+    """Every document of a store, with what its tokens weigh."""
+    found = []
+    for shard in range(len(store.shards)):
+        count = int(store.documents[shard])
+        shards, numbers = np.full(count, shard), np.arange(count)
+        lengths = store.lengths(shards, numbers)
+        for n, length in zip(numbers, lengths):
+            tokens, mask = store.gather(shards[:1], np.array([n]), np.zeros(1, np.int64), np.array([length]))
+            weights = np.ones(len(tokens)) if mask is None else mask
+            found.append((tuple(tokens.tolist()), tuple(map(float, weights))))
+    return found
+
+
+def test_a_store_holds_weights_and_counts_labels(tmp_path: Path) -> None:
+    rows = chats(40)
+    write(tmp_path / "a.jsonl", rows)
+
+    store, _ = index_source(open_source(tmp_path / "a.jsonl", **ON), tmp_path / "store")
+
+    wanted = expected(rows)
+    assert stored(store) == wanted
+    labels = [sum(weight > 0 for weight in weights[1:]) for _, weights in wanted]
+    assert store.manifest["num_targets"] == sum(labels)
+    shards, numbers = np.zeros(40, np.int64), np.arange(40)
+    lengths = store.lengths(shards, numbers)
+    assert store.count_targets(shards, numbers, np.zeros(40, np.int64), lengths).tolist() == labels
+    starts, stops = lengths // 3, lengths - 1
+    cut = [sum(w > 0 for w in weights[a + 1 : b]) for (_, weights), a, b in zip(wanted, starts, stops)]
+    assert store.count_targets(shards, numbers, starts, stops).tolist() == cut
+    assert not (tmp_path / "store" / "00000-0000" / "loss_mask.bin").exists()
+
+
+def test_pieces_of_shards_with_masks_weights_and_neither_are_read_together(tmp_path: Path) -> None:
+    files = {
+        "0.jsonl": chats(3, 1, weights=(1,)),
+        "1.jsonl": chats(9, 2, weights=(0, 1)),
+        "2.jsonl": chats(9, 3),
+    }
+    for name, rows in files.items():
+        write(tmp_path / name, rows)
+    (tmp_path / "3.txt").write_text("text " * 9)  # all of whose tokens are trained on
+    for number, name in enumerate([*files, "3.txt"]):
+        index_source(open_source(tmp_path / name, **ON), tmp_path / f"s{number}")
+    source = open_source([str(tmp_path / name) for name in [*files, "3.txt"]], **ON)
+    store, _ = index_source(source, tmp_path / "store")
+    wanted = [one for rows in files.values() for one in expected(rows)] + read(tmp_path / "3.txt")
+
+    assert stored(store) == wanted
+    draw = np.random.default_rng(0)
+    owners = np.repeat(np.arange(len(store.documents)), store.documents)
+    numbers = np.concatenate([np.arange(n) for n in store.documents])
+    for _ in range(20):
+        some = draw.integers(0, len(wanted), 8)
+        lengths = store.lengths(owners[some], numbers[some])
+        starts = draw.integers(0, lengths)
+        tokens, mask = store.gather(owners[some], numbers[some], starts, lengths - starts)
+        held = [wanted[n] for n in some]
+        assert tokens.tolist() == [t for (ids, _), a in zip(held, starts) for t in ids[a:]]
+        marks = np.ones(len(tokens)) if mask is None else mask
+        assert marks.tolist() == [w for (_, weights), a in zip(held, starts) for w in weights[a:]]
+
+
+def test_a_store_without_other_weights_is_what_it_was_to_the_byte(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", chats(20, weights=(0, 1)))
+
+    index_source(open_source(tmp_path / "a.jsonl"), tmp_path / "off")
+    index_source(open_source(tmp_path / "a.jsonl", **ON), tmp_path / "on")
+
+    for name in ("tokens.bin", "loss_mask.bin", "offsets.npy", "targets.npy", "shard.json"):
+        one, other = (tmp_path / store / "00000-0000" / name for store in ("off", "on"))
+        assert one.read_bytes() == other.read_bytes(), name
+    off, on = (json.loads((tmp_path / store / "manifest.json").read_text()) for store in ("off", "on"))
+    assert "row_weights" not in off["source"]
+    assert on["source"]["row_weights"] is True
+    assert off["format"] == on["format"] == 1
+    assert "has_weights" not in json.dumps(off)
+
+
+def test_a_reader_that_knows_no_weights_refuses_a_store_with_some(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", chats(20))
+    index_source(open_source(tmp_path / "a.jsonl", **ON), tmp_path / "store")
+
+    manifest = json.loads((tmp_path / "store" / "manifest.json").read_text())
+
+    assert manifest["format"] == 2  # version 0.1.0 takes 1 alone
+    (tmp_path / "store" / "00000-0000" / "loss_weights.bin").write_bytes(b"1234")
+    with pytest.raises(SourceError, match="is damaged"):
+        stored(open_store(tmp_path / "store"))
+
+
+def test_the_option_makes_another_store_and_off_it_makes_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", chats(6, weights=(0, 1)))
+    usual, off, on = (
+        open_source(tmp_path / "a.jsonl", **s).fingerprint for s in ({}, {"row_weights": False}, ON)
+    )
+
+    assert usual == off != on
+
+
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+@pytest.mark.parametrize("overlong", ["split", "truncate"])
+def test_a_packed_set_holds_weights_that_are_read_again(format_: Any, overlong: Any, tmp_path: Path) -> None:
+    rows = chats(40)
+    write(tmp_path / "a.jsonl", rows)
+    source = open_source(tmp_path / "a.jsonl", **ON)
+    settings_ = PackSettings(capacity=700, overlong=overlong, format=format_)
+
+    made = pack_source(source, tmp_path / "packed", settings_)
+
+    wanted = sorted((ids, (0.0, *weights[1:])) for ids, weights in expected(rows))
+    assert sorted(read(made.folder, **ON)) == wanted
+    assert made.manifest["num_targets"] == sum(w > 0 for _, weights in wanted for w in weights)
+    with pytest.raises(SourceError, match=r"of `loss_weights`; only 0 and 1 can be kept.*row_weights=True"):
+        read(made.folder)
+    write(tmp_path / "a.jsonl", chats(40, weights=(0, 1)))
+    with pytest.raises(SettingError, match="holds a set made from other data or settings"):
+        pack_source(open_source(tmp_path / "a.jsonl"), made.folder, settings_)
+
+
+def test_a_packed_set_with_weights_is_a_data_set_like_any_other(tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    rows = chats(30)
+    write(tmp_path / "a.jsonl", rows)
+    settings_ = PackSettings(capacity=256, overlong="split")
+    pack_source(open_source(tmp_path / "a.jsonl", **ON), tmp_path / "packed", settings_)
+
+    folder, cache = str(tmp_path / "packed"), str(tmp_path / "cache")
+    held = load_dataset("parquet", data_dir=folder, split="train", cache_dir=cache)
+
+    assert held.column_names == ["input_ids", "labels", "seq_lengths", "loss_weights"]
+    for row in held:
+        assert [label != -100 for label in row["labels"]] == [weight > 0 for weight in row["loss_weights"]]
+    assert sorted(read(held, **ON)) == sorted(read(tmp_path / "packed", **ON))
