@@ -13,7 +13,7 @@ import torch
 from sliced import take_gradients, tiny
 from torch.nn.functional import cross_entropy
 from trainers import Recorder, arguments, furthest, gradients_of, logged, packed_loader
-from training import Notes, table
+from training import Notes, metrics_of, start_ranks, table
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 from weighted_rows import chats, expected, write
@@ -137,7 +137,7 @@ def test_a_models_own_loss_is_given_no_labels_that_weigh(store: Path) -> None:
 # varlen train.
 
 
-def run(store: Any, output: Path, **changes: Any) -> Any:
+def run_table(store: Any, output: Path, **changes: Any) -> dict[str, Any]:
     usual = {
         "data__capacity": CAPACITY,
         "data__overlong": "error",
@@ -151,8 +151,12 @@ def run(store: Any, output: Path, **changes: Any) -> Any:
         "max_position_embeddings": 512,
         "attention_dropout": 0.0,
     }
+    return made
+
+
+def run(store: Any, output: Path, **changes: Any) -> Any:
     notes = Notes()
-    train(as_settings(TrainSettings, made, ""), notes)
+    train(as_settings(TrainSettings, run_table(store, output, **changes), ""), notes)
     return notes
 
 
@@ -195,6 +199,33 @@ def test_documents_and_the_store_of_them_are_trained_alike(store: Path, tmp_path
     assert [step.loss for step in of_store.steps] == [step.loss for step in of_rows.steps]
     with pytest.raises(vl.VarlenError, match="row_weights=True, --row-weights"):
         run(rows, tmp_path / "d")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_divide_by_the_weights_of_all(parallel: str, store: Path, tmp_path: Path) -> None:
+    alone = run(store, tmp_path / "one", data__micro_batch_size=1)
+    made = run_table(store, tmp_path / "two", data__micro_batch_size=1, run__parallel=parallel)
+
+    for process in start_ranks([made], 2, tmp_path):
+        process.join(240)
+        assert process.exitcode == 0, list(tmp_path.glob("*"))
+
+    together = metrics_of(tmp_path / "two")
+    for one, other in zip(alone.steps, together, strict=True):
+        assert other["loss"] == pytest.approx(one.loss, rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+def test_a_planned_run_trains_the_weighted_loss(store: Path, tmp_path: Path) -> None:
+    alone = run(store, tmp_path / "one")
+    made = run_table(store, tmp_path / "two") | {"plan": {"slice_tokens": 24}}
+    notes = Notes()
+
+    train(as_settings(TrainSettings, made, ""), notes)
+
+    for one, other in zip(alone.steps, notes.steps, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
 
 
 def test_losses_in_blocks_are_those_of_all_logits() -> None:

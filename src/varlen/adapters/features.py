@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +20,9 @@ themselves, as a data set gives them that is asked for several rows at once: an 
 _EMPTY = "a batch of no documents can't be collated; leave empty batches out of the sampler"
 _NUMBERS = ("int", "uint", "float", "double", "halffloat", "bool")
 """How the names of Arrow's types of numbers begin."""
+WEIGHTS = "loss_weights"
+_TOLD: list[str] = []
+_log = logging.getLogger(__name__)
 Columns: TypeAlias = Mapping[str, Any]
 """By name: a list with an entry for each document, or an Arrow list array."""
 
@@ -53,6 +57,23 @@ def as_columns(features: Features, needed: Collection[str]) -> Columns:
     if columns and sum(map(len, features)) == len(features) * len(columns):
         return columns
     return _of_all(features, needed)
+
+
+def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
+    """Say once that rows have weights, where a collator's batches hold none.
+
+    Args:
+        columns: of a batch.
+        carried: names of those that its batches hold.
+    """
+    if WEIGHTS not in columns or WEIGHTS in carried or _TOLD:
+        return
+    _TOLD.append(WEIGHTS)
+    _log.warning(
+        "rows have `%s`, which this collator's batches don't hold, as the losses of its trainers know no weights: all "
+        "labels weigh alike. A PackedLoader under a trainer weighs them (row_weights=True)",
+        WEIGHTS,
+    )
 
 
 def _as_table(features: Any) -> Columns | None:

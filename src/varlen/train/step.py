@@ -151,9 +151,9 @@ class Stepper:
         labels = arguments.pop("labels")
         with computing(self._shared, self._settings.run, self._ranks):
             logits = self._shared(**arguments).logits
-        return target_loss_sum(logits, labels, weights), 0 if weights is None else weights.sum(
-            dtype=torch.float64
-        )
+        if weights is None:
+            return target_loss_sum(logits, labels), 0
+        return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
 
     def _clip(self) -> torch.Tensor:
         """Scale gradients down to the highest norm, and return the norm that they had."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from varlen.adapters.features import WEIGHTS
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 
@@ -30,13 +31,18 @@ def saved(dataset: Any, folder: str | Path) -> Path:
         folder: for data that was prepared.
 
     Raises:
-        SettingError: a data set without ids and labels, or without a length.
+        SettingError: a data set without ids and labels, or without a length, or with weights.
     """
     missing = [name for name in _COLUMNS if name not in (getattr(dataset, "column_names", None) or ())]
     if missing or not hasattr(dataset, "save_to_disk"):
         raise SettingError(
             f"varlen packs data sets of {' and '.join(_COLUMNS)} whose lengths are known, and axolotl has prepared a "
             f"{type(dataset).__name__} without {' and '.join(missing) or 'a length'}"
+        )
+    if WEIGHTS in dataset.column_names:
+        raise SettingError(
+            f"the data set that axolotl has prepared has `{WEIGHTS}`, by which its trainer doesn't weigh labels; leave "
+            "the column out, or train on the rows by varlen train (data.row_weights)"
         )
     chosen = dataset.select_columns(list(_COLUMNS))
     place = Path(folder) / f"varlen-{_digest(chosen)}"

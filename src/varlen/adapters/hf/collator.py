@@ -17,6 +17,7 @@ from varlen.adapters.features import (
     finish,
     flash_arguments,
     required,
+    tell_of_weights,
 )
 from varlen.batch.flatten import FlatRow, flatten
 from varlen.pack.lengths import as_count
@@ -111,6 +112,7 @@ class DataCollatorWithFlattening:
         columns = as_columns(features, _NEEDED if self.columns is None else {*_NEEDED, *self.columns})
         documents = required(columns, "input_ids")
         carried = columns_to_carry(columns, self.columns, _TAKEN)
+        tell_of_weights(columns, carried)
         row = flatten(
             documents,
             columns.get("labels"),

@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from varlen.adapters.features import Features, as_columns, check_form, finish, flash_arguments, required
+from varlen.adapters.features import (
+    Features,
+    as_columns,
+    check_form,
+    finish,
+    flash_arguments,
+    required,
+    tell_of_weights,
+)
 from varlen.batch.flatten import FlatRow, flatten
 
 _NEEDED = ("input_ids", "labels", "attention_mask")
@@ -73,6 +81,7 @@ class PaddingFreeCollator:
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
         columns = as_columns(minibatch, _NEEDED)
+        tell_of_weights(columns)
         row = flatten(
             required(columns, "input_ids"),
             columns.get("labels"),

@@ -14,6 +14,7 @@ from varlen.adapters.features import (
     finish,
     flash_arguments,
     required,
+    tell_of_weights,
 )
 from varlen.batch.flatten import flatten
 from varlen.batch.torch import import_torch
@@ -109,6 +110,7 @@ class DataCollatorForLanguageModeling:
                 "where nothing is to be learned"
             )
         carried = columns_to_carry(columns, self.columns, {*_TAKEN, *_MASKS})
+        tell_of_weights(columns, carried)
         row = flatten(
             documents,
             labels,
