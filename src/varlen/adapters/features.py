@@ -70,8 +70,8 @@ def tell_of_weights(columns: Columns, carried: Collection[str] = ()) -> None:
         return
     _TOLD.append(WEIGHTS)
     _log.warning(
-        "rows have `%s`, which this collator's batches don't hold, as the losses of its trainers know no weights: all "
-        "labels weigh alike. A PackedLoader under a trainer weighs them (row_weights=True)",
+        "rows have `%s`, which this collator's batches don't hold, as the losses of its trainers know no weights: "
+        "all labels weigh alike. A PackedLoader under a trainer weighs them (row_weights=True)",
         WEIGHTS,
     )
 

@@ -41,8 +41,8 @@ def saved(dataset: Any, folder: str | Path) -> Path:
         )
     if WEIGHTS in dataset.column_names:
         raise SettingError(
-            f"the data set that axolotl has prepared has `{WEIGHTS}`, by which its trainer doesn't weigh labels; leave "
-            "the column out, or train on the rows by varlen train (data.row_weights)"
+            f"the data set that axolotl has prepared has `{WEIGHTS}`, by which its trainer doesn't weigh labels; "
+            "leave the column out, or train on the rows by varlen train (data.row_weights)"
         )
     chosen = dataset.select_columns(list(_COLUMNS))
     place = Path(folder) / f"varlen-{_digest(chosen)}"
