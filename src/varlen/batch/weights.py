@@ -74,7 +74,9 @@ def sums(values: Any, places: Any, lengths: Any) -> FloatArray:
         lengths: `[segments]`.
     """
     owner, at = _positions(places, lengths)
-    return np.bincount(owner, weights=values[at], minlength=lengths.size)
+    found: FloatArray = np.zeros(lengths.size)
+    np.add.at(found, owner, values[at])
+    return found
 
 
 def _positions(places: Any, lengths: Any) -> tuple[IntArray, IntArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +36,10 @@ def end_to_end(masks: Sequence[Mask | None], sizes: Sequence[int]) -> Mask | Non
     if all(mask is None for mask in masks):
         return None
     whole = [np.ones(size, np.uint8) if mask is None else mask for mask, size in zip(masks, sizes)]
-    return np.concatenate(whole)
+    joined: npt.NDArray[Any] = np.concatenate(whole)  # which makes floats of all where one is
+    return joined
 
 
 def as_wide(mask: Mask, marks: Mask) -> Mask:
     """Return a mask as it is, or as weights where others that are to be written into it are weights."""
-    return mask.astype(marks.dtype) if marks.dtype == np.float32 and mask.dtype == np.uint8 else mask
+    return mask.astype(np.float32) if marks.dtype == np.float32 and mask.dtype == np.uint8 else mask

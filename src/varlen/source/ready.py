@@ -319,7 +319,7 @@ def _assembled(flat: _Flat) -> tuple[Int32Array, IntArray, Mask | None]:
         supervised = None if supervised is None else supervised[real]
         weights = None if weights is None else weights[real]
     mask: Mask | None
-    if weights is not None and bool((weights[supervised] != 1).any()):
+    if weights is not None and supervised is not None and bool((weights[supervised] != 1).any()):
         mask = np.where(supervised, weights, np.float32(0))
         return ids.astype(np.int32, copy=False), bounds, mask
     mask = None if supervised is None or bool(supervised.all()) else supervised.astype(np.uint8)
