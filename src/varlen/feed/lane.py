@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from varlen.source.losses import Losses
 from varlen.source.order import hashed
 from varlen.types import Int32Array, IntArray, Overlong
 
-_Value = TypeVar("_Value", bound=np.generic)
 BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20
 """Of a document's number: its block, the chunk of a block that can't be cut, and its record in the chunk."""
 
@@ -82,7 +81,7 @@ class Arrival:
         firsts = self.offsets[index]
         parts = [slice(*part) for part in zip((firsts + starts).tolist(), (firsts + stops).tolist())]
 
-        def gathered(values: npt.NDArray[_Value]) -> npt.NDArray[_Value]:
+        def gathered(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return np.concatenate([values[:0], *(values[part] for part in parts)])
 
         return gathered(self.tokens), None if self.mask is None else gathered(self.mask)
