@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import decimal
+import functools
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_source_chat_rows import HEAD, TAGGED, TAIL
+from tests.trl_chats import FAMILIES, source_of, tokenizer_of, twin_name
+from tests.trl_conversations import CHATS
 from tokenizer_kinds import byte_bpe, split_bpe
 from weighted_rows import chats, expected, read
 
 from varlen.errors import SourceError
 from varlen.source.chats.messages import as_chat
+from varlen.source.chats.rendered import Choice
+from varlen.source.chats.template import ChatTemplate, chat_template
+from varlen.source.tokenize import load_tokenizer
 
 ON = {"row_weights": True}
 PLAIN = HEAD + "{{ m.content }}" + TAIL
@@ -269,3 +276,55 @@ def test_weights_of_the_wrong_form_are_refused() -> None:
         read([{"input_ids": [1, 2], "loss_weights": ["a", "b"]}], **ON)
     with pytest.raises(SourceError, match="beside `seq_start_id`"):
         read([{"input_ids": [1, 2], "loss_weights": [0.5, 1], "seq_start_id": [0]}], **ON)
+
+
+# The templates of TRL, with tools, thoughts and parts.
+
+
+@functools.cache
+def template_of(name: str, source: str) -> ChatTemplate:
+    specials = load_tokenizer(tokenizer_of(name)).specials
+    return chat_template(source, special_tokens=specials.texts, end_marks=specials.end_marks)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="trl, whose templates these are, is absent"
+)
+@pytest.mark.parametrize("which", ["original", "twin"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_of_every_template_of_trl_weigh_apart(name: str, which: str) -> None:
+    twin = twin_name(name)
+    if which == "twin" and twin is None:
+        pytest.skip("TRL has no twin of it")
+    template = template_of(name, source_of(name if twin is None or which == "original" else twin))
+    compared = 0
+    for chat in CHATS.values():
+        turns = [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        weights = {number: 2.0 + place for place, number in enumerate(turns)}
+
+        def rendered(flags: dict[int, float], *, weighs: bool, chat: Any = chat) -> Any:
+            messages = [
+                {**message, **({"weight": flags[n]} if n in flags else {})}
+                for n, message in enumerate(chat.messages)
+            ]
+            choice = Choice(row_weights=weighs, allow_unwritten=True)
+            try:
+                return template.render(messages, chat.tools, choice=choice)
+            except SourceError:
+                return None
+
+        found = rendered(weights, weighs=True)
+        alone = {number: rendered({n: float(n == number) for n in turns}, weighs=False) for number in turns}
+        if found is None or None in alone.values():
+            continue  # a template that rewrites earlier turns can't tell them apart, weighed or not
+        compared += 1
+        wanted = np.zeros(len(found.text))
+        for number, one in alone.items():
+            assert one.text == found.text
+            for start, stop in one.spans:
+                wanted[start:stop] += weights[number]
+        seen = np.zeros(len(found.text))
+        for (start, stop), weight in zip(found.spans, found.weights, strict=True):
+            seen[start:stop] += weight
+        assert seen.tolist() == wanted.tolist()
+    assert compared > 3
