@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -193,7 +192,7 @@ def _chats(
         except SourceError as error:
             wrong[index] = f"can't be used: {error}"
     losses = sum((one.losses for one in rendered if one.losses), Losses())
-    of_ends = [one.weights[-1] if one.weights else 1 for one in rendered]
+    of_ends = [one.weights[-1] if one.weights else 1 for one in rendered]  # before others are trained too
     is_all = encoding.supervise == "all"
     if is_all and any(one.off or one.weights for one in rendered):
         rendered, is_all = [_all_of(one) for one in rendered], False
@@ -244,26 +243,27 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
     the tokens of the prompt as well. Where cutting would change all tokens, whole texts are encoded, and a token is
     supervised if any of its characters is.
     """
-    has_weights = any(one.weights for one in rendered)
+    each: list[float] = []  # what each span weighs, where one of them weighs other than 1
+    if any(one.weights for one in rendered):
+        each = [weight for one in rendered for weight in one.weights or (1.0,) * len(one.spans)]
     if isinstance(tokenizer, FastTokenizer) and not tokenizer.is_cuttable:
         spans = np.array([span for one in rendered for span in one.spans], dtype=np.int64).reshape(-1, 2)
         counts_ = np.cumsum([0, *(len(one.spans) for one in rendered)]).astype(np.int64)
         tokens, offsets, marked = tokenizer.encode_spans([one.text for one in rendered], spans, counts_)
-        if not has_weights:
+        if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
-        each = [weight for one in rendered for weight in one.weights or (1.0,) * len(one.spans)]
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
     parts: list[str] = []
-    supervised: list[float] = []
+    supervised: list[int] = []
     counts: list[int] = []
     for one in rendered:
         text, at, before = one.text, 0, len(parts)
-        for (start, stop), weight in zip(one.spans, one.weights or itertools.repeat(1)):
+        for start, stop in one.spans:
             if start > at:
                 parts.append(text[at:start])
                 supervised.append(0)
             parts.append(text[start:stop])
-            supervised.append(weight)
+            supervised.append(1)
             at = stop
         if at < len(text) or not one.spans:
             parts.append(text[at:])
@@ -273,9 +273,10 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         tokens, bounds = encode_parts(tokenizer, parts, counts)
     else:
         tokens, bounds = tokenizer.encode(parts, is_chat=True)
-    mask: Mask = np.repeat(
-        np.array(supervised, dtype=np.float32 if has_weights else np.uint8), np.diff(bounds)
-    )
+    values = np.array(supervised, dtype=np.float32 if each else np.uint8)
+    if each:
+        values[values == 1] = each
+    mask: Mask = np.repeat(values, np.diff(bounds))
     return tokens, bounds[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)], mask
 
 

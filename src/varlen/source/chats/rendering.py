@@ -107,11 +107,13 @@ class Rendering:
             None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
         )
         losses = self._losses(trained, turns, texts, choice)
-        mine = [one for one in said if one.message in trained]
-        spans = [span for one in mine for span in one.spans if span[0] < span[1]]
+        spans = [span for one in said if one.message in trained for span in one.spans if span[0] < span[1]]
         if not spans:
             raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
-        weights = self._weigh([one.message for one in mine for span in one.spans if span[0] < span[1]])
+        weights: tuple[float, ...] = ()
+        if self._weights:
+            mine = [one for one in said if one.message in trained]
+            weights = self._weigh([one.message for one in mine for span in one.spans if span[0] < span[1]])
         last = len(self._messages) - 1
         needs_eos = last in trained and last in spoken and not spoken[last].has_mark
         off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
@@ -120,8 +122,8 @@ class Rendering:
         )
 
     def _weigh(self, owners: Sequence[int]) -> tuple[float, ...]:
-        """Return what spans weigh, by the message of each; nothing where each weighs 1."""
-        return tuple(self._weights.get(number, 1.0) for number in owners) if self._weights else ()
+        """Return what spans weigh, by the message of each."""
+        return tuple(self._weights.get(number, 1.0) for number in owners)
 
     def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
         """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames.
@@ -304,7 +306,7 @@ class Rendering:
             if owned is not None:
                 off = [span for n in speaking if n in self._off for span in owned[n]]
                 spans = [span for n in trained for span in owned[n]]
-                weights = self._weigh([n for n in trained for _ in owned[n]])
+                weights = self._weigh([n for n in trained for _ in owned[n]]) if self._weights else ()
             elif trained == [n for n in speaking if n >= first] and not self._weights:
                 spans = after_prompt(self.render, messages, text, spans, first)
             else:
