@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
-from varlen.source.tokenizer import FastTokenizer, backend_faults
+from varlen.source.tokenizer import FastTokenizer, Tokenizer, backend_faults
 from varlen.types import Int32Array, IntArray
 
 _DIVIDERS: dict[str, tuple[str, int]] = {}
@@ -17,43 +17,58 @@ _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")
 """Texts that are tried on either side of a special token."""
 
 
-def encode_parts(
-    tokenizer: FastTokenizer, parts: Sequence[str], counts: Sequence[int]
+def encode_cut(
+    tokenizer: Tokenizer, texts: Sequence[str], cuts: Sequence[Sequence[int]]
 ) -> tuple[Int32Array, IntArray]:
-    """Return the ids of parts of texts, each part's own, as the tokenizer's `encode` does, sooner.
+    """Return the ids of texts that are cut, each part's own.
+
+    Where the tokenizer surely splits at a special token, the parts of a text are encoded at once with that between
+    them, whose ids are taken out again: as if each part were encoded, sooner.
 
     Args:
         tokenizer: what encodes.
-        parts: of all texts.
-        counts: of each text, how many of the parts are its own; at least 1.
+        texts: well-formed.
+        cuts: of each text, places in it, ascending; what stands between two of the same is an empty part.
+
+    Returns:
+        Tokens, and the bounds of all parts: of each text one more than its cuts.
 
     Raises:
-        SettingError: the library failed.
+        SettingError: the tokenizer failed.
     """
-    divider, id_ = _divider(tokenizer)
-    if not divider:
-        return tokenizer.encode(parts)
-    texts: list[str] = []
-    dividers: list[int] = []
-    ends: list[int] = []
-    first = seen = 0
-    for count in counts:
-        own = parts[first : first + count]
-        texts.append(divider.join(own))
-        for part in own:
-            seen += part.count(divider)
-            dividers.append(seen)
-            seen += 1
-        dividers.pop()
-        seen -= 1
-        ends.append(seen)
-        first += count
-    tokens, offsets = tokenizer.encode(texts)
+    parts = [
+        [text[a:b] for a, b in zip((0, *places), (*places, len(text)))] for text, places in zip(texts, cuts)
+    ]
+    divider, id_ = _divider(tokenizer) if isinstance(tokenizer, FastTokenizer) else ("", -1)
+    if divider:
+        found = _at_once(tokenizer, texts, parts, divider, id_)
+        if found is not None:
+            return found
+    whole = list(chain.from_iterable(parts))
+    tokens, bounds = tokenizer.encode([part for part in whole if part], is_chat=True)
+    lengths = np.zeros(len(whole), dtype=np.int64)
+    lengths[[bool(part) for part in whole]] = np.diff(bounds)
+    return tokens, np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _at_once(
+    tokenizer: Tokenizer, texts: Sequence[str], parts: Sequence[Sequence[str]], divider: str, id_: int
+) -> tuple[Int32Array, IntArray] | None:
+    """Encode the parts of each text at once; None where the special token doesn't come as often as it must."""
+    tokens, offsets = tokenizer.encode([divider.join(own) for own in parts], is_chat=True)
+    counts = np.array([len(own) for own in parts], dtype=np.int64)
+    before = np.concatenate([[0], np.cumsum(counts - 1)])
     places = np.flatnonzero(tokens == id_)
-    if not np.array_equal(np.searchsorted(places, offsets[1:]), ends):
-        return tokenizer.encode(parts)
-    cuts = places[dividers]
-    before = np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64) - 1)])
+    ends, dividers = before, None
+    if any(divider in text for text in texts):
+        held = np.array([part.count(divider) for own in parts for part in own], dtype=np.int64)
+        seen = np.concatenate([[0], np.cumsum(held)])
+        last = np.cumsum(counts)
+        ends = before + seen[np.concatenate([[0], last])]
+        dividers = np.arange(before[-1]) + np.delete(seen[1:], last - 1)
+    if not np.array_equal(np.searchsorted(places, offsets), ends):
+        return None
+    cuts = places if dividers is None else places[dividers]
     bounds = np.sort(np.concatenate([cuts - np.arange(len(cuts)), offsets - before]))
     return np.delete(tokens, cuts), bounds
 

@@ -17,7 +17,7 @@ from varlen.source.chats.messages import without_nulls
 from varlen.source.chats.rendered import Choice, Rendered, between
 from varlen.source.chats.template import ChatTemplate
 from varlen.source.columns import Columns
-from varlen.source.divided import encode_parts
+from varlen.source.divided import encode_cut
 from varlen.source.loss_masks import Mask, all_weigh_one, as_marks
 from varlen.source.losses import Losses
 from varlen.source.ready import ready_documents
@@ -253,31 +253,15 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
-    parts: list[str] = []
-    supervised: list[int] = []
-    counts: list[int] = []
-    for one in rendered:
-        text, at, before = one.text, 0, len(parts)
-        for start, stop in one.spans:
-            if start > at:
-                parts.append(text[at:start])
-                supervised.append(0)
-            parts.append(text[start:stop])
-            supervised.append(1)
-            at = stop
-        if at < len(text) or not one.spans:
-            parts.append(text[at:])
-            supervised.append(0)
-        counts.append(len(parts) - before)
-    if isinstance(tokenizer, FastTokenizer):
-        tokens, bounds = encode_parts(tokenizer, parts, counts)
-    else:
-        tokens, bounds = tokenizer.encode(parts, is_chat=True)
-    values = np.array(supervised, dtype=np.float32 if each else np.uint8)
+    cuts = [[place for span in one.spans for place in span] for one in rendered]
+    tokens, bounds = encode_cut(tokenizer, [one.text for one in rendered], cuts)
+    # Of each text the parts before, in and between its spans, and behind the last.
+    offsets = np.concatenate([[0], np.cumsum([len(places) + 1 for places in cuts], dtype=np.int64)])
+    first = np.repeat(offsets[:-1], np.diff(offsets))
+    values: npt.NDArray[Any] = ((np.arange(len(first)) - first) % 2).astype(np.float32 if each else np.uint8)
     if each:
         values[values == 1] = each
-    mask: Mask = np.repeat(values, np.diff(bounds))
-    return tokens, bounds[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)], mask
+    return tokens, bounds[offsets], np.repeat(values, np.diff(bounds))
 
 
 def _enclose(
