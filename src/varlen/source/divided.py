@@ -18,7 +18,7 @@ _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")
 
 
 def encode_cut(
-    tokenizer: Tokenizer, texts: Sequence[str], cuts: Sequence[Sequence[int]]
+    tokenizer: Tokenizer, texts: Sequence[str], cuts: Sequence[int], counts: Sequence[int]
 ) -> tuple[Int32Array, IntArray]:
     """Return the ids of texts that are cut, each part's own.
 
@@ -28,7 +28,8 @@ def encode_cut(
     Args:
         tokenizer: what encodes.
         texts: well-formed.
-        cuts: of each text, places in it, ascending; what stands between two of the same is an empty part.
+        cuts: of all texts, places in each, ascending; what stands between two of the same is an empty part.
+        counts: of each text, how many of the cuts are its own.
 
     Returns:
         Tokens, and the bounds of all parts: of each text one more than its cuts.
@@ -36,9 +37,11 @@ def encode_cut(
     Raises:
         SettingError: the tokenizer failed.
     """
-    parts = [
-        [text[a:b] for a, b in zip((0, *places), (*places, len(text)))] for text, places in zip(texts, cuts)
-    ]
+    parts, first = [], 0
+    for text, count in zip(texts, counts):
+        places = cuts[first : first + count]
+        parts.append([text[a:b] for a, b in zip((0, *places), (*places, len(text)))])
+        first += count
     divider, id_ = _divider(tokenizer) if isinstance(tokenizer, FastTokenizer) else ("", -1)
     if divider:
         found = _at_once(tokenizer, texts, parts, divider, id_)

@@ -253,10 +253,11 @@ def _encode_spans(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> tuple[I
         if not each:
             return tokens, offsets, (marked > 0).astype(np.uint8)
         return tokens, offsets, np.array([0, *each], dtype=np.float32)[marked]
-    cuts = [[place for span in one.spans for place in span] for one in rendered]
-    tokens, bounds = encode_cut(tokenizer, [one.text for one in rendered], cuts)
+    cuts = [place for one in rendered for span in one.spans for place in span]
+    counts = [2 * len(one.spans) for one in rendered]
+    tokens, bounds = encode_cut(tokenizer, [one.text for one in rendered], cuts, counts)
     # Of each text the parts before, in and between its spans, and behind the last.
-    offsets = np.concatenate([[0], np.cumsum([len(places) + 1 for places in cuts], dtype=np.int64)])
+    offsets = np.concatenate([[0], np.cumsum(np.array(counts, dtype=np.int64) + 1)])
     first = np.repeat(offsets[:-1], np.diff(offsets))
     values: npt.NDArray[Any] = ((np.arange(len(first)) - first) % 2).astype(np.float32 if each else np.uint8)
     if each:
