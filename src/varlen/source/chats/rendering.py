@@ -369,6 +369,8 @@ def _tools_named(name: str) -> list[Any]:
 def _is_empty(message: dict[str, Any]) -> bool:
     """Whether an assistant's message says nothing at all."""
     content = message.get("content")
+    if type(content) is str and content and not content[0].isspace():
+        return False
     said = (
         any(part["text"].strip() for part in content)
         if isinstance(content, list)

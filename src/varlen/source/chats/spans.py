@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from varlen.source.chats.marks import EndMarks
 from varlen.source.chats.skeleton import Skeleton, Turn
@@ -28,8 +27,7 @@ Way = tuple[Any, ...]
 """Empty, or the way to a place, where it begins and where it stops."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """Where one assistant's message stands in the text."""
 
     message: int
