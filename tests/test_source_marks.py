@@ -16,8 +16,8 @@ from varlen.errors import SourceError, StateError
 from varlen.source import token_files
 from varlen.source.open_tokens import open_tokens
 
-NUM = 220_000
-"""Documents, of which an index takes 4.4 MB: more than samples cover."""
+NUM = 500_000
+"""Documents, of which an index takes 10 MB: more than samples cover."""
 SAID = "was replaced or rewritten since the files were listed"
 
 
