@@ -28,7 +28,15 @@ from varlen.offline.write import PartCounts, opened_store, write_part
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
-from varlen.source.written import MANIFEST_OF_ROWS, SKIPPED, SKIPPED_OF_ROWS, WORK, read_manifest
+from varlen.source.written import (
+    MANIFEST_OF_ROWS,
+    SKIPPED,
+    SKIPPED_OF_ROWS,
+    WORK,
+    check_parts,
+    read_manifest,
+    sealed,
+)
 
 _TOKENS = "tokens"
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
@@ -142,6 +150,8 @@ def _made(
     wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
+        if manifest.get("kind") == "packed":
+            check_parts(output, manifest)
         tidy(output)
         return PackedSet(folder=output, manifest=manifest, was_there=True)
     if not overwrite:
@@ -174,6 +184,7 @@ def _made(
         with disk_faults(output):
             (partial / SKIPPED).unlink(missing_ok=True)  # by a run of version 0.1.0
             _gather_skipped(store, partial / SKIPPED_OF_ROWS)
+        manifest = sealed(manifest)
         finish(partial, output, manifest, MANIFEST_OF_ROWS)
     return PackedSet(folder=output, manifest=manifest, was_there=False)
 

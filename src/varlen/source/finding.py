@@ -33,8 +33,10 @@ from varlen.source.written import (
     MANIFESTS,
     PARTIAL,
     WORK,
+    check_parts,
     is_beside_results,
     is_unfinished,
+    read_manifest,
     what_varlen_wrote,
 )
 
@@ -289,6 +291,9 @@ def _local_folder(path: Path, naming: Naming) -> Folder:
     unread = _unread(naming)
     files = _without(every, unread)
     _refuse_results(path, files)
+    manifest = read_manifest(path)
+    if manifest is not None and manifest.get("kind") == "packed":
+        check_parts(path, manifest)
     gone = _without(gone, unread)
     listing = [*(_listed(p, path) for p in files), *(_listed(p, path, is_gone=True) for p in gone)]
     order = {str(p): number for number, p in enumerate(sorted([*files, *gone]))}

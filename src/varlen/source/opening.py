@@ -25,7 +25,7 @@ from varlen.source.ranges import BUFFER_BYTES, changed, open_remote, replaced_wo
 from varlen.source.regular import open_regular
 from varlen.source.remote import remote_faults
 from varlen.source.retry import first_line
-from varlen.source.seen import Seen, difference
+from varlen.source.seen import Seen, difference, told, untold
 from varlen.source.unpacking import UNPACKED_BYTES, ToTheFault, unpacker
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -67,11 +67,12 @@ class _Stored(io.FileIO):
         """
         file, now = self._file, self._opened
         if 0 <= file.size != now.size:
-            raise SourceError(changed(file.path, file.size, f"{now.size:,}"))
+            raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
             said = difference(file.place, file.seen, now, file.known)
             if said is not None:
-                raise SourceError(replaced_words(file.path, said))
+                raise told(file.place, file.seen, replaced_words(file.path, said))
+        untold(file.place, file.seen)
 
     def readinto(self, buffer: Any, /) -> int | None:
         start = self.tell()
@@ -91,7 +92,8 @@ class _Stored(io.FileIO):
         Whoever writes to a file changes its time first, so that what was read before it is asked for is not new.
         """
         if is_end and stop < self._file.size:
-            raise SourceError(changed(self._file.path, self._file.size, f"{stop:,}"))
+            words = changed(self._file.path, self._file.size, f"{stop:,}")
+            raise told(self._file.place, self._file.seen, words)
         if self._file.seen is not None:
             now = Seen.of(os.fstat(self.fileno()))
             if not now.has_content_of(self._opened):

@@ -27,6 +27,7 @@ from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
+from varlen.source.regular import read_regular
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import ROW_WEIGHTS
 from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
@@ -177,8 +178,8 @@ class PartialStore:
         while self._finished_parts < self.num_parts:
             try:
                 note = self._partial / WORK / f"{self._finished_parts:05d}.json"
-                self._listed = self._listed + json.loads(note.read_bytes())
-            except (OSError, ValueError, TypeError):
+                self._listed = self._listed + json.loads(read_regular(note))
+            except (OSError, ValueError, TypeError, RecursionError):
                 break
             self._finished_parts += 1
         if self._finished_parts > before:
@@ -268,14 +269,14 @@ def _read_plan(partial: Path) -> tuple[str, int] | None:
     plan = _read_json(partial)
     try:
         return str(plan["fingerprint"]), int(plan["num_parts"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def _read_json(partial: Path) -> dict[str, Any]:
     """Return what a run says of the store that it makes; nothing where it doesn't."""
     try:
-        plan = json.loads((partial / WORK / PLAN).read_bytes())
-    except (OSError, ValueError):
+        plan = json.loads(read_regular(partial / WORK / PLAN))
+    except (OSError, ValueError, RecursionError):
         return {}
     return plan if isinstance(plan, dict) else {}

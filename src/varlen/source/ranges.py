@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from typing import Any, BinaryIO, cast
 
-from varlen.errors import SourceError
 from varlen.source.remote import etag_of, file_system, replaced, said_of
 from varlen.source.retry import Retry, answer_of, retried
+from varlen.source.seen import told, untold
 
 _MOST_FETCHED = 4 << 20
 """Bytes of one request: what is lost where it fails, and what must come within `silence_s`."""
@@ -67,7 +67,7 @@ class _Ranges:
     """Ranges of a file, by the stream that its file system gives; whatever fails, the next fetch begins anew."""
 
     def __init__(self, url: str, fs: Any, path: str, size: int, seen: str | None = None) -> None:
-        self._url, self._fs, self._path, self._seen = url, fs, path, seen
+        self._url, self._fs, self._path, self.seen = url, fs, path, seen
         self._stream: Any = None
         self.size = size
 
@@ -84,20 +84,20 @@ class _Ranges:
             now = getattr(stream, "size", None)
             if isinstance(now, int):
                 if 0 <= self.size != now:
-                    raise SourceError(changed(self._url, self.size, f"{now:,}"))
+                    raise told(self._url, self.seen, changed(self._url, self.size, f"{now:,}"))
                 self.size = now
             self._stream = stream
         return self._stream
 
     def _conditions(self) -> dict[str, Any]:
         """Look at the file of a web server, and return how it is opened: with its ETag alone, or not at all."""
-        if self._seen is None or not self._url.startswith("http"):
+        if self.seen is None or not self._url.startswith("http"):
             return {}
         info = self._fs.info(self._path)
         self.check(info)
         # Opening would look again to know the size.
         asked = {"size": info["size"]} if info.get("size") and info.get("partial", True) else {}
-        etag = etag_of(self._seen)
+        etag = etag_of(self.seen)
         if etag is None or etag.startswith("W/"):
             return asked
         # What is passed takes the place of what the file system was made with.
@@ -109,9 +109,10 @@ class _Ranges:
         Raises:
             SourceError: it isn't.
         """
-        name = replaced(self._seen, said_of(details)) if isinstance(details, Mapping) else None
+        name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
         if name is not None:
-            raise SourceError(replaced_words(self._url, f"the server names another {name}"))
+            raise told(self._url, self.seen, replaced_words(self._url, f"the server names another {name}"))
+        untold(self._url, self.seen)
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop), or fewer but not none where there are any."""
@@ -144,7 +145,7 @@ class _Requests(_Ranges):
 
     def fetch(self, start: int, stop: int) -> bytes:
         content = bytes(self._fs.cat_file(self._path, start=start, end=stop))
-        if self._seen is not None and self._url.startswith("memory://"):  # the one that is asked for nothing
+        if self.seen is not None and self._url.startswith("memory://"):  # the one that is asked for nothing
             info = self._fs.info(self._path)
             if info["size"] == self.size:
                 self.check(info)
@@ -158,7 +159,7 @@ class _Objects(_Ranges):
         from fsspec.asyn import sync
 
         bucket, key, version = self._fs.split_path(self._path)
-        etag = etag_of(self._seen)
+        etag = etag_of(self.seen)
         asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         asked |= {} if version is None else {"VersionId": version}
         given = self._fs.call_s3(
@@ -239,18 +240,18 @@ class _Remote(io.RawIOBase):
                 content = self._ranges.fetch(start, stop + more)
             except Exception as error:
                 if answer_of(error)[0] == _NOT_THAT_ONE:
-                    raise SourceError(self._not_that_one()) from error
+                    raise told(self._url, self._ranges.seen, self._not_that_one()) from error
                 raise
             if size >= 0 and not content:
                 now = self._ranges.size_now()
                 if now not in (-1, size):
-                    raise SourceError(changed(self._url, size, f"{now:,}"))
+                    raise told(self._url, self._ranges.seen, changed(self._url, size, f"{now:,}"))
                 raise ConnectionError(f"nothing came, though the file has {size:,} bytes")
             return content
 
         content = retried(fetch, self._url, self._retry, place=f"byte {start:,}")
         if more and len(content) > stop - start:
-            raise SourceError(changed(self._url, size, "more"))
+            raise told(self._url, self._ranges.seen, changed(self._url, size, "more"))
         return content
 
     def _not_that_one(self) -> str:

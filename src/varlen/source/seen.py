@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from varlen.errors import SourceError
 from varlen.source.regular import open_regular
 
 BLOCK_BYTES = 1 << 20
@@ -79,6 +80,37 @@ def sampled_digest(stored: BinaryIO, size: int) -> str:
 def is_of_all(print_: str, size: int) -> bool:
     """Whether a fingerprint is of all bytes of a file."""
     return print_.startswith(WHOLE_MARK) or size <= PIECES * PIECE_BYTES
+
+
+_replaced: dict[tuple[str, object], str] = {}
+"""By path and what was seen first: what was said of a file that isn't that one any more."""
+
+
+def told(place: str, seen: object, said: str) -> SourceError:
+    """Return the error that says so of a file, and remember it: whoever skips what can't be read may not skip this.
+
+    Args:
+        place: its path or URL.
+        seen: of it when it was listed.
+        said: the sentence.
+    """
+    _replaced[place, seen] = said
+    return SourceError(said)
+
+
+def untold(place: str, seen: object) -> None:
+    """Forget what was said of a file: it is the one that was listed, again."""
+    _replaced.pop((place, seen), None)
+
+
+def check_told(place: str, seen: object) -> None:
+    """Require that nobody has found another file in the place of one, whatever became of that error.
+
+    Raises:
+        SourceError: somebody has.
+    """
+    if (said := _replaced.get((place, seen))) is not None:
+        raise SourceError(said)
 
 
 _lock = threading.Lock()

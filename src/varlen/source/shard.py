@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,14 @@ import numpy.typing as npt
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
 from varlen.source.loss_masks import Mask
+from varlen.source.array_files import map_array
 from varlen.source.losses import Losses
+from varlen.source.regular import open_regular, read_regular
 from varlen.source.writing import sync
 from varlen.source.written import SKIPPED
 from varlen.types import IntArray
 
 _MASK, _WEIGHTS = "loss_mask.bin", "loss_weights.bin"
-_PARSES = 10
-"""Of a header, before its failure is believed."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
@@ -153,8 +153,8 @@ class ShardWriter:
 def shard_counts(folder: Path) -> ShardCounts | None:
     """Return what a finished shard holds, or None where there is none."""
     try:
-        return ShardCounts(**json.loads((folder / "shard.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return ShardCounts(**json.loads(read_regular(folder / "shard.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
@@ -220,7 +220,7 @@ class Shard:
             self._dtype = _DTYPES[counts.dtype]
             self._mask_dtype = np.dtype(np.float32 if counts.has_weights else np.uint8)
             self._mask_name = _WEIGHTS if counts.has_weights else _MASK
-            self.offsets: IntArray = _array(folder / "offsets.npy", "r")
+            self.offsets: IntArray = map_array(folder / "offsets.npy")
             _check_offsets(self.offsets, counts)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
@@ -264,7 +264,7 @@ class Shard:
 
     def _opened(self, name: str) -> int:
         try:
-            return os.open(self._path / name, os.O_RDONLY)
+            return open_regular(self._path / name)
         except OSError as error:
             raise SourceError(f"{self._path / name} can't be read: {error.strerror or error}") from error
 
@@ -305,11 +305,18 @@ class Shard:
         """
         path, count = self._path / "targets.npy", self.counts.num_documents
         try:
-            targets: IntArray = _array(path).astype(np.int64)
-        except (OSError, ValueError, EOFError, TypeError) as error:
+            mapped = map_array(path)
+        except (OSError, ValueError) as error:
             raise SourceError(f"{path} can't be read: {error}; index the data again") from error
-        if targets.shape != (count,):
+        if mapped.shape != (count,) or mapped.dtype != np.int32:
             raise SourceError(f"{path} doesn't hold counts of {count:,} documents; index the data again")
+        targets: IntArray = mapped.astype(np.int64)
+        most = np.maximum(np.diff(self.offsets) - 1, 0)
+        if (targets < 0).any() or (targets > most).any() or int(targets.sum()) != self.counts.num_targets:
+            raise SourceError(
+                f"{path} is damaged: it doesn't hold the {self.counts.num_targets:,} labels of {count:,} documents "
+                "that were written; index the data again"
+            )
         return targets
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
@@ -363,17 +370,3 @@ class Shard:
                 "again"
             )
         return content
-
-
-def _array(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
-    """Read or map an array that numpy wrote.
-
-    numpy parses its header as Python, and CPython before 3.11.8 fails at that now and then where another thread
-    parses something at the same time (github.com/python/cpython/issues/106905): it is asked again.
-    """
-    for _ in range(_PARSES):
-        try:
-            return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-        except SystemError:
-            continue
-    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)

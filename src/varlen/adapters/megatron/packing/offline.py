@@ -30,6 +30,7 @@ from varlen.offline.pack import PackedSet, make_set
 from varlen.offline.places import disk_faults, write_json
 from varlen.offline.write import opened_store
 from varlen.source.losses import nothing_left
+from varlen.source.regular import read_regular
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import weighs
@@ -295,9 +296,9 @@ def _write_part(shared: _Shared, part: _Part, on_progress: OnProgress, total: in
 def _found(path: Path, note: Path) -> dict[str, Any] | None:
     """Return what an earlier run wrote, if it is there: a file gets its name when it is whole."""
     try:
-        counts: dict[str, Any] = json.loads(note.read_bytes())
+        counts: dict[str, Any] = json.loads(read_regular(note))
         return counts if path.stat().st_size == counts["bytes"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
