@@ -17,7 +17,7 @@ import numpy as np
 
 from varlen import __version__
 from varlen.offline.places import unfinished
-from varlen.source.regular import open_regular
+from varlen.regular import open_regular
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.tokenizer import digest
 from varlen.types import IntArray

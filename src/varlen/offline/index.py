@@ -32,10 +32,10 @@ from varlen.offline.places import (
     working_folder,
     write_json,
 )
+from varlen.regular import read_regular
 from varlen.source.fingerprints import fingerprint
 from varlen.source.identity import made_by, mark_in
 from varlen.source.losses import nothing_read, stored, total
-from varlen.source.regular import read_regular
 from varlen.source.shard import Shard, ShardWriter
 from varlen.source.source import Part, Source
 from varlen.source.store import TokenStore, format_of, open_store

@@ -144,7 +144,7 @@ def _made(
     """Make a set, unless an earlier run did; arguments as in `make_set`."""
     if isinstance(source, Path):
         store = open_store(source)
-        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
+        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
     else:
         marks = look_at(source, output, team, on_progress)
     wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
@@ -194,7 +194,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write all parts; returns the manifest."""
     plan = Plan(store, settings)
-    total = max(int(store.manifest["num_tokens"]), 1)
+    total = max(int(store.tokens.sum()), 1)
     parts: list[PartCounts] = []
     done = 0
     on_progress(0, total, "packing")
@@ -229,7 +229,7 @@ def _write(
         "num_targets": sum(p.num_targets for p in parts),
         "fill_ratio": packed / (packs * settings.capacity),
         "packs_without_target": sum(p.packs_without_target for p in parts),
-        "num_skipped": int(store.manifest["num_skipped"]),
+        "num_skipped": int(store.manifest.get("num_skipped", 0)),
         "losses": store.losses.to_json(),
         "ledger": asdict(ledger),
         "parts": [asdict(p) for p in parts],

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
+from varlen.regular import read_regular
 from varlen.source.files import File
-from varlen.source.regular import read_regular
 from varlen.source.writing import sync
 from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest, sealed
 

@@ -16,8 +16,8 @@ from varlen.errors import SourceError
 from varlen.offline.places import disk_faults, unfinished, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
+from varlen.regular import open_regular, read_regular
 from varlen.source.lists import list_column
-from varlen.source.regular import open_regular, read_regular
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import weighs
 from varlen.source.writing import sync, write_table

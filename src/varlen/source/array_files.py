@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from varlen.source.regular import open_regular
+from varlen.regular import open_regular
 
 _PARSES = 10
 """Of a header, before its failure is believed."""

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from varlen.errors import SourceError
 from varlen.source.loss_masks import Mask
+from varlen.regular import open_regular
 from varlen.source.token_files import Unchanged, sampled_mark, whole_mark
-from varlen.source.regular import open_regular
 from varlen.types import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"

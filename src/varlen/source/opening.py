@@ -18,11 +18,11 @@ from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular
 from varlen.source.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
 from varlen.source.files import Compression, File, Format, says_text
 from varlen.source.live import open_live
 from varlen.source.ranges import BUFFER_BYTES, changed, open_remote, replaced_words
-from varlen.source.regular import open_regular
 from varlen.source.remote import remote_faults
 from varlen.source.retry import first_line
 from varlen.source.seen import Seen, difference, told, untold

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from varlen.errors import SourceError
-from varlen.source.regular import open_regular
+from varlen.regular import open_regular
 
 BLOCK_BYTES = 1 << 20
 PIECE_BYTES = 64 << 10

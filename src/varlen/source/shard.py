@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 import weakref
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,9 +20,9 @@ import numpy.typing as npt
 from varlen.errors import SourceError
 from varlen.source.documents import Documents, targets_of
 from varlen.source.loss_masks import Mask
+from varlen.regular import open_regular, read_regular
 from varlen.source.array_files import map_array
 from varlen.source.losses import Losses
-from varlen.source.regular import open_regular, read_regular
 from varlen.source.writing import sync
 from varlen.source.written import SKIPPED
 from varlen.types import IntArray
@@ -44,6 +45,8 @@ class ShardCounts:
     """Whether there is a file of a value a token: of the mask, or of weights."""
     losses: Mapping[str, Any] | None = None
     """As `Losses` has them; None in shards of version 0.1.0, which know `num_skipped` alone."""
+    crc32: Mapping[str, int] | None = None
+    """Of the numbers in `offsets.npy` and `targets.npy`, which are read whole anyway; None in shards of 0.1.0."""
     has_weights: bool = False
     """Whether these values are what labels weigh."""
 
@@ -119,8 +122,9 @@ class ShardWriter:
             self._mask.close()
         lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
         targets = np.concatenate([np.zeros(0, dtype=np.int64), *self._targets])
-        np.save(self._partial / "offsets.npy", np.cumsum(lengths))
-        np.save(self._partial / "targets.npy", targets.astype(np.int32))
+        arrays = {"offsets": np.cumsum(lengths), "targets": targets.astype(np.int32)}
+        for name, array in arrays.items():
+            np.save(self._partial / f"{name}.npy", array)
         if self._skipped:
             text = "".join(f"{line}\n" for line in self._skipped)
             (self._partial / SKIPPED).write_text(text, encoding="utf-8", errors="replace")
@@ -133,6 +137,7 @@ class ShardWriter:
             has_mask=self._mask is not None,
             losses=self._losses.to_json(),
             has_weights=self._weighs,
+            crc32={name: zlib.crc32(array) for name, array in arrays.items()},
         )
         (self._partial / "shard.json").write_text(json.dumps(counts.to_json()))
         for file in self._partial.iterdir():
@@ -156,6 +161,17 @@ def shard_counts(folder: Path) -> ShardCounts | None:
         return ShardCounts(**json.loads(read_regular(folder / "shard.json")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> None:
+    """Require that numbers are those that were written.
+
+    Raises:
+        ValueError: they aren't.
+        KeyError: it isn't said of these.
+    """
+    if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array)) != counts.crc32[name]:
+        raise ValueError(f"{name}.npy isn't what was written: its checksum is another")
 
 
 def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
@@ -222,6 +238,7 @@ class Shard:
             self._mask_name = _WEIGHTS if counts.has_weights else _MASK
             self.offsets: IntArray = map_array(folder / "offsets.npy")
             _check_offsets(self.offsets, counts)
+            _check_crc32("offsets", self.offsets, counts)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
         self._mapped: Any = self.offsets.base
@@ -310,6 +327,10 @@ class Shard:
             raise SourceError(f"{path} can't be read: {error}; index the data again") from error
         if mapped.shape != (count,) or mapped.dtype != np.int32:
             raise SourceError(f"{path} doesn't hold counts of {count:,} documents; index the data again")
+        try:
+            _check_crc32("targets", mapped, self.counts)
+        except (KeyError, ValueError) as error:
+            raise SourceError(f"{path} can't be read: {error}; index the data again") from error
         targets: IntArray = mapped.astype(np.int64)
         most = np.maximum(np.diff(self.offsets) - 1, 0)
         if (targets < 0).any() or (targets > most).any() or int(targets.sum()) != self.counts.num_targets:

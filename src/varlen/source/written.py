@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import SourceError
-from varlen.source.regular import MOST_JSON_BYTES, open_regular, require_regular
+from varlen.regular import MOST_JSON_BYTES, open_regular, require_regular
 
 PARTIAL, WORK = ".partial", ".work"
 """What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
@@ -28,6 +28,8 @@ SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"
 _HEAD_BYTES = 64
 _SEAL = "checksum"
 """Of all else in a manifest; version 0.1.0 wrote none."""
+_OF_ROWS = ("settings", "source", "num_packs", "ledger", "packs_without_target", "parts")
+"""What a manifest of packed rows has, at least."""
 _KINDS = {
     "packed": "a packed set",
     "tokens": "a token store",
@@ -86,6 +88,9 @@ def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
     Raises:
         SourceError: they aren't.
     """
+    missing = [name for name in _OF_ROWS if name not in manifest]
+    if len(missing) < len(_OF_ROWS) and missing:
+        raise SourceError(f"{folder} has a damaged manifest: `{missing[0]}` is missing; pack the data again")
     parts = manifest.get("parts", [])
     if not isinstance(parts, list) or not all(
         isinstance(one, dict) and isinstance(one.get("name"), str) and Path(one["name"]).name == one["name"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from varlen.errors import StateError
-from varlen.source.regular import open_regular
+from varlen.regular import open_regular
 from varlen.train.ranks import Ranks
 
 DIGEST_BYTES = 32

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import StateError
-from varlen.source.regular import read_regular, require_regular
+from varlen.regular import read_regular, require_regular
 
 FORMAT = 3
 WITHOUT_CHECKSUMS = 2
