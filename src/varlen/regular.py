@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from pathlib import Path
+
+from varlen.errors import NoFileError
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -26,37 +27,39 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
         flags: as `os.open` takes them.
 
     Raises:
-        OSError: it can't be opened, or is something else.
+        OSError: it can't be opened.
+        NoFileError: it is something else.
     """
     # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it. Reads of regular files don't heed it.
     opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        require_regular(os.fstat(opened).st_mode, path)
+        require_regular(os.fstat(opened).st_mode)
     except OSError:
         os.close(opened)
         raise
     return opened
 
 
-def require_regular(mode: int, path: str | Path) -> None:
+def require_regular(mode: int) -> None:
     """Require that a file is a regular one.
 
     Raises:
-        OSError: it isn't.
+        NoFileError: it isn't.
     """
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind} and not a file", str(path))
+        raise NoFileError(f"it is {kind} and not a file")
 
 
 def read_regular(path: str | Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     """Return all bytes of a regular file.
 
     Raises:
-        OSError: it can't be read, is something else, or is larger than anything that belongs there.
+        OSError: it can't be read.
+        NoFileError: it is something else, or larger than anything that belongs there.
     """
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, at most {most_bytes:,} are read", str(path))
+            raise NoFileError(f"it has {size:,} bytes, at most {most_bytes:,} are read")
         return file.read()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from varlen.errors import SourceError
 from varlen.regular import open_regular
 
 _PARSES = 10
@@ -24,11 +25,11 @@ def map_array(path: Path) -> Any:
 
     Raises:
         OSError: it can't be read, or is no regular file.
-        ValueError: it isn't such an array, or is damaged.
+        SourceError: it isn't such an array, or is damaged; also a ValueError, as numpy's own errors are.
     """
     with open(path, "rb", opener=open_regular) as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError("it is no array of numpy's")
+            raise SourceError("it is no array of numpy's")
     for _ in range(_PARSES):
         try:
             return _loaded(path)
@@ -49,4 +50,4 @@ def _loaded(path: Path) -> Any:
         MemoryError,
         RecursionError,
     ) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
+        raise SourceError(str(error) or type(error).__name__) from error

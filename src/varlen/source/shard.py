@@ -167,11 +167,11 @@ def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> Non
     """Require that numbers are those that were written.
 
     Raises:
-        ValueError: they aren't.
+        SourceError: they aren't.
         KeyError: it isn't said of these.
     """
     if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array)) != counts.crc32[name]:
-        raise ValueError(f"{name}.npy isn't what was written: its checksum is another")
+        raise SourceError(f"{name}.npy isn't what was written: its checksum is another")
 
 
 def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:

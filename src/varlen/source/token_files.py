@@ -261,7 +261,7 @@ class Unchanged:
             OSError: it can't be looked at, or is none.
         """
         said = Path(path).stat()
-        require_regular(said.st_mode, path)
+        require_regular(said.st_mode)
         self._path, self._take = path, mark
         self._seen = self._last = Seen.of(said)
         self._mark: str | None = None

@@ -100,11 +100,11 @@ def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
     for one in parts:
         try:
             said = (folder / one["name"]).stat()
-            require_regular(said.st_mode, one["name"])
+            require_regular(said.st_mode)
         except OSError as error:
             raise SourceError(
-                f"{folder} lists {len(parts):,} parts, of which {one['name']} can't be read ({error.strerror}); copy "
-                "the whole folder again, or pack the data again"
+                f"{folder} lists {len(parts):,} parts, of which {one['name']} can't be read "
+                f"({error.strerror or error}); copy the whole folder again, or pack the data again"
             ) from error
         if one.get("num_bytes") not in (None, 0, said.st_size):
             raise SourceError(

@@ -126,7 +126,7 @@ def _check_size(path: Path, size: int) -> None:
     """
     try:
         now = path.stat()
-        require_regular(now.st_mode, path)
+        require_regular(now.st_mode)
     except OSError as error:
         raise StateError(f"{path} can't be read ({error.strerror or error})") from None
     if now.st_size != size:
