@@ -124,7 +124,7 @@ def _floats(values: Any) -> FloatArray:
     """Numbers of a JSON list, null as NaN."""
     try:
         return np.array(values, np.float64)
-    except ValueError as error:  # rows of different lengths
+    except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, objects
         raise SettingError(f"a rate table is ragged or holds words: {error}") from None
 
 

@@ -65,7 +65,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[st
     with disk_faults(partial):
         write_json(
             partial / WORK / PLAN,
-            {"fingerprint": fingerprint, "num_parts": num_parts, **told},
+            sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told}),
         )
 
 

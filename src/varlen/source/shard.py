@@ -137,7 +137,7 @@ class ShardWriter:
             has_mask=self._mask is not None,
             losses=self._losses.to_json(),
             has_weights=self._weighs,
-            crc32={name: zlib.crc32(array) for name, array in arrays.items()},
+            crc32={name: zlib.crc32(array.data) for name, array in arrays.items()},
         )
         (self._partial / "shard.json").write_text(json.dumps(counts.to_json()))
         for file in self._partial.iterdir():
@@ -170,7 +170,7 @@ def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> Non
         SourceError: they aren't.
         KeyError: it isn't said of these.
     """
-    if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array)) != counts.crc32[name]:
+    if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array).data) != counts.crc32[name]:
         raise SourceError(f"{name}.npy isn't what was written: its checksum is another")
 
 

@@ -69,7 +69,7 @@ def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(manifest, dict) and "varlen" in manifest:
-            if manifest.get(_SEAL, _seal_of(manifest)) != _seal_of(manifest):
+            if not is_sealed(manifest):
                 raise SourceError(
                     f"{folder / name} isn't what was written: its checksum is another; copy it again, or make the "
                     "result anew"
@@ -116,6 +116,11 @@ def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
 def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest as it is written: with a checksum of its own."""
     return {**manifest, _SEAL: _seal_of(manifest)}
+
+
+def is_sealed(manifest: Mapping[str, Any]) -> bool:
+    """Whether what was written is as it was; without a checksum, as version 0.1.0 wrote it, nobody knows."""
+    return _SEAL not in manifest or manifest[_SEAL] == _seal_of(manifest)
 
 
 def _seal_of(manifest: Mapping[str, Any]) -> str:

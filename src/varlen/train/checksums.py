@@ -47,7 +47,7 @@ class HashingFiles(FileSystem):
         """By name, of those that were written."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:  # type: ignore[override]
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
         """Open a file for writing."""
         with super().create_stream(path, mode) as stream:
             hashed = _Hashed(stream)

@@ -217,7 +217,9 @@ def opened(
         except (OSError, ValueError) as error:
             raise SourceError(f"{path} is missing or damaged ({error}); pack it again") from error
     found = (
-        {name: zlib.crc32(np.ascontiguousarray(array)) for name, array in arrays.items()} if crc32 else None
+        {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in arrays.items()}
+        if crc32
+        else None
     )
     why = _wrong_in(arrays, int(store.documents.sum()))
     if why is None and crc32 and found != crc32:
@@ -261,7 +263,7 @@ def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> tuple[int
     """Write the arrays of an index; returns the bytes of their files, and the CRC-32 of each one's numbers."""
     size, crc32 = 0, {}
     for name, array in arrays.items():
-        crc32[name] = zlib.crc32(np.ascontiguousarray(array))
+        crc32[name] = zlib.crc32(np.ascontiguousarray(array).data)
         path = folder / f"{name}.npy"
         np.save(path, array)
         sync(path)
