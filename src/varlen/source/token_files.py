@@ -47,8 +47,12 @@ class TokenFile(Protocol):
     def __enter__(self) -> TokenFile:
         """Open it."""
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close it.
+
+        Raises:
+            SourceError: it was written to while it was read.
+        """
 
     def places(self, first: int, stop: int) -> tuple[IntArray, IntArray]:
         """Return where the documents [first, stop) begin, in tokens of the file, and their lengths.
