@@ -41,7 +41,7 @@ from varlen.source.store import TokenStore, open_store
 from varlen.source.written import PARTIAL, WORK, sealed
 
 MOST_BYTES = 1 << 30
-NOTED = ("tokens.bin", "loss_mask.bin", "skipped.log", ".skipped.log", "lock")
+NOTED = ("tokens.bin", "loss_mask.bin", "loss_weights.bin", "skipped.log", ".skipped.log", "lock")
 """Files of which nothing tells a flipped bit."""
 
 

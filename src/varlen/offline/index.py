@@ -308,7 +308,7 @@ def _finished(folder: Path, note: Path) -> list[dict[str, Any]] | None:
         shards: list[dict[str, Any]] = json.loads(read_regular(note))
         for shard in shards:
             counts = Shard(folder / shard["name"]).counts
-            if {"name": shard["name"], **asdict(counts)} != shard:
+            if {"name": shard["name"], **counts.to_json()} != shard:
                 return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -15,7 +15,7 @@ _MOST = 1 << 47
 _MANY_DOCUMENTS = 1 << 20
 """Of a shard, above which its own description is looked at before anything is made room for."""
 _COUNTS = ("num_documents", "num_tokens", "num_targets", "num_skipped")
-_COMPARED = ("num_documents", "num_tokens", "num_targets", "dtype", "has_mask", "crc32")
+_COMPARED = ("num_documents", "num_tokens", "num_targets", "dtype", "has_mask", "has_weights", "crc32")
 
 
 def check_listing(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.loss_masks import Mask
 from varlen.regular import open_regular
+from varlen.source.loss_masks import Mask
 from varlen.source.token_files import Unchanged, sampled_mark, whole_mark
 from varlen.types import IntArray
 

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.source.loss_masks import Mask
 from varlen.regular import read_regular
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import ROW_WEIGHTS

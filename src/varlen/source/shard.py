@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.documents import Documents, targets_of
-from varlen.source.loss_masks import Mask
 from varlen.regular import open_regular, read_regular
 from varlen.source.array_files import map_array
+from varlen.source.documents import Documents, targets_of
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
 from varlen.source.writing import sync
 from varlen.source.written import SKIPPED

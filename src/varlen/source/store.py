@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SourceError
-from varlen.source.loss_masks import Mask
 from varlen.source.listing import check_listed, check_listing
+from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses, stored, total
 from varlen.source.pieces import Reader
 from varlen.source.shard import Shard

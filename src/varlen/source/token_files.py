@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.source.loss_masks import Mask
 from varlen.regular import open_regular, require_regular
+from varlen.source.loss_masks import Mask
 from varlen.source.ranges import changed, replaced_words
 from varlen.source.seen import Seen
 from varlen.source.tokenizer import digest
