@@ -216,8 +216,8 @@ def test_a_listing_that_fails_is_an_error_and_never_an_empty_one(bucket, named, 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (LINES + b"\n", r"has changed since the files were listed: it had [\d,]+ bytes then, now more"),
-        (LINES[:-5], r"can't be read at byte [\d,]+: .*it has become shorter since it was listed"),
+        (LINES + b"\n", r"has changed since the files were listed: it had [\d,]+ bytes then, now [\d,]+"),
+        (LINES[:-5], r"has changed since the files were listed: it had [\d,]+ bytes then, now [\d,]+"),
         (None, "it is not there .any more."),
     ],
 )

@@ -10,6 +10,7 @@
     │   ├── DocumentsError                  tokens, labels or masks that don't match the packing
     │   ├── OutputBufferError               a caller-supplied buffer of the wrong shape, dtype or layout
     │   ├── SourceError                     a file that is missing, empty or not what it says
+    │   │   └── NoFileError (also an OSError)   a FIFO, a folder, a device in place of a file; or one far too large
     │   ├── StateError                      a saved state that doesn't belong to this object
     │   ├── PlanError                       a step that no plan can hold, or a plan that breaks its own rules
     │   └── ModelError                      a model that can't take this batch
@@ -56,6 +57,10 @@ class OutputBufferError(InputError):
 
 class SourceError(InputError):
     """A file or folder of documents is missing, empty or not what it says it is."""
+
+
+class NoFileError(SourceError, OSError):
+    """Something else stands where a regular file should, or a file that is larger than any that belongs there."""
 
 
 class StateError(InputError):

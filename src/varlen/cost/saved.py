@@ -12,6 +12,7 @@ import numpy as np
 
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.errors import SettingError
+from varlen.regular import read_regular
 from varlen.types import FloatArray
 
 FORMAT: Final = "varlen hardware 1"
@@ -52,8 +53,8 @@ def load_hardware(path: str | Path) -> Hardware:
         SettingError: no such file, another format, a setting missing or unknown, a table with holes.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        record = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingError(
             f"{path} can't be read as hardware: {error}; measure it by varlen plan --calibrate"
         ) from None
@@ -123,7 +124,7 @@ def _floats(values: Any) -> FloatArray:
     """Numbers of a JSON list, null as NaN."""
     try:
         return np.array(values, np.float64)
-    except ValueError as error:  # rows of different lengths
+    except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, objects
         raise SettingError(f"a rate table is ragged or holds words: {error}") from None
 
 

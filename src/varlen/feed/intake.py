@@ -16,6 +16,7 @@ from varlen.feed.lane import RECORD_BITS, Arrival, arrival_of, chunk_of, joined
 from varlen.feed.record import LaneRecord
 from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
 from varlen.source.losses import Losses
+from varlen.source.rows import losses_of
 from varlen.source.source import Source
 from varlen.types import IntArray
 
@@ -36,6 +37,8 @@ class Brought:
     """Sentences about records that couldn't be read."""
     losses: Losses
     """What these stand for, and what chat templates left out."""
+    outside: Losses
+    """What those stand for for which not the files are to blame: they may be read in one epoch and not in another."""
 
 
 class Intake:
@@ -102,6 +105,7 @@ class Intake:
             arrival=arrival,
             faults=tuple(map(str, documents.faults)),
             losses=documents.losses,
+            outside=losses_of(fault for fault in documents.faults if fault.is_outside),
         )
 
     def _rows(self, chunks: Sequence[Chunk]) -> list[Raw | Exception]:

@@ -1,10 +1,12 @@
 """Tables that are kept for the next time: beside the data, else in the user's cache folder, else in memory alone.
 
-What a table depends on is in the name of its file, so one that is found is right, or is no table at all.
+What a table depends on is in the name of its file, which begins with the SHA-256 of the numbers behind it: so one
+that is found is right, or is no table at all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -15,9 +17,12 @@ import numpy as np
 
 from varlen import __version__
 from varlen.offline.places import unfinished
+from varlen.regular import open_regular
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.tokenizer import digest
 from varlen.types import IntArray
+
+_DIGEST_BYTES = 32
 
 
 class KeptTable:
@@ -36,7 +41,7 @@ class KeptTable:
         if None in marks:
             folders = []  # the data has no name
         told = json.dumps([__version__, marks, *num_parts, depends_on], sort_keys=True)
-        self._paths = [folder / f"{digest(told)}.npy" for folder in folders if folder is not None]
+        self._paths = [folder / f"{digest(told)}.table" for folder in folders if folder is not None]
 
     def read(self, is_right: Callable[[IntArray], bool]) -> IntArray | None:
         """Return the table; None where there is none, or a damaged one.
@@ -46,10 +51,15 @@ class KeptTable:
         """
         for path in self._paths:
             try:
-                table = np.load(path, allow_pickle=False)
-            except (OSError, ValueError, EOFError):
+                with open(path, "rb", opener=open_regular) as file:
+                    content = file.read()
+            except (OSError, MemoryError):
                 continue
-            if isinstance(table, np.ndarray) and table.dtype == np.int64 and is_right(table):
+            said, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+            if len(body) % 8 or hashlib.sha256(body).digest() != said:
+                continue
+            table: IntArray = np.frombuffer(body, dtype="<i8").astype(np.int64)
+            if is_right(table):
                 return table
         return None
 
@@ -73,8 +83,8 @@ def _write(path: Path, table: IntArray) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = unfinished(path)
         try:
-            with part.open("wb") as file:
-                np.save(file, table)
+            content = table.astype("<i8").tobytes()
+            part.write_bytes(hashlib.sha256(content).digest() + content)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

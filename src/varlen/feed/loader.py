@@ -313,7 +313,8 @@ class PackedLoader(OfOneProcess):
         million documents a second and kept. In streaming a step that lies ahead, or further back than the last
         rounds, is reached by preparing what comes before it.
         """
-        self._go_to(self._lookup.state_at(as_count(step, "step", 0, MOST), self._state))
+        found = self._lookup.state_at(as_count(step, "step", 0, MOST), self._state)
+        self._go_to(self._opened.feed.begun(found))
 
     def __len__(self) -> int:
         """Count the batches of all epochs that this rank takes, those that were taken included.

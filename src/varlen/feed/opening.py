@@ -30,7 +30,7 @@ from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
 from varlen.offline.processors import processors
 from varlen.source.files import Data, File, entries_of, is_url
-from varlen.source.fingerprints import fingerprint_files
+from varlen.source.fingerprints import fingerprint_of, known_prints
 from varlen.source.identity import TokenizerMark, made_by
 from varlen.source.losses import Losses
 from varlen.source.mixture import Mixture
@@ -290,6 +290,9 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     rank, world = settings.ranks
     lanes = settings.lanes or whole
     check_passes(source, settings)
+    prints = known_prints(source.files)
+    # Who reads them compares with these where a file seems to be another than the one that was listed.
+    source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(
         source=source,
         settings=StreamingSettings(
@@ -310,7 +313,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     mark = source.made_by()
     belongs_to = {
         TOKENIZER: None if mark is None else mark.to_json(),
-        "data": digest(source.fingerprint + fingerprint_files(source.files))[:32],
+        "data": digest(source.fingerprint + fingerprint_of(source.files, prints))[:32],
         "on_error": source.on_error,
         "lanes": lanes,
         "epochs": settings.epochs,

@@ -285,8 +285,9 @@ class Rounds:
                     if isinstance(one, Exception):
                         raise one
                     self._tell(one)
-                    # The same records are lost in every epoch: they count once, as with an index.
-                    lost = one.losses if one.claim.epoch == 0 else Losses()
+                    # The same records are lost in every epoch, as a file that changes is refused: they count once, as
+                    # with an index. What a disk or a server doesn't give may be lost in any epoch, and counts there.
+                    lost = one.losses if one.claim.epoch == 0 else one.outside
                     lane.add(one.arrival, one.claim.epoch, one.path, lost)
                 told[number] = asdict(lane.held)
             except Exception as error:

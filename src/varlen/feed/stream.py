@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,7 +13,10 @@ from varlen.feed.state import MOST
 from varlen.feed.windows import Windows
 from varlen.pack.lengths import as_count
 from varlen.source.token_documents import ReadableTokens, TokenDocuments
+from varlen.source.token_files import FileTokens
 from varlen.types import Ledger
+
+_log = logging.getLogger(__name__)
 
 Grown = tuple[tuple[int, int], ...]
 """Pairs of an epoch and a number of parts: from that epoch on, an epoch holds so many of the store's parts."""
@@ -244,6 +248,17 @@ def refuse(name: str, number: int, most: int) -> None:
         )
 
 
+def _had(store: TokenDocuments, num_parts: int, mark: Any) -> bool:
+    """Whether a store is the one that a state of an earlier version names, as far as that version looked."""
+    is_it = isinstance(store, FileTokens) and isinstance(mark, str) and store.had_fingerprint(num_parts, mark)
+    if is_it:
+        _log.warning(
+            "the state is of an earlier version, which took samples of an index of tokens; these are the same, and "
+            "the rest of it wasn't compared"
+        )
+    return is_it
+
+
 def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     """Return where a step begins.
 
@@ -263,7 +278,7 @@ def _as_position(at: Mapping[str, Any], store: TokenDocuments) -> Position:
     if not epochs or epochs[0] > numbers["epoch"] or epochs != sorted(set(epochs)):
         raise StateError(f"this is no state of a loader: its store grows at epochs {epochs}")
     for epoch, num_parts, mark in stages:
-        if store.fingerprint_at(num_parts) != mark:
+        if store.fingerprint_at(num_parts) != mark and not _had(store, num_parts, mark):
             raise StateError(
                 f"epoch {epoch:,} was begun with a store of {num_parts:,} parts and the fingerprint {mark!r}; this "
                 f"one has {store.num_parts:,} parts and {store.fingerprint!r}, and didn't grow from it. Name that "

@@ -22,7 +22,7 @@ from varlen.feed.exchange import Exchanges, Solo
 from varlen.feed.feed import Buffers, Ended, Made
 from varlen.feed.intake import Intake
 from varlen.feed.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
-from varlen.feed.place import check_place
+from varlen.feed.place import check_place, place_of
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState, check_micro_batch
 from varlen.pack.passes import Passes
@@ -137,7 +137,9 @@ class StreamingFeed:
         return f"record {record:,} of {self._blocks.where(chunk.block, chunk.number, self._source.files)}"
 
     def begun(self, state: FeedState) -> FeedState:
-        """Return a state that says where it stands: as it is, since documents are read from there on.
+        """Return a state that says where it stands, in the form that all states have after it.
+
+        Version 0.1.0 left the place out of states before the first batch.
 
         Raises:
             StateError: the state isn't one of streaming, or can't be.
@@ -149,7 +151,7 @@ class StreamingFeed:
                 f"the state is at step {state.step:,}, but its round begins at {begins!r}; it was changed"
             )
         check_place(state.at, self._settings.lanes, self._settings.seed, self._settings.epochs)
-        return state
+        return replace(state, at=place_of(state.at, self._settings.lanes).to_at())
 
     def batches(self, state: FeedState, buffers: Buffers) -> Iterator[Made | Ended]:
         """Yield the batches that follow a state, and what they haven't told of.

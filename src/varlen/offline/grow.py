@@ -21,7 +21,7 @@ from varlen.source.store import STORE_FORMAT, STORE_FORMATS
 from varlen.source.token_documents import ROW_WEIGHTS
 from varlen.source.tokenizer import ByteTokenizer, digest
 from varlen.source.writing import sync
-from varlen.source.written import MANIFEST, PLAN, WORK, read_manifest
+from varlen.source.written import MANIFEST, PLAN, WORK, read_manifest, sealed
 
 
 def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:
@@ -65,7 +65,7 @@ def write_plan(partial: Path, fingerprint: str, num_parts: int, told: Mapping[st
     with disk_faults(partial):
         write_json(
             partial / WORK / PLAN,
-            {"fingerprint": fingerprint, "num_parts": num_parts, **told},
+            sealed({"fingerprint": fingerprint, "num_parts": num_parts, **told}),
         )
 
 
@@ -169,6 +169,6 @@ def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str
         for name in names:
             (partial / name).replace(folder / name)
         sync(folder)
-        write_json(folder / MANIFEST, manifest)
+        write_json(folder / MANIFEST, sealed(manifest))
         sync(folder)
         shutil.rmtree(partial)

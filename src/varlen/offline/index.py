@@ -32,6 +32,7 @@ from varlen.offline.places import (
     working_folder,
     write_json,
 )
+from varlen.regular import read_regular
 from varlen.source.fingerprints import fingerprint
 from varlen.source.identity import made_by, mark_in
 from varlen.source.losses import nothing_read, stored, total
@@ -304,10 +305,12 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
 def _finished(folder: Path, note: Path) -> list[dict[str, Any]] | None:
     """Return the shards that an earlier run made of a part, if they are there and whole."""
     try:
-        shards: list[dict[str, Any]] = json.loads(note.read_bytes())
+        shards: list[dict[str, Any]] = json.loads(read_regular(note))
         for shard in shards:
-            Shard(folder / shard["name"])
-    except (OSError, ValueError, TypeError, KeyError):
+            counts = Shard(folder / shard["name"]).counts
+            if {"name": shard["name"], **counts.to_json()} != shard:
+                return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return shards
 

@@ -28,7 +28,15 @@ from varlen.offline.write import PartCounts, opened_store, write_part
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
 from varlen.source.tokenizer import digest
-from varlen.source.written import MANIFEST_OF_ROWS, SKIPPED, SKIPPED_OF_ROWS, WORK, read_manifest
+from varlen.source.written import (
+    MANIFEST_OF_ROWS,
+    SKIPPED,
+    SKIPPED_OF_ROWS,
+    WORK,
+    check_parts,
+    read_manifest,
+    sealed,
+)
 
 _TOKENS = "tokens"
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
@@ -136,12 +144,14 @@ def _made(
     """Make a set, unless an earlier run did; arguments as in `make_set`."""
     if isinstance(source, Path):
         store = open_store(source)
-        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest["source"]}
+        marks: dict[str, Any] = {"tokens": store.fingerprint, **store.manifest.get("source", {})}
     else:
         marks = look_at(source, output, team, on_progress)
     wanted = digest(json.dumps([__version__, deciding(marks), settings], sort_keys=True))
     manifest = read_manifest(output)
     if manifest is not None and manifest.get("fingerprint") == wanted:
+        if manifest.get("kind") == "packed":
+            check_parts(output, manifest)
         tidy(output)
         return PackedSet(folder=output, manifest=manifest, was_there=True)
     if not overwrite:
@@ -174,6 +184,7 @@ def _made(
         with disk_faults(output):
             (partial / SKIPPED).unlink(missing_ok=True)  # by a run of version 0.1.0
             _gather_skipped(store, partial / SKIPPED_OF_ROWS)
+        manifest = sealed(manifest)
         finish(partial, output, manifest, MANIFEST_OF_ROWS)
     return PackedSet(folder=output, manifest=manifest, was_there=False)
 
@@ -183,7 +194,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write all parts; returns the manifest."""
     plan = Plan(store, settings)
-    total = max(int(store.manifest["num_tokens"]), 1)
+    total = max(int(store.tokens.sum()), 1)
     parts: list[PartCounts] = []
     done = 0
     on_progress(0, total, "packing")
@@ -218,7 +229,7 @@ def _write(
         "num_targets": sum(p.num_targets for p in parts),
         "fill_ratio": packed / (packs * settings.capacity),
         "packs_without_target": sum(p.packs_without_target for p in parts),
-        "num_skipped": int(store.manifest["num_skipped"]),
+        "num_skipped": int(store.manifest.get("num_skipped", 0)),
         "losses": store.losses.to_json(),
         "ledger": asdict(ledger),
         "parts": [asdict(p) for p in parts],

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
+from varlen.regular import read_regular
 from varlen.source.files import File
 from varlen.source.writing import sync
-from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest
+from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest, sealed
 
 _STATE = "state.json"
 _LOCK_S = 0.5
@@ -190,8 +191,8 @@ def _clear(partial: Path, keep: str) -> None:
 def _left_by(partial: Path) -> str | None:
     """Return the fingerprint of the run that left a folder."""
     try:
-        return str(json.loads((partial / WORK / _STATE).read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(read_regular(partial / WORK / _STATE))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -212,7 +213,7 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             left.unlink()
         for other in MANIFESTS:  # by a run of version 0.1.0 that ended just then
             (partial / other).unlink(missing_ok=True)
-        write_json(partial / name, manifest)
+        write_json(partial / name, sealed(manifest))
         if folder.exists():
             replaced = partial / WORK / "replaced"
             shutil.rmtree(replaced, ignore_errors=True)

@@ -16,6 +16,7 @@ from varlen.errors import SourceError
 from varlen.offline.places import disk_faults, unfinished, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
+from varlen.regular import open_regular, read_regular
 from varlen.source.lists import list_column
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import weighs
@@ -37,6 +38,8 @@ class PartCounts:
     num_targets: int
     packs_without_target: int
     sha256: str
+    num_bytes: int = 0
+    """0: not known, as version 0.1.0 didn't note it."""
 
 
 def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> PartCounts:
@@ -62,7 +65,7 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
         try:
             write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
             sync(partial)
-            sha256 = _sha256(partial)
+            sha256, num_bytes = _sha256(partial), partial.stat().st_size
             partial.replace(folder / name)
         finally:
             partial.unlink(missing_ok=True)
@@ -77,6 +80,7 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
             num_targets=int(targets.sum()),
             packs_without_target=int((targets == 0).sum()),
             sha256=sha256,
+            num_bytes=num_bytes,
         )
         write_json(note, asdict(counts))
     return counts
@@ -85,14 +89,14 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
 def _written(folder: Path, note: Path) -> PartCounts | None:
     """Return what an earlier run wrote, if it is there and whole."""
     try:
-        counts = PartCounts(**json.loads(note.read_bytes()))
+        counts = PartCounts(**json.loads(read_regular(note)))
         return counts if _sha256(folder / counts.name) == counts.sha256 else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

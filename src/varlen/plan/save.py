@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from varlen.errors import PlanError, SourceError, StalledError
 from varlen.offline.places import disk_faults, unfinished
+from varlen.regular import read_regular
 from varlen.simulate.form import check_form
 from varlen.source.writing import sync
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
@@ -191,7 +192,7 @@ def load_plan(path: str | Path) -> StepPlan:
         PlanError: as `plan_from_bytes`; names the file.
     """
     try:
-        content = Path(path).read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise SourceError(f"the plan {path} can't be read: {error.strerror or error}") from None
     try:

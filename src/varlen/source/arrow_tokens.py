@@ -24,7 +24,7 @@ from varlen.source.files import File
 from varlen.source.formats.tables import table_faults
 from varlen.source.loss_masks import Mask
 from varlen.source.ready import flat_column
-from varlen.source.token_files import sampled_mark
+from varlen.source.token_files import Unchanged, sampled_mark
 from varlen.types import IntArray
 
 _READ = {"input_ids", "labels", "loss_mask", "attention_mask"}
@@ -48,6 +48,7 @@ class ArrowFile:
         self.num_documents, self.num_tokens = int(self._rows[-1]), self._tokens[-1]
         self.has_mask = "labels" in columns.names or "loss_mask" in columns.names
         self._batch = lru_cache(_KEPT_BATCHES)(self._flat)
+        self._unchanged = Unchanged(file.place, sampled_mark)
 
     def _flat(self, number: int) -> dict[str, _Flat]:
         """Return values and offsets of each role of one batch, checked to be of one length."""
@@ -128,6 +129,7 @@ class ArrowFile:
         Raises:
             SourceError: it was cut short since it was mapped.
         """
+        self._check_same()
         size = os.fstat(self._mapped.fileno()).st_size
         if size < self._file.size:
             raise SourceError(
@@ -144,8 +146,23 @@ class ArrowFile:
         self._check_size()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Look whether it was written to while it was read.
+
+        Raises:
+            SourceError: it was.
+        """
+        if kind is None:
+            self._check_same()
+
+    def _check_same(self) -> None:
+        """Require that a file of the user's is what was mapped.
+
+        Raises:
+            SourceError: it was replaced or rewritten since.
+        """
+        if self._file.stored is None:
+            self._unchanged.check()
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
         """Return tokens [start, stop) of one document, as they lie."""
@@ -189,7 +206,11 @@ class ArrowFile:
 
     def mark(self) -> str:
         """Return what changes with the content, and with what is taken of it."""
-        return f"{sorted(self._names.items())} {self._file.content or sampled_mark(self._file.place)}"
+        return f"{sorted(self._names.items())} {self._file.content or self._unchanged.mark()}"
+
+    def older_mark(self) -> str:
+        """Return the same: it is what it was."""
+        return self.mark()
 
 
 def map_arrow(file: File) -> ArrowFile | None:

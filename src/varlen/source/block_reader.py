@@ -24,6 +24,7 @@ from varlen.source.loss_masks import end_to_end
 from varlen.source.losses import total
 from varlen.source.opening import compression_of
 from varlen.source.rows import Rows, faulty
+from varlen.source.seen import check_told
 from varlen.source.source import Source
 from varlen.types import IntArray
 
@@ -229,8 +230,9 @@ class BlockReader:
             rows = list(self._rows_of(index, start, stop))
         else:
             rows = self._table(index, start, stop).part(part, of_parts)
-        path = self._source.files[index].path
-        return Raw(chunk=chunk, path=path, rows=tuple(rows), columns=self._columns.get(index))
+        file = self._source.files[index]
+        check_told(file.place, file.seen)  # also where what can't be read is skipped
+        return Raw(chunk=chunk, path=file.path, rows=tuple(rows), columns=self._columns.get(index))
 
     def forget(self) -> None:
         """Let go of chunks that were asked for, and of tables that haven't been asked for lately."""

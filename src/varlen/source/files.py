@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 from varlen.counts import many
 from varlen.source.live import ArrowStream, Live
 from varlen.source.retry import Retry
+from varlen.source.seen import Seen
 
 Format = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "npz"]
 Compression = Literal["gzip", "zstd"]
@@ -77,6 +78,11 @@ class File:
     """Where it lies, if it holds rows that were given in memory: `path` names those, for messages."""
     content: str | None = None
     """Its fingerprint, where that is known already."""
+    seen: Seen | str | None = field(default=None, compare=False, repr=False)
+    """What tells, while a run reads it, that it was replaced: of a local file what was seen when it was listed, of a
+    remote one what the server said, times among it. Never part of a fingerprint."""
+    known: str | None = field(default=None, compare=False, repr=False)
+    """The fingerprint that it had when the run began, where it was computed."""
     live: Live | None = None
     """What is known of it, if its rows are given while it is read; it has neither a size nor a content then."""
     hold: object = field(default=None, compare=False, repr=False)

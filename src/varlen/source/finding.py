@@ -27,13 +27,16 @@ from varlen.source.folders import Chosen, Folder, choose_files, dangling_links
 from varlen.source.opening import rows_at
 from varlen.source.remote import Listed, list_remote, read_remote
 from varlen.source.retry import Retry
+from varlen.source.seen import Seen
 from varlen.source.splits import ALL, no_such_split
 from varlen.source.written import (
     MANIFESTS,
     PARTIAL,
     WORK,
+    check_parts,
     is_beside_results,
     is_unfinished,
+    read_manifest,
     what_varlen_wrote,
 )
 
@@ -261,8 +264,9 @@ def _before_magic(parts: Iterable[str]) -> list[str]:
 
 
 def _listed(path: Path, root: Path, *, is_gone: bool = False) -> Listed:
-    size = -1 if is_gone else path.stat().st_size
-    return Listed(path=str(path), name=path.relative_to(root).as_posix(), size=size)
+    seen = None if is_gone else Seen.of(path.stat())
+    size = -1 if seen is None else seen.size
+    return Listed(path=str(path), name=path.relative_to(root).as_posix(), size=size, seen=seen)
 
 
 def _file(listed: Listed, naming: Naming) -> File:
@@ -276,6 +280,7 @@ def _file(listed: Listed, naming: Naming) -> File:
         is_told=naming.format is not None,
         binary_as_text=naming.binary_as_text,
         mark=listed.mark,
+        seen=listed.seen,
         retry=naming.retry,
     )
 
@@ -286,6 +291,9 @@ def _local_folder(path: Path, naming: Naming) -> Folder:
     unread = _unread(naming)
     files = _without(every, unread)
     _refuse_results(path, files)
+    manifest = read_manifest(path)
+    if manifest is not None and manifest.get("kind") == "packed":
+        check_parts(path, manifest)
     gone = _without(gone, unread)
     listing = [*(_listed(p, path) for p in files), *(_listed(p, path, is_gone=True) for p in gone)]
     order = {str(p): number for number, p in enumerate(sorted([*files, *gone]))}

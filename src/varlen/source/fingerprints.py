@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from varlen.source.files import File
 from varlen.source.opening import faults, open_stored
 from varlen.source.remote import remote_mark
+from varlen.source.seen import PIECE_BYTES, sampled_digest, whole_digest
 
-_BLOCK_BYTES = 1 << 20
-_PIECE_BYTES = 64 << 10
-_PIECES = 64
 WHOLE_BYTES = 256 << 20
 """Files that together have at most so many bytes are read whole."""
 _THREADS = 16
@@ -30,11 +28,8 @@ def fingerprint(file: File) -> str:
         return file.content
     if file.is_remote and (mark := file.mark or remote_mark(file.path, file.retry)) is not None:
         return mark
-    digest = hashlib.sha256()
     with faults(file), open_stored(file) as stored:
-        while chunk := stored.read(_BLOCK_BYTES):
-            digest.update(chunk)
-    return f"sha256:{digest.hexdigest()}"
+        return whole_digest(stored)
 
 
 def quick_fingerprint(file: File) -> str:
@@ -54,15 +49,8 @@ def quick_fingerprint(file: File) -> str:
     if file.is_remote:
         mark = file.mark or remote_mark(file.path, file.retry)
         return f"size:{file.size}" if mark is None else mark
-    digest = hashlib.sha256()
-    with faults(file), open_stored(file, _PIECE_BYTES) as stored:
-        if file.size <= _PIECES * _PIECE_BYTES:
-            digest.update(stored.read())
-        else:
-            for index in range(_PIECES):
-                stored.seek((file.size - _PIECE_BYTES) * index // (_PIECES - 1))
-                digest.update(stored.read(_PIECE_BYTES))
-    return f"size:{file.size} sampled:{digest.hexdigest()}"
+    with faults(file), open_stored(file, PIECE_BYTES) as stored:
+        return sampled_digest(stored, file.size)
 
 
 def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> str:
@@ -76,9 +64,18 @@ def fingerprint_files(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) 
     Raises:
         SourceError: one can't be read.
     """
+    return fingerprint_of(files, known_prints(files, whole_bytes=whole_bytes))
+
+
+def known_prints(files: Sequence[File], *, whole_bytes: int = WHOLE_BYTES) -> list[str]:
+    """Return the fingerprint of each file, as `fingerprint_files` takes them."""
     is_small = sum(file.size for file in files if not file.is_remote) <= whole_bytes
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="varlen-fingerprint") as threads:
-        prints = list(threads.map(_whole if is_small else quick_fingerprint, files))
+        return list(threads.map(_whole if is_small else quick_fingerprint, files))
+
+
+def fingerprint_of(files: Sequence[File], prints: Sequence[str]) -> str:
+    """Return what `fingerprint_files` does, of files whose fingerprints are known."""
     digest = hashlib.sha256()
     for file, said in zip(files, prints):
         digest.update(repr((file.name, file.size, said)).encode())

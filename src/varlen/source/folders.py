@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from varlen.counts import many
@@ -57,9 +57,7 @@ class Folder:
     def below(self, name: str) -> Folder:
         """Return a folder in it."""
         listing = [
-            Listed(path=e.path, name=e.name[len(name) + 1 :], size=e.size, mark=e.mark)
-            for e in self.listing
-            if e.name.startswith(f"{name}/")
+            replace(e, name=e.name[len(name) + 1 :]) for e in self.listing if e.name.startswith(f"{name}/")
         ]
         return Folder(path=self.place(name), listing=listing, read=self.read, look=self.look, gone=self.gone)
 
@@ -193,9 +191,7 @@ def _of_splits(folder: Folder, splits: Sequence[object], split: str | None) -> C
             raise SourceError(f"{folder.place(_DICT)} names the split {name}, which isn't there; copy it too")
         part = choose_files(below, None, None)
         prefix = f"{name}/" if len(wanted) > 1 else ""
-        chosen.entries += [
-            Listed(path=e.path, name=prefix + e.name, size=e.size, mark=e.mark) for e in part.entries
-        ]
+        chosen.entries += [replace(e, name=prefix + e.name) for e in part.entries]
         for why, entries in part.left_out.items():
             chosen.leave_out(why, entries)
     for name in names:

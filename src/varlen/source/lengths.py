@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular
 from varlen.source.documents import Documents, targets_of
 from varlen.source.losses import Losses, nothing_read
 from varlen.source.source import Source
@@ -21,6 +23,20 @@ from varlen.types import IntArray
 
 OnProgress = Callable[[int, int, str], None]
 _EXCERPT_TOKENS = 32
+_DAMAGED = (
+    *(
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        OverflowError,
+        SyntaxError,
+        RuntimeError,
+        NotImplementedError,
+    ),
+    *(MemoryError, TokenError, zipfile.BadZipFile, zlib.error),
+)
+"""What damaged archives of arrays make the standard library and numpy raise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -122,12 +138,14 @@ def counted_lengths(path: Path) -> Lengths | None:
         SourceError: they aren't whole numbers from 0.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            if "lengths.npy" not in archive.namelist():
-                return None
-        with np.load(path, allow_pickle=False) as stored:
-            lengths = stored["lengths"]
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+        with open(path, "rb", opener=open_regular) as file:
+            with zipfile.ZipFile(file) as archive:
+                if "lengths.npy" not in archive.namelist():
+                    return None
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as stored:
+                lengths = stored["lengths"]
+    except _DAMAGED as error:
         raise SourceError(f"{path} is not a readable .npz file: {error}") from error
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (len(lengths) and lengths.min() < 0):
         raise SourceError(f"{path}: `lengths` must be a row of whole numbers from 0, got {lengths.dtype}")

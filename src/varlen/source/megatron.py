@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular
 from varlen.source.loss_masks import Mask
-from varlen.source.token_files import sampled_mark
+from varlen.source.token_files import Unchanged, sampled_mark, whole_mark
 from varlen.types import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,9 +52,10 @@ class MegatronFile:
         self._bin, self._idx = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
         self.path, self.name = str(self._bin), name
         try:
+            self._tokens, self._index = Unchanged(self._bin, sampled_mark), Unchanged(self._idx, whole_mark)
             self._size = self._bin.stat().st_size
             idx_bytes = self._idx.stat().st_size
-            with self._idx.open("rb") as file:
+            with open(self._idx, "rb", opener=open_regular) as file:
                 head = file.read(_HEAD_BYTES)
         except OSError as error:
             raise SourceError(
@@ -121,6 +123,7 @@ class MegatronFile:
         mapped: Any = self._sequences.base
         if mapped.size() < self._idx_bytes:  # touching what isn't there any more would kill the process
             raise SourceError(f"{self._idx} was cut short while it was in use; copy it again, and go on")
+        self._index.check()
         bounds = self._sequences[first : stop + 1].astype(np.int64)
         if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > len(self._lengths):
             raise self._damaged("its documents' sequences don't rise", first, stop)
@@ -161,17 +164,29 @@ class MegatronFile:
         )
 
     def __enter__(self) -> MegatronFile:
-        """Open the tokens."""
+        """Open the tokens.
+
+        Raises:
+            SourceError: they or their index can't be read, or aren't what they were.
+        """
+        self._tokens.check()
+        self._index.check()
         try:
-            self._file = os.open(self._bin, os.O_RDONLY)
+            self._file = open_regular(self._bin)
         except OSError as error:
             raise SourceError(f"{self._bin} can't be read: {error.strerror or error}") from error
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close them."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Close them.
+
+        Raises:
+            SourceError: they were written to while they were read.
+        """
         os.close(self._file)
         self._file = -1
+        if kind is None:
+            self._tokens.check()
 
     def read_tokens(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
         """Return tokens [start, stop) of the open file, as they are stored.
@@ -201,5 +216,9 @@ class MegatronFile:
             os.posix_fadvise(self._file, start * width, (stop - start) * width, os.POSIX_FADV_WILLNEED)
 
     def mark(self) -> str:
-        """Return what changes with the tokens and their bounds."""
-        return f"{sampled_mark(self._idx)} {sampled_mark(self._bin)}"
+        """Return what changes with the tokens and their bounds: all of these, and samples of those."""
+        return f"{self._index.mark()} {self._tokens.mark()}"
+
+    def older_mark(self) -> str:
+        """Return what version 0.1.0 called so: samples of both."""
+        return f"{sampled_mark(self._idx)} {self._tokens.mark()}"

@@ -18,12 +18,14 @@ from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular
 from varlen.source.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
 from varlen.source.files import Compression, File, Format, says_text
 from varlen.source.live import open_live
-from varlen.source.ranges import BUFFER_BYTES, changed, open_remote
+from varlen.source.ranges import BUFFER_BYTES, changed, open_remote, replaced_words
 from varlen.source.remote import remote_faults
 from varlen.source.retry import first_line
+from varlen.source.seen import Seen, difference, told, untold
 from varlen.source.unpacking import UNPACKED_BYTES, ToTheFault, unpacker
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -48,12 +50,29 @@ class _Stored(io.FileIO):
     """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
 
     def __init__(self, file: File) -> None:
-        super().__init__(file.place)
+        super().__init__(file.place, opener=open_regular)
         self._file = file
-        now = os.fstat(self.fileno()).st_size
-        if 0 <= file.size != now:
+        self._opened = Seen.of(os.fstat(self.fileno()))
+        try:
+            self._check_same()
+        except BaseException:
             self.close()
-            raise SourceError(changed(file.path, file.size, f"{now:,}"))
+            raise
+
+    def _check_same(self) -> None:
+        """Require that what is open holds what was listed.
+
+        Raises:
+            SourceError: it doesn't.
+        """
+        file, now = self._file, self._opened
+        if 0 <= file.size != now.size:
+            raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
+        if isinstance(file.seen, Seen):
+            said = difference(file.place, file.seen, now, file.known)
+            if said is not None:
+                raise told(file.place, file.seen, replaced_words(file.path, said))
+        untold(file.place, file.seen)
 
     def readinto(self, buffer: Any, /) -> int | None:
         start = self.tell()
@@ -68,9 +87,18 @@ class _Stored(io.FileIO):
         return content
 
     def _check(self, start: int, stop: int, *, is_end: bool) -> None:
-        """Tell what was read; the end may not come earlier than it was listed."""
+        """Tell what was read; the end may not come earlier than it was listed, nor may it have been written to.
+
+        Whoever writes to a file changes its time first, so that what was read before it is asked for is not new.
+        """
         if is_end and stop < self._file.size:
-            raise SourceError(changed(self._file.path, self._file.size, f"{stop:,}"))
+            words = changed(self._file.path, self._file.size, f"{stop:,}")
+            raise told(self._file.place, self._file.seen, words)
+        if self._file.seen is not None:
+            now = Seen.of(os.fstat(self.fileno()))
+            if not now.has_content_of(self._opened):
+                self._opened = now
+                self._check_same()
         if self._file.on_read is not None:
             self._file.on_read(self._file.path, start, stop)
 
@@ -88,7 +116,8 @@ def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
     if file.live is not None:
         return open_live(file.path, file.place)
     if file.is_remote:
-        return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES)
+        seen = file.seen if isinstance(file.seen, str) else None
+        return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES, seen)
     try:
         return io.BufferedReader(_Stored(file), buffer_bytes or _BUFFER_BYTES)
     except FileNotFoundError as error:

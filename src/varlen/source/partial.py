@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 from varlen.counts import many
 from varlen.errors import SourceError
+from varlen.regular import read_regular
 from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import ROW_WEIGHTS
-from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, read_manifest
+from varlen.source.written import LOCK, PARTIAL, PLAN, WORK, is_sealed, read_manifest
 from varlen.types import Int32Array, IntArray
 
 _Answer = TypeVar("_Answer")
@@ -176,9 +177,15 @@ class PartialStore:
         before = self._finished_parts
         while self._finished_parts < self.num_parts:
             try:
-                note = self._partial / WORK / f"{self._finished_parts:05d}.json"
-                self._listed = self._listed + json.loads(note.read_bytes())
-            except (OSError, ValueError, TypeError):
+                number = f"{self._finished_parts:05d}"
+                listed = json.loads(read_regular(self._partial / WORK / f"{number}.json"))
+                self._check_note(number, listed)
+                self._listed = self._listed + listed
+            except SourceError:
+                if self._is_being_written():  # it may be made again just now
+                    break
+                raise
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 break
             self._finished_parts += 1
         if self._finished_parts > before:
@@ -188,6 +195,21 @@ class PartialStore:
                 raise SourceError(
                     f"{self._partial} holds damaged notes of its parts; index the data again"
                 ) from error
+
+    def _check_note(self, number: str, listed: Any) -> None:
+        """Require that the note of a part lists the shards that are there, which were written before it.
+
+        Raises:
+            SourceError: it doesn't.
+            OSError: the folder isn't there any more.
+            KeyError, TypeError: the note is damaged.
+        """
+        there = {path.name for path in self._partial.iterdir() if path.name.startswith(f"{number}-")}
+        if {shard["name"] for shard in listed} != there:
+            raise SourceError(
+                f"{self._partial} holds damaged notes of its parts: that of part {int(number):,} lists "
+                f"{len(listed):,} shards, and {len(there):,} are there; index the data again"
+            )
 
     def _has_moved(self) -> bool:
         """Go on with the finished store, if there is one; returns whether."""
@@ -266,16 +288,18 @@ def is_begun(folder: Path) -> bool:
 def _read_plan(partial: Path) -> tuple[str, int] | None:
     """Return the fingerprint of what will be, and its parts; None where there is no plan."""
     plan = _read_json(partial)
+    if not is_sealed(plan):
+        return None
     try:
         return str(plan["fingerprint"]), int(plan["num_parts"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def _read_json(partial: Path) -> dict[str, Any]:
     """Return what a run says of the store that it makes; nothing where it doesn't."""
     try:
-        plan = json.loads((partial / WORK / PLAN).read_bytes())
-    except (OSError, ValueError):
+        plan = json.loads(read_regular(partial / WORK / PLAN))
+    except (OSError, ValueError, RecursionError):
         return {}
     return plan if isinstance(plan, dict) else {}

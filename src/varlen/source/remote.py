@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import has_magic
@@ -12,8 +13,19 @@ from typing import Any, Literal
 
 from varlen.errors import SourceError, VarlenError
 from varlen.source.retry import Retry, as_os_error, first_line, is_nothing_there, missing_package, retried
+from varlen.source.seen import Seen
 
-_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c")
+_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "blob_id", "xet_hash")
+_TIMES = (
+    "generation",
+    "version_id",
+    "VersionId",
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
 _S3 = ("s3://", "s3a://")
 Kind = Literal["file", "folder", "glob"]
 """What a URL names."""
@@ -31,6 +43,8 @@ class Listed:
     """Bytes, or -1 where the server doesn't say."""
     mark: str | None = None
     """What changes whenever its content does: an ETag or a checksum."""
+    seen: Seen | str | None = None
+    """What tells, as long as a run reads it, that it was replaced: inode and times, or all that a server says."""
 
 
 @contextmanager
@@ -123,7 +137,7 @@ def _list(fs: Any, path: str, url: str) -> tuple[list[Listed], Kind]:
     if info["type"] == "directory" and not is_web:
         return _listed(fs, fs.find(path, detail=True).items(), path), "folder"
     name = path.rstrip("/").rsplit("/", 1)[-1].split("?")[0]
-    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info))], "file"
+    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info), seen=said_of(info))], "file"
 
 
 def is_hidden(name: str) -> bool:
@@ -198,6 +212,7 @@ def _listed(fs: Any, found: Any, folder: str) -> list[Listed]:
             name=path[len(folder) :].lstrip("/"),
             size=_size(info),
             mark=_mark(info),
+            seen=said_of(info),
         )
         for path, info in sorted(found, key=itemgetter(0))
     ]
@@ -211,6 +226,37 @@ def _size(info: dict[str, Any]) -> int:
 def _mark(info: dict[str, Any]) -> str | None:
     """Return what changes whenever the file's content does, or None."""
     return next((f"{key.lower()}:{info[key]}" for key in _MARKS if info.get(key)), None)
+
+
+def said_of(info: Mapping[str, Any]) -> str | None:
+    """Return all that a server says of a file that changes when it is replaced, times among it; None for nothing.
+
+    It tells files apart within a run. A listing and a look at one file may say different things of it, so that only
+    what both say counts.
+    """
+    said = {
+        kind: {name.lower(): str(info[name]) for name in names if info.get(name)}
+        for kind, names in (("mark", _MARKS), ("time", _TIMES))
+    }
+    return json.dumps(said, sort_keys=True) if any(said.values()) else None
+
+
+def etag_of(said: str | None) -> str | None:
+    """Return the ETag among what a server says of a file, or None."""
+    tag: str | None = None if said is None else json.loads(said)["mark"].get("etag")
+    return tag
+
+
+def replaced(was: str | None, now: str | None) -> str | None:
+    """Return the name of the first thing that is said otherwise of a file than before, or None."""
+    if was is None or now is None:
+        return None
+    before, after = json.loads(was), json.loads(now)
+    for kind in ("mark", "time"):  # times may be told more or less finely; where there is a mark, it decides
+        both = [name for name in before[kind] if name in after[kind]]
+        if both:
+            return next((name for name in both if before[kind][name] != after[kind][name]), None)
+    return None
 
 
 def remote_mark(url: str, retry: Retry) -> str | None:

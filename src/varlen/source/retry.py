@@ -208,6 +208,16 @@ def is_passing(error: BaseException) -> bool:
     return False
 
 
+def is_outside(error: BaseException) -> bool:
+    """Whether a failure is one of a disk, a network or a server, and none of what a file holds."""
+    if is_passing(error):
+        return True
+    chain = list(_chain(error))
+    if any(_answer(each)[0] is not None for each in chain):
+        return True
+    return any(isinstance(each, OSError) and each.errno is not None for each in chain)
+
+
 def is_nothing_there(error: FileNotFoundError) -> bool:
     """Whether nothing is there; some libraries call so whatever a server refuses."""
     return not is_passing(error) and answer_of(error)[0] in _NOTHING_THERE

@@ -38,6 +38,8 @@ class Fault:
     """What it stands for, in the unit of the loss."""
     raises: str = ""
     """What the error says where nothing may be skipped; the sentence unless given."""
+    is_outside: bool = False
+    """Whether not the file is at fault but what it lies on, so that the same read may succeed another time."""
 
     def __str__(self) -> str:
         """Join both to a sentence."""

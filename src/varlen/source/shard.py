@@ -7,16 +7,19 @@ import os
 import shutil
 import uuid
 import weakref
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular, read_regular
+from varlen.source.array_files import map_array
 from varlen.source.documents import Documents, targets_of
 from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses
@@ -25,8 +28,6 @@ from varlen.source.written import SKIPPED
 from varlen.types import IntArray
 
 _MASK, _WEIGHTS = "loss_mask.bin", "loss_weights.bin"
-_PARSES = 10
-"""Of a header, before its failure is believed."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 
@@ -44,6 +45,8 @@ class ShardCounts:
     """Whether there is a file of a value a token: of the mask, or of weights."""
     losses: Mapping[str, Any] | None = None
     """As `Losses` has them; None in shards of version 0.1.0, which know `num_skipped` alone."""
+    crc32: Mapping[str, int] | None = None
+    """Of the numbers in `offsets.npy` and `targets.npy`, which are read whole anyway; None in shards of 0.1.0."""
     has_weights: bool = False
     """Whether these values are what labels weigh."""
 
@@ -119,8 +122,9 @@ class ShardWriter:
             self._mask.close()
         lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
         targets = np.concatenate([np.zeros(0, dtype=np.int64), *self._targets])
-        np.save(self._partial / "offsets.npy", np.cumsum(lengths))
-        np.save(self._partial / "targets.npy", targets.astype(np.int32))
+        arrays = {"offsets": np.cumsum(lengths), "targets": targets.astype(np.int32)}
+        for name, array in arrays.items():
+            np.save(self._partial / f"{name}.npy", array)
         if self._skipped:
             text = "".join(f"{line}\n" for line in self._skipped)
             (self._partial / SKIPPED).write_text(text, encoding="utf-8", errors="replace")
@@ -133,6 +137,7 @@ class ShardWriter:
             has_mask=self._mask is not None,
             losses=self._losses.to_json(),
             has_weights=self._weighs,
+            crc32={name: zlib.crc32(array.data) for name, array in arrays.items()},
         )
         (self._partial / "shard.json").write_text(json.dumps(counts.to_json()))
         for file in self._partial.iterdir():
@@ -153,9 +158,20 @@ class ShardWriter:
 def shard_counts(folder: Path) -> ShardCounts | None:
     """Return what a finished shard holds, or None where there is none."""
     try:
-        return ShardCounts(**json.loads((folder / "shard.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return ShardCounts(**json.loads(read_regular(folder / "shard.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+def _check_crc32(name: str, array: npt.NDArray[Any], counts: ShardCounts) -> None:
+    """Require that numbers are those that were written.
+
+    Raises:
+        SourceError: they aren't.
+        KeyError: it isn't said of these.
+    """
+    if counts.crc32 is not None and zlib.crc32(np.ascontiguousarray(array).data) != counts.crc32[name]:
+        raise SourceError(f"{name}.npy isn't what was written: its checksum is another")
 
 
 def _check_offsets(offsets: IntArray, counts: ShardCounts) -> None:
@@ -220,8 +236,9 @@ class Shard:
             self._dtype = _DTYPES[counts.dtype]
             self._mask_dtype = np.dtype(np.float32 if counts.has_weights else np.uint8)
             self._mask_name = _WEIGHTS if counts.has_weights else _MASK
-            self.offsets: IntArray = _array(folder / "offsets.npy", "r")
+            self.offsets: IntArray = map_array(folder / "offsets.npy")
             _check_offsets(self.offsets, counts)
+            _check_crc32("offsets", self.offsets, counts)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise SourceError(f"{folder} can't be read: {error}; index the data again") from error
         self._mapped: Any = self.offsets.base
@@ -264,7 +281,7 @@ class Shard:
 
     def _opened(self, name: str) -> int:
         try:
-            return os.open(self._path / name, os.O_RDONLY)
+            return open_regular(self._path / name)
         except OSError as error:
             raise SourceError(f"{self._path / name} can't be read: {error.strerror or error}") from error
 
@@ -305,11 +322,22 @@ class Shard:
         """
         path, count = self._path / "targets.npy", self.counts.num_documents
         try:
-            targets: IntArray = _array(path).astype(np.int64)
-        except (OSError, ValueError, EOFError, TypeError) as error:
+            mapped = map_array(path)
+        except (OSError, ValueError) as error:
             raise SourceError(f"{path} can't be read: {error}; index the data again") from error
-        if targets.shape != (count,):
+        if mapped.shape != (count,) or mapped.dtype != np.int32:
             raise SourceError(f"{path} doesn't hold counts of {count:,} documents; index the data again")
+        try:
+            _check_crc32("targets", mapped, self.counts)
+        except (KeyError, ValueError) as error:
+            raise SourceError(f"{path} can't be read: {error}; index the data again") from error
+        targets: IntArray = mapped.astype(np.int64)
+        most = np.maximum(np.diff(self.offsets) - 1, 0)
+        if (targets < 0).any() or (targets > most).any() or int(targets.sum()) != self.counts.num_targets:
+            raise SourceError(
+                f"{path} is damaged: it doesn't hold the {self.counts.num_targets:,} labels of {count:,} documents "
+                "that were written; index the data again"
+            )
         return targets
 
     def count_marked(self, starts: IntArray, stops: IntArray) -> list[int]:
@@ -363,17 +391,3 @@ class Shard:
                 "again"
             )
         return content
-
-
-def _array(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
-    """Read or map an array that numpy wrote.
-
-    numpy parses its header as Python, and CPython before 3.11.8 fails at that now and then where another thread
-    parses something at the same time (github.com/python/cpython/issues/106905): it is asked again.
-    """
-    for _ in range(_PARSES):
-        try:
-            return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-        except SystemError:
-            continue
-    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)

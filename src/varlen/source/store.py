@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SourceError
+from varlen.source.listing import check_listed, check_listing
 from varlen.source.loss_masks import Mask
 from varlen.source.losses import Losses, stored, total
 from varlen.source.pieces import Reader
@@ -48,10 +49,11 @@ class TokenStore:
         """Open it; arguments as `open_store` has them."""
         self.folder = folder
         self.shards: list[str] = []
+        self._listed: list[Mapping[str, Any]] = []
         self.take(manifest)
-        names = self.shards  # and not self, which would keep mappings until a collection of garbage
+        listed = self._listed  # and not self, which would keep mappings until a collection of garbage
         opened = lru_cache(maxsize=_OPEN_SHARDS)(
-            lambda index: Shard(folder / names[index], check_tokens=check_tokens)
+            lambda index: _opened(folder, listed[index], check_tokens=check_tokens)
         )
         self._open = opened
         self._reader = Reader(opened)
@@ -61,8 +63,9 @@ class TokenStore:
         """Take in what a manifest lists; it begins with what is there already.
 
         Raises:
-            SourceError: its parts are out of order.
+            SourceError: it is damaged, or its parts are out of order.
         """
+        check_listing(self.folder, manifest)
         listed = manifest["shards"]
         names = [shard["name"] for shard in listed]
         documents = np.array([shard["num_documents"] for shard in listed], dtype=np.int64)
@@ -74,7 +77,7 @@ class TokenStore:
             raise SourceError(f"{self.folder} has a damaged manifest: its parts are out of order")
         self.manifest, self.documents, self.tokens = manifest, documents, tokens
         self.parts, self.num_parts = parts, num_parts
-        self.shards[:] = names
+        self.shards[:], self._listed[:] = names, listed
         self._may_have_masks = any(shard.get("has_mask", True) for shard in listed)
 
     @property
@@ -200,6 +203,14 @@ class TokenStore:
             SourceError: a shard is damaged.
         """
         return self._reader.read(shards, documents, np.asarray(starts), lengths)
+
+
+def _opened(folder: Path, listed: Mapping[str, Any], *, check_tokens: bool) -> Shard:
+    """Open a shard, and hold it against what the manifest says of it."""
+    path = folder / listed["name"]
+    shard = Shard(path, check_tokens=check_tokens)
+    check_listed(path, listed, shard.counts)
+    return shard
 
 
 def open_store(folder: str | Path, *, check_tokens: bool = True) -> TokenStore:

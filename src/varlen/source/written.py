@@ -7,9 +7,14 @@ varlen alone, and keeps names that `cp STORE/*` takes along. Version 0.1.0 gave 
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from varlen.errors import SourceError
+from varlen.regular import MOST_JSON_BYTES, open_regular, require_regular
 
 PARTIAL, WORK = ".partial", ".work"
 """What the name of an unfinished result ends with, and the folder in it that isn't part of the result."""
@@ -21,6 +26,10 @@ MANIFESTS = (MANIFEST_OF_ROWS, MANIFEST)
 SKIPPED, SKIPPED_OF_ROWS = "skipped.log", ".skipped.log"
 """Records that were left out, one a line: of a shard of a token store, and beside packed rows."""
 _HEAD_BYTES = 64
+_SEAL = "checksum"
+"""Of all else in a manifest; version 0.1.0 wrote none."""
+_OF_ROWS = ("settings", "source", "num_packs", "ledger", "packs_without_target", "parts")
+"""What a manifest of packed rows has, at least."""
 _KINDS = {
     "packed": "a packed set",
     "tokens": "a token store",
@@ -30,7 +39,11 @@ _KINDS = {
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large."""
+    """Return the manifest of a folder that varlen wrote, or None where it is something else, however large.
+
+    Raises:
+        SourceError: it is one, and isn't what was written.
+    """
     found = _found(folder)
     return None if found is None else found[1]
 
@@ -50,14 +63,69 @@ def skipped_path(folder: Path) -> Path:
 def _found(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for name in MANIFESTS:
         try:
-            with (folder / name).open("rb") as file:
+            with open(folder / name, "rb", opener=open_regular) as file:
                 head = file.read(_HEAD_BYTES)
-                manifest = json.loads(head + file.read()) if b'"varlen"' in head else None
+                manifest = json.loads(head + file.read(MOST_JSON_BYTES)) if b'"varlen"' in head else None
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(manifest, dict) and "varlen" in manifest:
+            if not is_sealed(manifest):
+                raise SourceError(
+                    f"{folder / name} isn't what was written: its checksum is another; copy it again, or make the "
+                    "result anew"
+                )
             return folder / name, manifest
     return None
+
+
+def check_parts(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Require that the files of a packed set are those that its manifest lists, by name and size.
+
+    Args:
+        folder: of the set.
+        manifest: of it; version 0.1.0 noted no sizes.
+
+    Raises:
+        SourceError: they aren't.
+    """
+    missing = [name for name in _OF_ROWS if name not in manifest]
+    if len(missing) < len(_OF_ROWS) and missing:
+        raise SourceError(f"{folder} has a damaged manifest: `{missing[0]}` is missing; pack the data again")
+    parts = manifest.get("parts", [])
+    if not isinstance(parts, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) and Path(one["name"]).name == one["name"]
+        for one in parts
+    ):
+        raise SourceError(f"{folder} has a damaged manifest: it lists no parts; pack the data again")
+    for one in parts:
+        try:
+            said = (folder / one["name"]).stat()
+            require_regular(said.st_mode)
+        except OSError as error:
+            raise SourceError(
+                f"{folder} lists {len(parts):,} parts, of which {one['name']} can't be read "
+                f"({error.strerror or error}); copy the whole folder again, or pack the data again"
+            ) from error
+        if one.get("num_bytes") not in (None, 0, said.st_size):
+            raise SourceError(
+                f"{folder / one['name']} has {said.st_size:,} bytes, and {one['num_bytes']} were written; copy it "
+                "again, or pack the data again"
+            )
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest as it is written: with a checksum of its own."""
+    return {**manifest, _SEAL: _seal_of(manifest)}
+
+
+def is_sealed(manifest: Mapping[str, Any]) -> bool:
+    """Whether what was written is as it was; without a checksum, as version 0.1.0 wrote it, nobody knows."""
+    return _SEAL not in manifest or manifest[_SEAL] == _seal_of(manifest)
+
+
+def _seal_of(manifest: Mapping[str, Any]) -> str:
+    plain = {name: value for name, value in manifest.items() if name != _SEAL}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def is_beside_results(path: Path) -> bool:

@@ -6,21 +6,21 @@
       step-00000500/              appears by a rename, when all of it is on the disk
         shard-00001-….safetensors   tensors of rank 0, as PyTorch's distributed checkpoints lay them out
         shard-00002-….safetensors   of rank 1; any number of ranks reads them
-        checkpoint.json             step, place in the data, seed, settings, sizes of the files
+        checkpoint.json             step, place in the data, seed, settings, sizes and SHA-256 of the files, and of
+                                    all this itself
       .step-00001000.part/        being written, or left by a run that was killed: never read, and removed
 
-Tensors are safetensors and all else is JSON: reading a checkpoint runs no code.
+Tensors are safetensors and all else is JSON: reading a checkpoint runs no code. Checksums are taken while files are
+written, and held against the files before anything is read: so step, place and tensors are those of one moment.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,73 +34,109 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen.errors import StateError, VarlenError
 from varlen.source.writing import sync
+from varlen.train.checksums import HashingFiles, check_files, gathered, shard_number
+from varlen.train.manifest import (
+    FORMAT,
+    MANIFEST,
+    WITHOUT_CHECKSUMS,
+    Checkpoint,
+    checkpoints_in,
+    checksum_of,
+    opened,
+)
 from varlen.train.ranks import Ranks
 
-FORMAT = 2
-_WEIGHT = "model."
-_MANIFEST = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{8,})")
-_Tensors = dict[str, torch.Tensor]
+WEIGHT, STEP = "model.", "optimizer.step."
+Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """A checkpoint on the disk."""
-
-    folder: Path
-    step: int
-    manifest: Mapping[str, Any]
-
-
-def newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of a folder, or None.
+def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
+    """Return the newest checkpoint of a folder, or None; all ranks call it together.
 
     Args:
         folder: of checkpoints.
+        ranks: of the run, each of which reads its share of the files.
 
     Raises:
-        StateError: the newest isn't whole, so somebody else has touched it.
+        StateError: the newest isn't whole, so somebody else has touched it, or the disk has; an older one that is
+            whole is named.
+        VarlenError: another rank found that, or other checkpoints.
+
+    Cost: reads all its files once, shared among ranks, at the speed of SHA-256 or of the disk.
     """
-    found = _found(folder)
-    return _opened(found[-1]) if found else None
-
-
-def _found(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest last."""
+    paths: list[Path] = []
+    checkpoint: Checkpoint | None = None
+    fault: VarlenError | None = None
     try:
-        names = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    except OSError:
-        return []
-    return sorted(names, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _opened(folder: Path) -> Checkpoint:
-    """Return a checkpoint whose files are all there.
-
-    Raises:
-        StateError: they aren't.
-    """
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        step, files = int(manifest["step"]), dict(manifest["files"])
-        sizes = {name: (folder / name).stat().st_size for name in files}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        paths = checkpoints_in(folder)
+        if paths:
+            checkpoint = opened(paths[-1])
+            _check(checkpoint, ranks)
+    except StateError as error:
+        fault = StateError(f"{error}; {_way_out(paths)}") if paths else error
+    ranks.check_all(fault)
+    steps = ranks.gather([-1 if checkpoint is None else checkpoint.step])[:, 0].long().tolist()
+    if len(set(steps)) > 1:
+        seen = {rank: f"step {step:,}" if step >= 0 else "none" for rank, step in enumerate(steps)}
+        other = next(rank for rank, step in enumerate(steps) if step != steps[0])
         raise StateError(
-            f"{folder} can't be read ({error}); remove it to go on from the one before"
-        ) from None
-    if manifest.get("format") != FORMAT:
-        raise StateError(f"{folder} has format {manifest.get('format')!r}, and this version reads {FORMAT}")
-    if sizes != files:
-        wrong = next(name for name in files if sizes[name] != files[name])
-        raise StateError(
-            f"{folder / wrong} has {sizes[wrong]:,} bytes, and {files[wrong]:,} were written; remove {folder} to "
-            "go on from the checkpoint before"
+            f"ranks find other newest checkpoints in {folder}: rank 0 {seen[0]}, rank {other} {seen[other]}; "
+            "run.output must be one folder that all of them share"
         )
-    return Checkpoint(folder=folder, step=step, manifest=manifest)
+    return checkpoint
+
+
+def _way_out(paths: Sequence[Path]) -> str:
+    """Say what to do about the newest of some checkpoints, which can't be used."""
+    for path in reversed(paths[:-1]):
+        try:
+            older = opened(path)
+            _check(older, Ranks())
+        except StateError:
+            continue
+        between = [one.name for one in paths[paths.index(path) + 1 : -1]]
+        removed = " and ".join([str(paths[-1]), *between])
+        return f"remove {removed} to go on from the checkpoint before, {path.name}, which is whole"
+    return (
+        "no other checkpoint here is whole: put back a copy of it, or choose another run.output to begin anew"
+    )
+
+
+def _check(checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Hold this rank's share of a checkpoint's files against their checksums.
+
+    Raises:
+        StateError: one isn't what was written, or can't be read.
+    """
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    try:
+        if manifest["format"] == WITHOUT_CHECKSUMS:
+            _check_steps(checkpoint)
+            return
+        mine = sorted(manifest["sha256"])[ranks.rank :: ranks.world_size]
+        check_files(folder, manifest["sha256"], mine)
+    except OSError as error:
+        raise StateError(f"{folder} can't be read ({error})") from None
+
+
+def _check_steps(checkpoint: Checkpoint) -> None:
+    """Require, where there are no checksums, that the optimizer has taken as many steps as the run.
+
+    Raises:
+        StateError: it hasn't.
+    """
+    with _reading(checkpoint.folder):
+        found = read_tensors(checkpoint.folder, STEP)
+        steps = [float(one) for one in found.values()]
+    if steps and max(steps) != checkpoint.step:
+        raise StateError(
+            f"{checkpoint.folder} is put together of several steps: its tensors are of step {max(steps):,.0f}, and "
+            f"{MANIFEST} is of step {checkpoint.step:,}"
+        )
 
 
 def save(
-    folder: Path, step: int, tensors: _Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int
+    folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int
 ) -> Path:
     """Write a checkpoint; all ranks call it together.
 
@@ -126,19 +162,25 @@ def save(
             partial.mkdir()
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"), _quiet():
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        writer.fs = hashing = HashingFiles()
         save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+    checksums = gathered(hashing.digests, ranks)
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"):
         if ranks.is_first:
-            _finish(partial, final, {**notes, "format": FORMAT, "step": step, "world_size": ranks.world_size})
-            for old in _found(folder)[:-keep]:
+            numbers = {"format": FORMAT, "step": step, "world_size": ranks.world_size}
+            _finish(partial, final, {**notes, **numbers}, checksums)
+            for old in checkpoints_in(folder)[:-keep]:
                 _remove(old)
     return final
 
 
-def _finish(partial: Path, final: Path, notes: Mapping[str, Any]) -> None:
+def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Mapping[int, str]) -> None:
     """Note what is there, bring it to the disk, and give it its name."""
     files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-    (partial / _MANIFEST).write_text(json.dumps({**notes, "files": files}, indent=1), encoding="utf-8")
+    sha256 = {name: checksums[shard_number(name)] for name in files}
+    plain = json.loads(json.dumps({**notes, "files": files, "sha256": sha256}))  # as it is read back
+    text = json.dumps({**plain, "checksum": checksum_of(plain)}, indent=1)
+    (partial / MANIFEST).write_text(text, encoding="utf-8")
     for path in partial.iterdir():
         sync(path)
     sync(partial)
@@ -164,7 +206,7 @@ def remove_partial(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load(checkpoint: Checkpoint, tensors: _Tensors, ranks: Ranks) -> None:
+def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
     """Fill tensors with what a checkpoint holds; all ranks call it together.
 
     Args:
@@ -178,18 +220,21 @@ def load(checkpoint: Checkpoint, tensors: _Tensors, ranks: Ranks) -> None:
     """
     fault: VarlenError | None = None
     try:
-        with _quiet():
+        with _reading(checkpoint.folder):
             reader = HuggingFaceStorageReader(str(checkpoint.folder))
             _check_same(reader.read_metadata().state_dict_metadata, tensors, checkpoint.folder)
+    except StateError as error:
+        fault = error
+    ranks.check_all(fault)  # before all of them take part in reading
+    try:
+        with _reading(checkpoint.folder):
             load_tensors(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except StateError as error:
         fault = error
-    except (CheckpointException, OSError, ValueError) as error:
-        fault = StateError(f"{checkpoint.folder} can't be read: {_first_line(error)}")
     ranks.check_all(fault)
 
 
-def _check_same(saved: Mapping[str, Any], tensors: _Tensors, folder: Path) -> None:
+def _check_same(saved: Mapping[str, Any], tensors: Tensors, folder: Path) -> None:
     """Require that a checkpoint holds these tensors.
 
     Raises:
@@ -201,6 +246,23 @@ def _check_same(saved: Mapping[str, Any], tensors: _Tensors, folder: Path) -> No
             raise StateError(
                 f"{folder} belongs to another model: {name} is {shape} there and {list(tensor.shape)} here"
             )
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn whatever a damaged file makes its readers raise into a sentence.
+
+    Raises:
+        StateError: the checkpoint can't be read.
+    """
+    try:
+        with _quiet():
+            yield
+    except VarlenError:
+        raise
+    except Exception as error:  # parsers of safetensors and PyTorch's planners raise what comes to hand
+        said = _first_line(error) or type(error).__name__
+        raise StateError(f"{folder} can't be read: {said}") from None
 
 
 @contextmanager
@@ -237,7 +299,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def read_weights(checkpoint: Path) -> _Tensors:
+def read_weights(checkpoint: Path) -> Tensors:
     """Return the weights that a checkpoint holds, whole, by their names in the model; one process does so alone.
 
     Args:
@@ -246,73 +308,27 @@ def read_weights(checkpoint: Path) -> _Tensors:
     Raises:
         StateError: it can't be read.
     """
-    try:
-        with _quiet():
-            reader = HuggingFaceStorageReader(str(checkpoint))
-            saved = reader.read_metadata().state_dict_metadata
-            tensors = {
-                name: torch.empty(said.size, dtype=said.properties.dtype)
-                for name, said in saved.items()
-                if name.startswith(_WEIGHT) and isinstance(said, TensorStorageMetadata)
-            }
-            load_tensors(tensors, storage_reader=reader, no_dist=True)
-    except (CheckpointException, OSError, ValueError) as error:
-        raise StateError(f"{checkpoint} can't be read: {_first_line(error)}") from None
-    return {name.removeprefix(_WEIGHT): tensor for name, tensor in tensors.items()}
+    found = read_tensors(checkpoint, WEIGHT)
+    return {name.removeprefix(WEIGHT): tensor for name, tensor in found.items()}
 
 
-def state_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
-) -> _Tensors:
-    """Return everything that a run's next step depends on and that is a tensor: weights and AdamW's state.
-
-    A parameter without state yet, since nothing has trained it, gets one of zeros, which AdamW takes for none.
+def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
+    """Return the tensors that a checkpoint holds under names that begin so; one process does so alone.
 
     Args:
-        model: bare, sharded or not, whole or a stage.
-        optimizer: AdamW over its parameters.
-        tied: other names of tied weights, with those under which they are kept.
+        checkpoint: its folder.
+        prefix: of the names.
+
+    Raises:
+        StateError: it can't be read.
     """
-    names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {f"{_WEIGHT}{name}": parameter.detach() for name, parameter in names.items()}
-    tensors |= {
-        f"{_WEIGHT}{name}": value
-        for name, value in model.state_dict().items()
-        if name not in aliases and _is_kept(value)
-    }
-    trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
-    for name, parameter in trained.items():
-        state = optimizer.state[parameter]
-        for part in ("exp_avg", "exp_avg_sq"):
-            if part not in state:
-                state[part] = torch.zeros_like(parameter)
-            tensors[f"optimizer.{part}.{name}"] = state[part]
-        state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
-        # By name, as a stage of a pipeline has only some of them.
-        tensors[f"optimizer.step.{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+    with _reading(checkpoint):
+        reader = HuggingFaceStorageReader(str(checkpoint))
+        saved = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(said.size, dtype=said.properties.dtype)
+            for name, said in saved.items()
+            if name.startswith(prefix) and isinstance(said, TensorStorageMetadata)
+        }
+        load_tensors(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def put_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: _Tensors
-) -> None:
-    """Give every parameter's state the number of its steps, which isn't filled in place.
-
-    Args:
-        model: bare, sharded or not, whole or a stage.
-        optimizer: AdamW over its parameters.
-        tied: as for `state_tensors`.
-        tensors: of `state_tensors`, filled.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            optimizer.state[parameter]["step"].fill_(float(tensors[f"optimizer.step.{tied.get(name, name)}"]))
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
-
-
-def _is_kept(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

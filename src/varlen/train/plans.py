@@ -19,6 +19,7 @@ from varlen.plan.ahead import Planner
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.save import broadcast_plan
 from varlen.plan.search import Search
+from varlen.regular import read_regular
 from varlen.runtime.engine import SLICE_TOKENS
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
@@ -185,8 +186,9 @@ class PlansAhead:
             recompute=given.recompute,
             offload=given.offload,
         )
-        with suppress(OSError, ValueError, KeyError, TypeError, StateError):  # else steps are planned anew
-            kept = json.loads(self._path.read_bytes())
+        faults = (OSError, ValueError, KeyError, TypeError, RecursionError, StateError)
+        with suppress(*faults):  # steps are planned anew then
+            kept = json.loads(read_regular(self._path))
             if kept["belongs_to"] == self._belongs_to:
                 self._planner.load_state_dict(kept["planner"])
 

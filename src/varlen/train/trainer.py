@@ -15,21 +15,13 @@ import torch
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SettingError, SourceError, StateError, VarlenError
-from varlen.train.checkpoint import (
-    Checkpoint,
-    load,
-    newest,
-    put_steps,
-    read_weights,
-    remove_partial,
-    save,
-    state_tensors,
-)
+from varlen.train.checkpoint import load, newest, read_weights, remove_partial, save
 from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of
 from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.interrupt import Interrupt
+from varlen.train.manifest import Checkpoint
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
     build_model,
@@ -45,6 +37,7 @@ from varlen.train.planned import engine_of, plans_of
 from varlen.train.planned_step import PlannedStepper
 from varlen.train.ranks import Ranks, joined
 from varlen.train.settings import TrainSettings
+from varlen.train.state_tensors import put_steps, state_tensors
 from varlen.train.step import StepDone, Stepper
 from varlen.train.summary import RunPlan, Totals, TrainSummary, Watcher
 from varlen.train.tokens import run_tokenizer, write_tokenizer
@@ -97,6 +90,7 @@ class _Run:
         self._config = model_config(settings.model, self._tokenizer.vocab_size)
         self._dtype = saved_dtype(self._config, settings.model)
         found = self._find_checkpoint()
+        self._resumed_words = None if found is None else found.words
         if ranks.is_first:
             remove_partial(self._checkpoints)
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks))
@@ -128,7 +122,7 @@ class _Run:
             StateError: the checkpoint belongs to another model or seed.
         """
         run = self._settings.run
-        found = newest(self._checkpoints)
+        found = newest(self._checkpoints, self._ranks)
         if found is None:
             return None
         if run.resume == "never":
@@ -212,6 +206,8 @@ class _Run:
             KeyboardInterrupt: Ctrl-C, once all is saved.
         """
         self._tell("begin", self._plan)
+        if self._resumed_words is not None:
+            self._tell("say", self._resumed_words)
         for sentence in self._tokenizer.words:
             self._tell("say", sentence)
         with self._interrupt:

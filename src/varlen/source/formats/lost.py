@@ -9,6 +9,7 @@ from varlen.source.files import File
 from varlen.source.formats import arrays, tables
 from varlen.source.losses import Losses
 from varlen.source.opening import TRUNCATED, compression_of, open_stored
+from varlen.source.retry import is_outside
 from varlen.source.rows import Fault
 from varlen.source.unpacking import fault_of_gzip
 
@@ -38,6 +39,7 @@ def rest_of(
         why=f"(what is left of it): {said.removeprefix(f'{file.path} ')}",
         losses=_losses(file, error, rows, read_to, start, stop),
         raises=said,
+        is_outside=is_outside(error),
     )
 
 

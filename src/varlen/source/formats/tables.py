@@ -20,7 +20,7 @@ from varlen.source.formats.decoded import pieces
 from varlen.source.formats.row_groups import TooLarge
 from varlen.source.losses import Losses
 from varlen.source.opening import compression_of, open_seekable, other_content
-from varlen.source.retry import first_line
+from varlen.source.retry import first_line, is_outside
 from varlen.source.rows import Fault, Rows, faulty, place
 
 
@@ -148,7 +148,8 @@ class _Damaged:
         why = f"can't be read, as it is damaged: {first_line(self.error)}"
         if self.num_rows is None:
             losses = Losses(num_bytes=max(self.num_bytes, 1), cut_files=int(self.is_cut))
-            return Fault(where=f"{file.path} {self.name}", why=why, number=before + 1, losses=losses)
+            where, outside = f"{file.path} {self.name}", is_outside(self.error)
+            return Fault(where=where, why=why, number=before + 1, losses=losses, is_outside=outside)
         rows = f"rows {before + 1:,} to {before + self.num_rows:,}"
         where = place(file.path, "row", before + 1) if self.num_rows == 1 else f"{file.path} {rows}"
         return Fault(
@@ -156,6 +157,7 @@ class _Damaged:
             why=f"({self.name}) {why}",
             number=before + 1,
             losses=Losses(rows=self.num_rows, cut_files=int(self.is_cut)),
+            is_outside=is_outside(self.error),
         )
 
 

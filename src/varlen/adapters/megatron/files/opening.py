@@ -16,7 +16,7 @@ from varlen.adapters.megatron.files.paths import PARQUET, Spec, resolve_packed
 from varlen.adapters.megatron.files.reader import PackedReader
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
-from varlen.source.token_files import sampled_mark
+from varlen.source.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
 _KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}
@@ -74,7 +74,7 @@ def _cached(path: str, folder: Path) -> str:
     kind = _kind(path)
     if kind == _PAIR or (kind == _PARQUET and most_tokens_at_once(path) <= _SMALL_GROUP):
         return path
-    mark = hashlib.sha256(sampled_mark(path).encode()).hexdigest()[:16]
+    mark = hashlib.sha256(whole_mark(path).encode()).hexdigest()[:16]
     copy = folder / f"{Path(path).name.partition('.')[0]}-{mark}.idx.parquet"
     if not copy.is_file():
         convert(path, copy)

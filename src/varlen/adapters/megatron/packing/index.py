@@ -14,9 +14,9 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.packing.alignment import slots_of
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
+from varlen.source.array_files import map_array
 from varlen.source.store import TokenStore, open_store
 from varlen.source.writing import sync
 from varlen.source.written import read_manifest
@@ -33,6 +34,7 @@ from varlen.types import Int32Array, IntArray, Packing
 
 INDEX = "megatron-index"
 _BATCH_TOKENS = 1 << 20
+_MOST = 1 << 47
 
 
 class PackIndex(RowReader):
@@ -160,6 +162,12 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
     manifest = read_manifest(folder)
     if manifest is None or manifest.get("kind") != INDEX:
         raise SourceError(f"{folder} is not a finished index of packs: it has no manifest of one")
+    kinds = {"tokens": str, "tokens_fingerprint": str, "settings": dict, "pad_id": int}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    if wrong or not isinstance(manifest["settings"].get("multiple"), int):
+        raise SourceError(
+            f"{folder} has a damaged manifest: `{[*wrong, 'settings'][0]}` is missing; pack it again"
+        )
     place = folder / manifest["tokens"] if tokens is None else Path(tokens)
     if read_manifest(place) is None:
         raise SourceError(
@@ -167,13 +175,29 @@ def open_index(folder: str | Path, tokens: str | Path | None = None) -> PackInde
             "they are now"
         )
     store = open_store(place)
-    return opened(folder, store, manifest["tokens_fingerprint"], manifest["settings"], manifest["pad_id"])
+    told = manifest["tokens_fingerprint"], manifest["settings"], manifest["pad_id"]
+    return opened(folder, store, *told, crc32=manifest.get("crc32"))
 
 
 def opened(
-    folder: Path, store: TokenStore, fingerprint: str, settings: dict[str, Any], pad_id: int
+    folder: Path,
+    store: TokenStore,
+    fingerprint: str,
+    settings: dict[str, Any],
+    pad_id: int,
+    crc32: Any = None,
 ) -> PackIndex:
     """Open the arrays in a folder, over the store that they speak of.
+
+    Args:
+        folder: of the index.
+        store: that it speaks of.
+        fingerprint: of that store.
+        settings: of the packs.
+        pad_id: token of the padding.
+        crc32: of the arrays by name, as their manifest has it; None where it wasn't written.
+
+    Cost: reads the arrays once, about a second for two GB.
 
     Raises:
         SourceError: the store holds other tokens, or an array is missing or damaged.
@@ -189,14 +213,36 @@ def opened(
         if name == "starts" and not path.exists():
             continue
         try:
-            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError, TokenError) as error:
+            arrays[name] = map_array(path)
+        except (OSError, ValueError) as error:
             raise SourceError(f"{path} is missing or damaged ({error}); pack it again") from error
-    pieces = int(arrays["offsets"][-1])
-    if any(len(arrays[name]) != pieces for name in arrays if name != "offsets"):
-        raise SourceError(f"{folder} is damaged: its arrays differ in length; pack it again")
+    found = (
+        {name: zlib.crc32(np.ascontiguousarray(array).data) for name, array in arrays.items()}
+        if crc32
+        else None
+    )
+    why = _wrong_in(arrays, int(store.documents.sum()))
+    if why is None and crc32 and found != crc32:
+        why = "its arrays aren't those that were written"
+    if why is not None:
+        raise SourceError(f"{folder} is damaged: {why}; pack it again")
     places = folder, store.folder
     return PackIndex(store, arrays, multiple=settings["multiple"], pad_id=pad_id, opened_from=places)
+
+
+def _wrong_in(arrays: dict[str, Any], num_documents: int) -> str | None:
+    """Say what can't be of arrays that were read; None where all of it can."""
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in arrays.values()):
+        return "its arrays aren't lists of whole numbers"
+    offsets, pieces = arrays["offsets"], len(arrays["documents"])
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != pieces or (offsets[1:] < offsets[:-1]).any():
+        return f"the offsets of its rows don't rise from 0 to its {pieces:,} pieces"
+    if any(len(array) != pieces for name, array in arrays.items() if name != "offsets"):
+        return "its arrays differ in length"
+    for name, most in (("documents", num_documents - 1), ("positions", _MOST), ("starts", _MOST)):
+        if pieces and name in arrays and (int(arrays[name].min()) < 0 or int(arrays[name].max()) > most):
+            return f"its {name} go from {int(arrays[name].min()):,} to {int(arrays[name].max()):,}"
+    return None
 
 
 def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
@@ -213,15 +259,16 @@ def arrays_of(packing: Packing) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> int:
-    """Write the arrays of an index; returns their bytes."""
-    size = 0
+def write_arrays(folder: Path, arrays: dict[str, npt.NDArray[Any]]) -> tuple[int, dict[str, int]]:
+    """Write the arrays of an index; returns the bytes of their files, and the CRC-32 of each one's numbers."""
+    size, crc32 = 0, {}
     for name, array in arrays.items():
+        crc32[name] = zlib.crc32(np.ascontiguousarray(array).data)
         path = folder / f"{name}.npy"
         np.save(path, array)
         sync(path)
         size += path.stat().st_size
-    return size
+    return size, crc32
 
 
 def _offsets_of(counts: npt.NDArray[np.integer[Any]]) -> IntArray:

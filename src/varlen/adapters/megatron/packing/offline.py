@@ -29,6 +29,7 @@ from varlen.offline.index import OnProgress, quiet
 from varlen.offline.pack import PackedSet, make_set
 from varlen.offline.places import disk_faults, write_json
 from varlen.offline.write import opened_store
+from varlen.regular import read_regular
 from varlen.source.losses import nothing_left
 from varlen.source.source import Source
 from varlen.source.store import TokenStore, open_store
@@ -149,15 +150,15 @@ def _written(
         "num_targets": int(targets.sum()),
         "fill_ratio": packing.fill_ratio,
         "packs_without_target": int((targets == 0).sum()),
-        "num_skipped": int(store.manifest["num_skipped"]),
+        "num_skipped": int(store.manifest.get("num_skipped", 0)),
         "losses": store.losses.to_json(),
         "ledger": asdict(packing.ledger),
         "metadata": metadata.name,
     }
     if settings.format == "index":
-        size = _write_index(partial, packing)
+        size, crc32 = _write_index(partial, packing)
         where = os.path.relpath(store.folder.absolute(), output.absolute())
-        kept = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size}
+        kept = {"tokens": where, "tokens_fingerprint": store.fingerprint, "index_bytes": size, "crc32": crc32}
         return {**manifest, "data": ".", **kept}
     parts = _write_parts(store, partial, settings, packing, pad_id, team, on_progress)
     _check(parts, packing, int(targets.sum()))
@@ -170,7 +171,7 @@ def _pad_id(store: TokenStore, settings: MegatronPackSettings) -> int:
     """Return the token of the padding: what ends documents, as in the releases, or 0."""
     if settings.pad_id is not None:
         return settings.pad_id
-    end = store.manifest["source"].get("tokenizer", {}).get("eos_id")
+    end = (store.manifest.get("source", {}).get("tokenizer") or {}).get("eos_id")
     return 0 if end is None else int(end)
 
 
@@ -184,7 +185,7 @@ def _row_targets(store: TokenStore, packing: Packing) -> IntArray:
     return targets
 
 
-def _write_index(folder: Path, packing: Packing) -> int:
+def _write_index(folder: Path, packing: Packing) -> tuple[int, dict[str, int]]:
     with disk_faults(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return write_arrays(folder, arrays_of(packing))
@@ -295,9 +296,9 @@ def _write_part(shared: _Shared, part: _Part, on_progress: OnProgress, total: in
 def _found(path: Path, note: Path) -> dict[str, Any] | None:
     """Return what an earlier run wrote, if it is there: a file gets its name when it is whole."""
     try:
-        counts: dict[str, Any] = json.loads(note.read_bytes())
+        counts: dict[str, Any] = json.loads(read_regular(note))
         return counts if path.stat().st_size == counts["bytes"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

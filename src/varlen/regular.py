@@ -1,0 +1,65 @@
+"""Open regular files alone: a FIFO, a socket or a device in place of one is an error, and never waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from varlen.errors import NoFileError
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+MOST_JSON_BYTES = 1 << 30
+"""Of a description that is read whole: far above what any run writes, far below what fills a machine."""
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Return the descriptor of a regular file that is open; usable as the opener of `open`.
+
+    Args:
+        path: of the file; links are followed.
+        flags: as `os.open` takes them.
+
+    Raises:
+        OSError: it can't be opened.
+        NoFileError: it is something else.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it. Reads of regular files don't heed it.
+    opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        require_regular(os.fstat(opened).st_mode)
+    except OSError:
+        os.close(opened)
+        raise
+    return opened
+
+
+def require_regular(mode: int) -> None:
+    """Require that a file is a regular one.
+
+    Raises:
+        NoFileError: it isn't.
+    """
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+        raise NoFileError(f"it is {kind} and not a file")
+
+
+def read_regular(path: str | Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
+    """Return all bytes of a regular file.
+
+    Raises:
+        OSError: it can't be read.
+        NoFileError: it is something else, or larger than anything that belongs there.
+    """
+    with open(path, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise NoFileError(f"it has {size:,} bytes, at most {most_bytes:,} are read")
+        return file.read()

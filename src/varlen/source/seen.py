@@ -1,0 +1,170 @@
+"""What was seen of a local file when it was listed, and whether what stands there now holds the same.
+
+==========================  ======================================================================================
+what differs                what is done
+==========================  ======================================================================================
+its size                    refused
+its time of change          its content is compared, if all of it is known by its SHA-256; else refused
+its inode, or the time at   its content is compared, by SHA-256 or by samples, whichever is known; some network file
+which that was changed      systems number files anew, so where neither is known that alone says nothing
+==========================  ======================================================================================
+
+Content is compared once for each such difference, and remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from varlen.errors import SourceError
+from varlen.regular import open_regular
+
+BLOCK_BYTES = 1 << 20
+PIECE_BYTES = 64 << 10
+PIECES = 64
+WHOLE_MARK = "sha256:"
+"""What a fingerprint begins with that is of all of a file's bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What a file system says of a file."""
+
+    size: int
+    modified_ns: int
+    device: int
+    inode: int
+    changed_ns: int
+    """When its inode was changed: also by a rename, by other permissions, and by setting `modified_ns` back."""
+
+    @classmethod
+    def of(cls, said: os.stat_result) -> Seen:
+        """Return what counts of it."""
+        return cls(
+            size=said.st_size,
+            modified_ns=said.st_mtime_ns,
+            device=said.st_dev,
+            inode=said.st_ino,
+            changed_ns=said.st_ctime_ns,
+        )
+
+    def has_content_of(self, other: Seen) -> bool:
+        """Whether size and time of change are the same: what an open file is told by, whatever its name means now."""
+        return (self.size, self.modified_ns) == (other.size, other.modified_ns)
+
+
+def whole_digest(stored: BinaryIO) -> str:
+    """Return the SHA-256 of all that a stream gives."""
+    digest = hashlib.sha256()
+    while chunk := stored.read(BLOCK_BYTES):
+        digest.update(chunk)
+    return f"{WHOLE_MARK}{digest.hexdigest()}"
+
+
+def sampled_digest(stored: BinaryIO, size: int) -> str:
+    """Return size and the SHA-256 of 64 pieces of a stream, or of all of one of up to 4 MB."""
+    digest = hashlib.sha256()
+    if size <= PIECES * PIECE_BYTES:
+        digest.update(stored.read())
+    else:
+        for index in range(PIECES):
+            stored.seek((size - PIECE_BYTES) * index // (PIECES - 1))
+            digest.update(stored.read(PIECE_BYTES))
+    return f"size:{size} sampled:{digest.hexdigest()}"
+
+
+def is_of_all(print_: str, size: int) -> bool:
+    """Whether a fingerprint is of all bytes of a file."""
+    return print_.startswith(WHOLE_MARK) or size <= PIECES * PIECE_BYTES
+
+
+_replaced: dict[tuple[str, object], str] = {}
+"""By path and what was seen first: what was said of a file that isn't that one any more."""
+
+
+def told(place: str, seen: object, said: str) -> SourceError:
+    """Return the error that says so of a file, and remember it: whoever skips what can't be read may not skip this.
+
+    Args:
+        place: its path or URL.
+        seen: of it when it was listed.
+        said: the sentence.
+    """
+    _replaced[place, seen] = said
+    return SourceError(said)
+
+
+def untold(place: str, seen: object) -> None:
+    """Forget what was said of a file: it is the one that was listed, again."""
+    _replaced.pop((place, seen), None)
+
+
+def check_told(place: str, seen: object) -> None:
+    """Require that nobody has found another file in the place of one, whatever became of that error.
+
+    Raises:
+        SourceError: somebody has.
+    """
+    if (said := _replaced.get((place, seen))) is not None:
+        raise SourceError(said)
+
+
+_lock = threading.Lock()
+_shown: dict[tuple[str, Seen], Seen] = {}
+"""By path and what was seen first: what was last shown to hold the same."""
+
+
+def difference(place: str, was: Seen, now: Seen, print_: str | None) -> str | None:
+    """Say in what a file isn't what it was; None where it is, or is shown to hold the same.
+
+    Args:
+        place: its path.
+        was: seen when it was listed.
+        now: seen of it as it was opened; of the size that it had.
+        print_: its fingerprint then, where it is known.
+
+    Cost: where the two differ, and a fingerprint is known, reading the file once, or 4 MB of a large one.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    if now == was:
+        return None
+    with _lock:
+        if _shown.get((place, was)) == now:
+            return None
+        is_retimed = now.modified_ns != was.modified_ns
+        if print_ is None:
+            said = (
+                "its time of change is another, and its content wasn't compared before"
+                if is_retimed
+                else None
+            )
+        else:
+            said = _differs(place, now, print_, is_retimed=is_retimed)
+        if said is None:
+            _shown[place, was] = now
+        return said
+
+
+def _differs(place: str, now: Seen, print_: str, *, is_retimed: bool) -> str | None:
+    """Compare a file's content with a fingerprint."""
+    with open(place, "rb", opener=open_regular) as file:
+        before = Seen.of(os.fstat(file.fileno()))
+        # The one that was opened may have been replaced since by one that holds what was listed.
+        if replace(before, changed_ns=0) != replace(now, changed_ns=0):
+            return "it is being replaced"
+        found = whole_digest(file) if print_.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
+        if not Seen.of(os.fstat(file.fileno())).has_content_of(now):
+            return "it is being written"
+    if found != print_:
+        return "its content is another"
+    if is_retimed and not is_of_all(print_, now.size):
+        return (
+            "its time of change is another, and of so large a file only samples are known, which are the same"
+        )
+    return None
