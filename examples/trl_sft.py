@@ -65,7 +65,7 @@ def make_trainer(way, folder):
     if way == "packed":
         return SFTTrainer(train_dataset=pack_dataset(documents, CAPACITY, "bfd_split"), **usual)
     if way == "collator":
-        collator = DataCollatorForLanguageModeling(pad_token_id=PADDING)
+        collator = DataCollatorForLanguageModeling(pad_token_id=PADDING, padding_free=True)
         return SFTTrainer(train_dataset=documents, data_collator=collator, **usual)
     documents.save_to_disk(f"{folder}/tokens")
     return PackedSFTTrainer(train_loader=loader_for(args, f"{folder}/tokens", capacity=CAPACITY), **usual)

@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 from varlen.adapters.hf.agreement import check_settings
-from varlen.adapters.hf.model import check_family
+from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.trainer import PackedTrainer
 from varlen.adapters.trl.dpo import PackedDPOTrainer
 from varlen.errors import ModelError, SettingError

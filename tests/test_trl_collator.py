@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Theirs
 from varlen.adapters.trl.collator import DataCollatorForLanguageModeling
 from varlen.errors import DocumentsError, SettingError
 
+flat = partial(DataCollatorForLanguageModeling, padding_free=True)
 FORMS = (list, np.array, torch.tensor)
 
 
@@ -61,7 +64,7 @@ def test_padding_is_one_segment_a_token_there_and_one_in_128_here(
     batch: list[dict[str, Any]], multiple: int
 ) -> None:
     theirs = Theirs(pad_token_id=7, padding_free=True, pad_to_multiple_of=multiple)(batch)
-    ours = DataCollatorForLanguageModeling(7, pad_to_multiple_of=multiple)(batch)
+    ours = flat(7, pad_to_multiple_of=multiple)(batch)
 
     for name in ("input_ids", "labels", "position_ids"):
         assert torch.equal(ours[name], theirs[name]), name
@@ -79,13 +82,13 @@ def test_an_empty_row_makes_ids_fractions_there_and_is_left_out_here() -> None:
     batch = [{"input_ids": []}, {"input_ids": [1, 2]}]
 
     assert Theirs(pad_token_id=0, padding_free=True)(batch)["input_ids"].dtype == torch.float32
-    ours = DataCollatorForLanguageModeling(0)(batch)
+    ours = flat(0)(batch)
     assert ours["input_ids"].dtype == torch.int64
     assert ours["cu_seq_lens_q"].tolist() == [0, 2]
 
 
 def test_lengths_that_are_not_those_of_the_row_are_refused() -> None:
-    collate = DataCollatorForLanguageModeling(0)
+    collate = flat(0)
 
     with pytest.raises(DocumentsError, match=r"row 1 add up to 3, and the row has 2 tokens \(1 of 2 rows"):
         collate([{"input_ids": [1], "seq_lengths": [1]}, {"input_ids": [1, 2], "seq_lengths": [1, 2]}])
@@ -99,28 +102,78 @@ def test_masks_without_labels_would_be_lost_and_are_refused() -> None:
     row = {"input_ids": [1, 2], "completion_mask": [0, 1]}
 
     with pytest.raises(DocumentsError, match="'completion_mask' and no 'labels'"):
-        DataCollatorForLanguageModeling(0)([row])
-    assert DataCollatorForLanguageModeling(0)([row | {"labels": [-100, 2]}])["labels"].tolist() == [[-100, 2]]
+        flat(0)([row])
+    assert flat(0)([row | {"labels": [-100, 2]}])["labels"].tolist() == [[-100, 2]]
 
 
 def test_other_columns_travel_along_when_they_are_named() -> None:
     batch = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]
 
-    assert "weights" not in DataCollatorForLanguageModeling(0)(batch)
-    assert DataCollatorForLanguageModeling(0, columns=("weights",))(batch)["weights"].tolist() == [
+    assert "weights" not in flat(0)(batch)
+    assert flat(0, columns=("weights",))(batch)["weights"].tolist() == [
         [0.5, 1.0, 2.0]
     ]
 
 
-def test_padded_rows_and_other_tensors_are_refused() -> None:
-    with pytest.raises(SettingError, match="padding_free=True"):
-        DataCollatorForLanguageModeling(0, padding_free=False)
+@given(rows(), st.booleans(), st.sampled_from([None, 1, 8, 64]), st.booleans())
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_padded_rows_are_trls_own_value_for_value_and_the_default(
+    batch: list[dict[str, Any]], positions: bool, multiple: int | None, as_arrow: bool
+) -> None:
+    for row in batch:
+        if "seq_lengths" in row:
+            row["seq_lengths"] = [len(row["input_ids"])]
+    settings: dict[str, Any] = {"return_position_ids": positions, "pad_to_multiple_of": multiple}
+    theirs = Theirs(7, **settings)(batch)
+    plain = [{name: np.asarray(value).tolist() for name, value in row.items()} for row in batch]
+
+    ours = DataCollatorForLanguageModeling(7, **settings)(pa.Table.from_pylist(plain) if as_arrow else batch)
+
+    same(ours, theirs)
+
+
+def test_rows_of_several_documents_leak_when_padded_there_and_are_refused_here() -> None:
+    row = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}
+
+    assert Theirs(0)([row])["attention_mask"].tolist() == [[1, 1, 1]]
+    with pytest.raises(DocumentsError, match=r"row 1 holds 2 documents .*1 of 2 rows.*pass padding_free=True"):
+        DataCollatorForLanguageModeling(0)([{"input_ids": [4], "seq_lengths": [1]}, row])
+
+
+def test_bad_rows_are_refused_when_padded_as_well() -> None:
+    collate = DataCollatorForLanguageModeling(0)
+
+    with pytest.raises(DocumentsError, match=r"row 1 has 2 input_ids, but 1 labels \(1 of 2 rows differ\)"):
+        collate([{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(DocumentsError, match=r"row 0 has 2 input_ids, but 3 tokens by its seq_lengths"):
+        collate([{"input_ids": [1, 2], "seq_lengths": [3]}])
+    with pytest.raises(DocumentsError, match="hold no token"):
+        collate([{"input_ids": []}])
+    kept = collate([{"input_ids": [0, 1], "attention_mask": [0, 1]}, {"input_ids": [2, 3], "attention_mask": [1, 1]}])
+    assert kept["input_ids"].tolist() == [[1, 0], [2, 3]]
+    assert kept["attention_mask"].tolist() == [[1, 0], [1, 1]]
+    weights = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]
+    carried = DataCollatorForLanguageModeling(0, columns=("weights",))(weights)["weights"]
+    assert carried.tolist() == [[0.5, 1.0], [2.0, 0.0]]
+
+
+def test_settings_are_read_and_written_as_trls() -> None:
+    collate = DataCollatorForLanguageModeling(0)
+    collate.padding_free = True
+
+    assert collate([{"input_ids": [1]}, {"input_ids": [2]}])["input_ids"].tolist() == [[1, 2]]
+    collate.pad_to_multiple_of = 0.5  # type: ignore[assignment]
+    with pytest.raises(SettingError, match="pad_to_multiple_of"):
+        collate([{"input_ids": [1]}])
+
+
+def test_other_tensors_are_refused() -> None:
     with pytest.raises(SettingError, match='"pt"'):
-        DataCollatorForLanguageModeling(0, return_tensors="np")
+        flat(0, return_tensors="np")
     with pytest.raises(SettingError, match="\"pt\", as in TRL; got 'np'"):
-        DataCollatorForLanguageModeling(0)([{"input_ids": [1]}], return_tensors="np")
+        flat(0)([{"input_ids": [1]}], return_tensors="np")
     same(
-        DataCollatorForLanguageModeling(0)([{"input_ids": [1, 2]}], "pt"),
+        flat(0)([{"input_ids": [1, 2]}], "pt"),
         Theirs(0, padding_free=True)([{"input_ids": [1, 2]}], "pt"),
     )
 

@@ -109,7 +109,7 @@ def test_a_packed_set_has_the_loss_and_gradients_of_its_documents(batches: int, 
     "collator",
     [
         DataCollatorWithFlattening(return_flash_attn_kwargs=True),
-        DataCollatorForLanguageModeling(pad_token_id=257),
+        DataCollatorForLanguageModeling(pad_token_id=257, padding_free=True),
     ],
     ids=lambda collator: type(collator).__name__,
 )

@@ -217,11 +217,23 @@ def carried_columns(row: FlatRow, given: Mapping[str, Any]) -> dict[str, npt.NDA
         row: as `flatten` made it.
         given: the columns as they came.
     """
+    return as_torch_has_them(row.columns, given)
+
+
+def as_torch_has_them(
+    arrays: Mapping[str, npt.NDArray[Any]], given: Mapping[str, Any]
+) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays with the dtypes that torch gives them: lists of floats become float32.
+
+    Args:
+        arrays: by name.
+        given: the columns as they came, those that there are.
+    """
     return {
         name: values.astype(np.float32)
         if values.dtype == np.float64
-        and type(given[name]) is list
+        and type(given.get(name)) is list
         and all(type(value) is list for value in given[name])
         else values
-        for name, values in row.columns.items()
+        for name, values in arrays.items()
     }

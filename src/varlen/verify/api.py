@@ -13,7 +13,7 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.model import check_family
+from varlen.adapters.hf.mixing import check_family, found_apart, trying
 from varlen.adapters.hf.recurrent import TOLD
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
@@ -47,6 +47,7 @@ _CHANGED, _BY_CALL = 16, 2
 """At most so many documents are changed, one at a time, in a cell."""
 
 
+@trying()
 def verify(
     model: Any,
     *,
@@ -70,7 +71,8 @@ def verify(
 
     Args:
         model: a family's name, such as "llama" (a tiny model with random weights); a checkpoint folder; a
-            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was.
+            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was. One
+            with code of its own, which `model_inputs` refuses, is taken by it afterwards if it is found isolated.
         backends: of "eager", "sdpa", "flex_attention", "varlen", "flash_attention_2" and "flash_attention_3"; None
             for all of this device. Where a kernel needs a GPU, plain PyTorch stands in for it behind transformers'
             own dispatch, and the cell says so.
@@ -116,7 +118,7 @@ def verify(
         _cell(models[name], name, batches[layout], gradients, seed) for name in names for layout in layouts
     ]
     base = hf.unwrap(model)
-    return VerifyReport(
+    report = VerifyReport(
         model=type(base).__name__,
         family=hf.model_type(model),
         weights=sum(weight.numel() for weight in base.parameters()),
@@ -131,6 +133,9 @@ def verify(
         calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
         attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
     )
+    if report.verdict == "isolated":
+        found_apart(model)
+    return report
 
 
 def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:

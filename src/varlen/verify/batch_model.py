@@ -17,8 +17,8 @@ import torch
 
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.code import drops_boundaries
+from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.model import (
-    check_family,
     implementation,
     model_type,
     text_config,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from varlen.adapters import hf
+from varlen.adapters.hf.mixing import trying
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.kernels import computed_in
@@ -122,6 +123,7 @@ class IsolationReport:
         return "\n".join([*lines, f"  {self.reason}"] if self.reason else lines)
 
 
+@trying()
 def check_isolation(
     model: Any,
     batch: PackedBatch | None = None,

@@ -31,7 +31,7 @@ _TAKEN = frozenset(
 _NEEDED = ("input_ids", "labels", "attention_mask")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataCollatorWithFlattening:
     """Lay the documents of a batch end to end in one row, as transformers' class of this name does.
 
@@ -107,6 +107,7 @@ class DataCollatorWithFlattening:
 
         Cost: one pass over the tokens, and about 0.2 us for each document; from lists, 4 ns for each int.
         """
+        self.__post_init__()  # settings may have been written since
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
         columns = as_columns(features, _NEEDED if self.columns is None else {*_NEEDED, *self.columns})

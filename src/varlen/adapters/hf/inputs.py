@@ -9,11 +9,11 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
 from varlen.adapters.hf.masks import explicit_masks
+from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.model import (
     BY_DISTANCE,
     SELECTING,
     accepts,
-    check_family,
     check_size,
     first_position,
     has_experts,

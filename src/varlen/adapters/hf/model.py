@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from varlen.adapters.hf.recurrent import SINGLE_TOKENS, TOLD
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -21,19 +19,17 @@ MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SEL
 BY_DISTANCE = {"mpt": "max_seq_len"}
 """Families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in its row;
 each with the setting that bounds how wide a row may be."""
-FLAT_MASKS = frozenset(("openai-gpt", "reformer", "xlm"))
-"""Families whose code takes masks of padding alone: a finished 4-D one makes it fail."""
-CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
-"""Modules that aren't called where there is no encoder."""
+
+KNOWN_LIBRARIES = frozenset(
+    ("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "liger_kernel", "kernels", "varlen")
+)
+"""Whose modules are known: those that mix tokens are named here, and the others act on each token alone."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
 
-_LOOKED_THROUGH: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-"""Decoders whose modules were looked through, each with the first reason found to refuse it, or None."""
-
 _FIRST_POSITIONS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Likewise, where their positions begin."""
+"""Decoders, each with where its positions begin."""
 
 
 def unwrap(model: Any) -> Any:
@@ -42,12 +38,16 @@ def unwrap(model: Any) -> Any:
     Args:
         model: a transformers model, bare or wrapped.
     """
-    *_, inner = _wrappers(model)
+    *_, inner = wrappers(model)
     return inner
 
 
-def _wrappers(model: Any) -> Iterator[Any]:
-    """Yield a model, what it wraps, and so on."""
+def wrappers(model: Any) -> Iterator[Any]:
+    """Yield a model, what it wraps, and so on.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
     while True:
         yield model
         wrapped = getattr(model, "_orig_mod", None)
@@ -69,7 +69,9 @@ def text_decoder(model: Any) -> Any:
         model: a transformers model, bare or wrapped.
     """
     base = unwrap(model)
-    return base.get_decoder() if hasattr(base, "get_decoder") else base
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else base
+    # Some heads call their last matrix "decoder", which transformers then takes for one.
+    return decoder if hasattr(decoder, "config") else getattr(base, "base_model", base)
 
 
 def text_config(model: Any) -> Any:
@@ -234,86 +236,23 @@ def accepts(model: Any, name: str) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def check_family(model: Any) -> None:
-    """Refuse models whose documents no argument keeps apart.
+def forward_owner(kind: Any) -> Any:
+    """Return the class that a module's forward stands in.
 
     Args:
-        model: a transformers model, bare or wrapped.
-
-    Raises:
-        ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
-            attention (recurrence, convolution) or number positions in their own way, models that take masks of
-            padding alone, and soft prompts in front of rows.
+        kind: a module's class.
     """
-    base, config, decoder = unwrap(model), text_config(model), text_decoder(model)
-    reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model) or _flat_masks(model)
-    if not reason and model_type(model) not in TOLD:
-        reason = _foreign_layers(config) or _recurrence(base) or _unfit_module(decoder)
-    if reason:
-        raise ModelError(f"{type(base).__name__} {reason}; give it one document a row (padded)")
+    return next((each for each in kind.__mro__ if "forward" in vars(each)), kind)
 
 
-def _two_sequences(base: Any) -> str | None:
-    if getattr(base.config, "is_encoder_decoder", False):
-        return "is an encoder-decoder: it takes two sequences, inputs and targets, and a PackedBatch has one"
-    return None
+def is_known(kind: Any) -> bool:
+    """Return whether the code of a module is that of a library whose modules are known.
 
-
-def _both_directions(config: Any) -> str | None:
-    if getattr(config, "is_causal", True) is False:
-        return "attends in both directions (config.is_causal is False), and varlen packs for causal models"
-    return None
-
-
-def _flat_masks(model: Any) -> str | None:
-    if model_type(model) in FLAT_MASKS:
-        return "takes masks of padding alone, in which documents of a row can't be told apart"
-    return None
-
-
-def _soft_prompt(model: Any) -> str | None:
-    for wrapper in _wrappers(model):
-        told: Any = getattr(wrapper, "active_peft_config", None)
-        if getattr(told, "is_prompt_learning", False):
-            return (
-                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands "
-                "before a row and not before each of its documents"
-            )
-    return None
-
-
-def _foreign_layers(config: Any) -> str | None:
-    foreign = [kind for kind in named_kinds(config) if kind not in (*MASKED_LAYERS, *SINGLE_TOKENS)]
-    if not foreign:
-        return None
-    count = sum(kind in foreign for kind in config.layer_types)
-    return (
-        f"has {count:,} of {len(config.layer_types):,} layers of kind {', '.join(foreign)}, in which a mask "
-        "doesn't keep documents apart"
-    )
-
-
-def _recurrence(base: Any) -> str | None:
-    if getattr(base, "_is_stateful", False):
-        return "carries a recurrent state from token to token, from one document into the next"
-    return None
-
-
-def _unfit_module(decoder: Any) -> str | None:
-    """Look through the decoder's modules, once a model: there are thousands, and a batch comes every step."""
-    if decoder not in _LOOKED_THROUGH:
-        _LOOKED_THROUGH[decoder] = next(filter(None, starmap(_unfit, decoder.named_modules())), None)
-    return _LOOKED_THROUGH[decoder]
-
-
-def _unfit(name: str, module: Any) -> str | None:
-    if name.rpartition(".")[2] in CROSS_ATTENTION:
-        return None
-    if getattr(module, "is_causal", True) is False:
-        return f"attends in both directions (in {name}), and varlen packs for causal models"
-    if isinstance(module, torch.nn.Conv1d):
-        return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
-    return None
+    Args:
+        kind: a module's class.
+    """
+    module: str = forward_owner(kind).__module__
+    return module.partition(".")[0] in KNOWN_LIBRARIES
 
 
 def check_size(batch: PackedBatch, model: Any) -> None:

@@ -27,7 +27,7 @@ from varlen.adapters.hf.agreement import (
     checked_loader,
 )
 from varlen.adapters.hf.inputs import model_inputs
-from varlen.adapters.hf.model import check_family
+from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.place import LoaderBatches, LoaderPlace, go_to_checkpoint
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, StateError, UnknownLengthError

@@ -21,7 +21,7 @@ from varlen.batch.flatten import FlatRow, flatten
 _NEEDED = ("input_ids", "labels", "attention_mask")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PaddingFreeCollator:
     """Lay the samples of a minibatch end to end, and count what is learned from them.
 
@@ -78,6 +78,7 @@ class PaddingFreeCollator:
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """
+        self.__post_init__()  # settings may have been written since
         form = self.return_tensors if return_tensors is None else return_tensors
         check_form(form)
         columns = as_columns(minibatch, _NEEDED)

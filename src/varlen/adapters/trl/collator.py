@@ -1,4 +1,4 @@
-"""TRL's DataCollatorForLanguageModeling by its own name, in its padding-free mode: packed rows to one flat row."""
+"""TRL's DataCollatorForLanguageModeling by its own name: padded rows, or packed rows laid end to end in one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from varlen.adapters.features import (
     Features,
     as_columns,
+    as_torch_has_them,
     carried_columns,
     columns_to_carry,
     finish,
@@ -16,6 +17,7 @@ from varlen.adapters.features import (
     required,
     tell_of_weights,
 )
+from varlen.adapters.trl.padded import padded_rows
 from varlen.batch.flatten import flatten
 from varlen.batch.torch import import_torch
 from varlen.errors import DocumentsError, SettingError
@@ -33,12 +35,12 @@ _MASKS = ("completion_mask", "assistant_masks")
 _NEEDED = ("input_ids", "labels", "attention_mask", "seq_lengths", *_MASKS)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataCollatorForLanguageModeling:
-    """Lay rows of documents, such as `pack_dataset` makes them, end to end.
+    """Pad rows of one document each; with `padding_free=True` lay rows of documents, as of `pack_dataset`, end to end.
 
-    Arguments and outputs are those of TRL 1.16's collator with `padding_free=True`, value for value. It differs where
-    that one goes wrong:
+    Arguments, their defaults and outputs are those of TRL 1.16's collator, value for value. It differs where that one
+    goes wrong:
 
     - Padding has segments of at most 128 tokens. There each token of it is a segment of its own: 8,000 tokens of
       padding are 8,000 segments for every kernel of every layer.
@@ -47,9 +49,10 @@ class DataCollatorForLanguageModeling:
       only some rows have, are errors. A row without tokens is left out.
     - Rows with a `completion_mask` or `assistant_masks` and no labels are an error: the masks would be lost, and
       prompts trained on.
-    - Padded rows are refused, for which TRL's own class is there: rows of several documents leak in them.
+    - Rows of several documents (`seq_lengths`) are refused in padded rows, where they see each other.
+    - Tokens with an `attention_mask` of 0 are left out. There they are trained on.
 
-    >>> collate = DataCollatorForLanguageModeling(pad_token_id=0)
+    >>> collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     >>> batch = collate([{"input_ids": [11, 12, 21, 22, 23], "seq_lengths": [2, 3]}])
     >>> batch["position_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
     ([[0, 1, 0, 1, 2]], [0, 2, 5])
@@ -57,10 +60,10 @@ class DataCollatorForLanguageModeling:
 
     pad_token_id: int
     """Token id at padding."""
-    padding_free: bool = True
-    """Must be True."""
+    padding_free: bool = False
+    """Lay the rows end to end in one, with positions and boundaries and without an attention mask."""
     return_position_ids: bool = False
-    """Changes nothing: positions are always given."""
+    """Give positions beside padded rows too; end to end they are always given."""
     pad_to_multiple_of: int | None = None
     """Round the width of the row up to this multiple."""
     return_tensors: Literal["pt"] = "pt"
@@ -72,17 +75,12 @@ class DataCollatorForLanguageModeling:
     """Values of such columns at padding, 0 where not named."""
 
     def __post_init__(self) -> None:
-        if not self.padding_free:
-            raise SettingError(
-                "this collator lays documents end to end and makes no padded rows; pass padding_free=True, or take "
-                "trl's own for padded rows of one document each"
-            )
         _check_form(self.return_tensors)
         if self.pad_to_multiple_of is not None:
             as_count(self.pad_to_multiple_of, "pad_to_multiple_of")
 
     def __call__(self, examples: Features, return_tensors: str | None = None) -> dict[str, Any]:
-        """Return a batch of one row.
+        """Return a batch: a row for each example, or one of all.
 
         Args:
             examples: for each row its `input_ids`, and perhaps `labels`, `seq_lengths` of its documents,
@@ -91,15 +89,19 @@ class DataCollatorForLanguageModeling:
             return_tensors: None or "pt".
 
         Returns:
-            `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and `cu_seq_lens_k` int32
-            `[segments + 1]`, `max_length_q` and `max_length_k` as Python ints, `seq_idx` int32 `[1, width]`.
+            `input_ids`, `labels`, perhaps `position_ids`, and `attention_mask` int64 `[rows, width]`. With
+            `padding_free`: `input_ids`, `labels` and `position_ids` int64 `[1, width]`, `cu_seq_lens_q` and
+            `cu_seq_lens_k` int32 `[segments + 1]`, `max_length_q` and `max_length_k` as Python ints, `seq_idx` int32
+            `[1, width]`.
 
         Raises:
-            DocumentsError: no token, values that aren't whole numbers, columns that don't match each other.
+            DocumentsError: no token, values that aren't whole numbers, columns that don't match each other, rows of
+                several documents without `padding_free`.
             SettingError: other tensors, or a column that can't be carried along.
 
         Cost: one pass over the tokens; from lists, 4 ns for each int.
         """
+        self.__post_init__()  # settings may have been written since
         _check_form("pt" if return_tensors is None else return_tensors)
         columns = as_columns(examples, {*_NEEDED, *(self.columns or ())})
         documents, labels = required(columns, "input_ids"), columns.get("labels")
@@ -111,15 +113,30 @@ class DataCollatorForLanguageModeling:
             )
         carried = columns_to_carry(columns, self.columns, {*_TAKEN, *_MASKS})
         tell_of_weights(columns, carried)
+        keep, lengths = columns.get("attention_mask"), columns.get("seq_lengths")
+        pads = {name: pad for name, pad in self.column_pads.items() if name in carried}
+        if not self.padding_free:
+            rows = padded_rows(
+                documents,
+                labels,
+                keep,
+                lengths,
+                carried,
+                pad_id=self.pad_token_id,
+                multiple=self.pad_to_multiple_of or 1,
+                column_pads=pads,
+                positions=self.return_position_ids,
+            )
+            return finish(as_torch_has_them(rows, carried), "pt")
         row = flatten(
             documents,
             labels,
-            columns.get("attention_mask"),
+            keep,
             carried,
-            lengths=columns.get("seq_lengths"),
+            lengths=lengths,
             pad_id=self.pad_token_id,
             pad_to_multiple_of=self.pad_to_multiple_of or 1,
-            column_pads={name: pad for name, pad in self.column_pads.items() if name in carried},
+            column_pads=pads,
         )
         arrays: dict[str, Any] = {"input_ids": row.input_ids, "labels": row.labels}
         arrays["position_ids"] = row.position_ids

@@ -10,7 +10,7 @@ import torch
 from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.agreement import check_scaling
-from varlen.adapters.hf.model import check_family
+from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.replicas import check_processes
 from varlen.adapters.trl.pairs import PACKED, FlatCall, PairCollator, PairPacks
 from varlen.errors import SettingError

@@ -1,0 +1,304 @@
+"""Whether what stands around a decoder acts on each token alone: tried on a copy that holds none of its weights.
+
+A class's name says little: `score` pools in one class and labels tokens in another, and a class of one's own has any
+name. So the model's own code runs once, with small stand-ins in the places of the decoder and of large matrices, each
+of which acts on every token by itself; then whatever reaches from one token to another is the head's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from varlen.adapters.hf.model import forward_owner, is_known
+
+TOKENS = 6
+"""In a row that is tried."""
+_LARGE = 1 << 16
+"""Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
+_MULTIMODAL = ("vision_config", "audio_config")
+
+
+def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
+    """Look at what a model does beside its decoder.
+
+    Args:
+        base: a transformers model.
+        decoder: its decoder, a module of it.
+
+    Returns:
+        Why it mixes tokens, or what isn't known of it; None and None where it acts on each token alone.
+    """
+    own = type(base).__name__
+    trusted = own in _tried_classes() and is_known(type(base))
+    if trusted and any(getattr(base.config, name, None) is not None for name in _MULTIMODAL):
+        return None, None
+    if trusted and not _replaced(base, decoder):
+        return None, None
+    try:
+        found = _outputs(base, decoder)
+    except Exception as error:  # any code may stand here
+        if own in _pooling_classes() and is_known(type(base)):
+            return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        return None, f"has a head that couldn't be tried alone ({said}), so nobody knows which tokens it mixes"
+    if not found:
+        return None, "gives no numbers that could be looked at, so nobody knows which tokens its head mixes"
+    for name, values in found.items():
+        if not _is_of_tokens(values):
+            return (
+                f"pools ({own}): {name} has the shape {list(values[0].shape)} for a row of {TOKENS} tokens, so the "
+                "documents of a row share it",
+                None,
+            )
+        if (pair := _reach(values)) is not None:
+            return f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others", None
+    if not any(_moves(values) for values in found.values()):
+        return None, "has a head that answers the same to any token when it is tried alone"
+    return None, None
+
+
+def acts_on_tokens(module: Any, width: int | None) -> bool:
+    """Return whether a module of unknown code, given one value a token, acts on each token alone.
+
+    Args:
+        module: any; not changed.
+        width: of its input, where the module has no linear layer that says it.
+    """
+    widths = [layer.in_features for layer in module.modules() if hasattr(layer, "in_features")][:1]
+    for size in dict.fromkeys([*([width] if width else []), *widths]):
+        try:
+            copied, tries = _copy(module, None), []
+            first = torch.randn(1, TOKENS, size, generator=_random())
+            with torch.no_grad():
+                for changed in range(-1, TOKENS):
+                    hidden = first.clone()
+                    if changed >= 0:
+                        hidden[:, changed] += 1.0
+                    tries.append(copied(hidden))
+        except Exception:  # any code may stand here
+            continue
+        if all(map(torch.is_tensor, tries)) and _is_of_tokens(tries) and _reach(tries) is None and _moves(tries):
+            return True
+    return False
+
+
+def _tried_classes() -> frozenset[str]:
+    """Return names of transformers' classes whose heads give logits of each token, or which have none."""
+    return _names(
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+        "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+        "MODEL_MAPPING_NAMES",
+    )
+
+
+def _pooling_classes() -> frozenset[str]:
+    """Return names of transformers' classes that give one answer for each row."""
+    return _names(
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+        "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES",
+    )
+
+
+@lru_cache
+def _names(*tables: str) -> frozenset[str]:
+    """Return the classes in some of transformers' tables."""
+    from transformers.models.auto import modeling_auto
+
+    return frozenset(
+        name
+        for table in tables
+        for names in getattr(modeling_auto, table, {}).values()
+        for name in ((names,) if isinstance(names, str) else names)
+    )
+
+
+def _replaced(base: Any, decoder: Any) -> bool:
+    """Return whether something stands beside the decoder that isn't transformers' or torch's linear and norm."""
+    inside = set(map(id, decoder.modules()))
+    beside = [module for module in base.modules() if id(module) not in inside]
+    plain = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Dropout, torch.nn.Identity)
+    holds = {id(module) for module in beside if any(child is decoder for child in module.modules())}
+    return any(
+        not is_known(type(module)) or (type(module).__module__.startswith("torch.") and not isinstance(module, plain))
+        for module in beside
+        if id(module) not in holds
+    )
+
+
+def _outputs(base: Any, decoder: Any) -> dict[str, list[torch.Tensor]]:
+    """Run a copy with one token changed after another; the first of the tries is unchanged."""
+    copied = _copy(base, decoder)
+    ids = torch.arange(TOKENS)[None] + 5
+    found: dict[str, list[torch.Tensor]] = {}
+    for changed in range(-1, TOKENS):
+        given = ids.clone()
+        if changed >= 0:
+            given[:, changed] += 31
+        arguments = _taken(base, {"input_ids": given, "position_ids": torch.arange(TOKENS)[None], "use_cache": False})
+        with torch.no_grad():
+            answer = type(base).forward(copied, **arguments)
+        for name, value in _numbers(answer):
+            found.setdefault(name, []).append(value)
+    return {name: values for name, values in found.items() if len(values) == TOKENS + 1}
+
+
+def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(type(base).forward).parameters
+    has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: v for name, v in arguments.items() if name in parameters or (has_rest and name == "input_ids")}
+
+
+def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of numbers in an answer by name, without hidden states of the decoder."""
+    if hasattr(answer, "items"):
+        pairs = [(str(name), value) for name, value in answer.items()]
+    elif isinstance(answer, tuple | list):
+        pairs = [(f"output {number}", value) for number, value in enumerate(answer)]
+    else:
+        pairs = [("the output", answer)]
+    return [(name, value) for name, value in pairs if torch.is_tensor(value) and value.is_floating_point()]
+
+
+def _is_of_tokens(tries: list[torch.Tensor]) -> bool:
+    return all(each.ndim >= 2 and tuple(each.shape[:2]) == (1, TOKENS) for each in tries)
+
+
+def _reach(tries: list[torch.Tensor]) -> tuple[int, int] | None:
+    """Return a token, and another at which the answer moves with it; None where there are none."""
+    before = tries[0][0].reshape(TOKENS, -1).float()
+    scale = float(before.abs().max().clamp(min=1e-6))
+    for changed, after in enumerate(tries[1:]):
+        moved = (after[0].reshape(TOKENS, -1).float() - before).abs().amax(1)
+        moved[changed] = 0
+        if float(moved.max()) > 1e-4 * scale or bool(moved.isnan().any()):
+            return changed, int(moved.argmax())
+    return None
+
+
+def _moves(tries: list[torch.Tensor]) -> bool:
+    """Return whether the answer at a token depends on the token at all."""
+    return any(not torch.equal(tries[0][0, place], each[0, place]) for place, each in enumerate(tries[1:]))
+
+
+def _random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _copy(module: Any, decoder: Any) -> Any:
+    """Return a module of the same classes with stand-ins for the decoder, large matrices and all weights."""
+    if module is decoder:
+        return _Decoder(module)
+    if isinstance(module, torch.nn.Embedding):
+        return _Table(module.embedding_dim)
+    if is_known(type(module)) and hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return _Matrix(module.in_features, module.out_features)
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update({name: v for name, v in module.__dict__.items() if name not in _LEFT_OUT})
+    copied.__dict__.update({name: type(v)() for name, v in module.__dict__.items() if "_hooks" in name and v is not None})
+    copied.__dict__["_compiled_call_impl"] = None
+    copied.__dict__["training"] = False
+    copied.__dict__["_parameters"] = {name: _stand_in(v) for name, v in module._parameters.items()}
+    copied.__dict__["_buffers"] = {name: _stand_in(v) for name, v in module._buffers.items()}
+    copied.__dict__["_modules"] = {
+        name: None if child is None else _copy(child, decoder) for name, child in module._modules.items()
+    }
+    return copied
+
+
+_LEFT_OUT = ("forward", "_old_forward", "_hf_hook")
+"""What Accelerate puts on single modules, bound to the module with the weights."""
+
+
+def _stand_in(weight: Any) -> Any:
+    """Return numbers in the shape of a parameter."""
+    if weight is None:
+        return None
+    shape = tuple(weight.shape)
+    if not weight.is_floating_point():
+        return torch.zeros(shape, dtype=weight.dtype)
+    if weight.numel() <= _LARGE:
+        return torch.randn(shape, generator=_random()) * 0.2
+    return (torch.randn(shape[-1], generator=_random()) * 0.2).expand(shape)
+
+
+class _Table(torch.nn.Module):
+    """Stands for an embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding_dim = width
+        self.phase = torch.randn(width, generator=_random())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.sin(ids[..., None].float() * (self.phase + 1.3) + self.phase)
+
+
+class _Matrix(torch.nn.Module):
+    """Stands for a linear layer: all outputs depend on all inputs of a token, and on no other token's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.inward = torch.randn(inputs, generator=_random()) / inputs**0.5
+        self.outward = torch.randn(outputs, generator=_random())
+        self.weight = torch.zeros(1).expand(outputs, inputs)
+
+    def forward(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if values.shape[-1] != self.in_features:
+            raise ValueError(f"{values.shape[-1]} values for {self.in_features} inputs")
+        return torch.sin((values.float() @ self.inward)[..., None] * self.outward + self.outward)
+
+
+class _Decoder(torch.nn.Module):
+    """Stands for a decoder: hidden states that depend on their own token alone."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.config = decoder.config
+        self.dtype = torch.float32
+        width = getattr(decoder.config, "hidden_size", None) or getattr(decoder.config, "n_embd", 32)
+        self.table = _Table(width)
+        self.matrix = _Matrix(width, width)
+        self.pools = getattr(decoder, "pooler", None) is not None
+
+    def get_input_embeddings(self) -> Any:
+        return self.table
+
+    def forward(self, input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **rest: Any) -> Any:
+        hidden = self.table(input_ids) if inputs_embeds is None else self.matrix(inputs_embeds)
+        pooled = hidden[:, 0] if self.pools else None
+        return _answer()(last_hidden_state=hidden, pooler_output=pooled, hidden_states=(hidden, hidden))
+
+
+def _answer() -> Any:
+    from dataclasses import dataclass
+
+    from transformers.modeling_outputs import ModelOutput
+
+    global _ANSWER
+    if _ANSWER is None:
+
+        @dataclass
+        class Answer(ModelOutput):  # type: ignore[misc]
+            """A decoder's answer, with nothing of what else decoders give."""
+
+            last_hidden_state: Any = None
+            pooler_output: Any = None
+            hidden_states: Any = None
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("__"):
+                    raise AttributeError(name)
+                return None
+
+        _ANSWER = Answer
+    return _ANSWER
+
+
+_ANSWER: Any = None

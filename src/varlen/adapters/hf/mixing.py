@@ -1,0 +1,280 @@
+"""What mixes the tokens of a row in a model, judged on the modules that are there: causal attention passes, what can't
+be told apart by arguments is refused by name, and what nobody knows is refused until `vl.verify` has tried it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from varlen.adapters.hf.heads import acts_on_tokens, head_fault
+from varlen.adapters.hf.model import (
+    MASKED_LAYERS,
+    forward_owner,
+    is_known,
+    model_type,
+    named_kinds,
+    text_config,
+    text_decoder,
+    unwrap,
+    wrappers,
+)
+from varlen.adapters.hf.recurrent import SINGLE_TOKENS, TOLD
+from varlen.errors import ModelError
+
+FLAT_MASKS = frozenset(("esm", "flaubert", "openai-gpt", "reformer", "xlm"))
+"""Families whose code takes masks of padding alone: a finished 4-D one makes it fail."""
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
+"""Modules that aren't called where there is no encoder."""
+_CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+_NEIGHBOURS = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+)
+_ALL_TOKENS = (
+    *(torch.nn.RNNBase, torch.nn.MultiheadAttention, torch.nn.Transformer),
+    *(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer),
+    *(torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d, torch.nn.GroupNorm),
+    *(torch.nn.AvgPool1d, torch.nn.MaxPool1d, torch.nn.AdaptiveAvgPool1d, torch.nn.AdaptiveMaxPool1d),
+)
+"""torch's own modules that mix the tokens of a row without regard to documents."""
+_ONE_A_ROW = "give it one document a row (padded)"
+_TRY = (
+    "call vl.verify(model) once in this program: where it finds documents apart, model_inputs takes the model "
+    f"from then on; else {_ONE_A_ROW}"
+)
+
+_LOOKED_THROUGH: WeakKeyDictionary[Any, tuple[str | None, str | None]] = WeakKeyDictionary()
+"""Models that were looked through, each with the first reason found to refuse it, and what is unknown of it."""
+_TRIED: WeakSet[Any] = WeakSet()
+"""Models that `vl.verify` has found to keep documents apart."""
+_TRYING: ContextVar[bool] = ContextVar("_TRYING", default=False)
+
+
+def check_family(model: Any) -> None:
+    """Refuse models whose documents no argument keeps apart.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+
+    Raises:
+        ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
+            attention (recurrence, convolution, pooling heads) or number positions in their own way, models that take
+            masks of padding alone, soft prompts in front of rows, and code of which nobody knows what it mixes,
+            unless `vl.verify` has found it to keep documents apart.
+    """
+    base, config = unwrap(model), text_config(model)
+    reason = _two_sequences(base) or _both_directions(config) or _soft_prompt(model) or _flat_masks(model)
+    if not reason and model_type(model) not in TOLD:
+        reason = _foreign_layers(config) or _recurrence(base)
+    if not reason:
+        reason, unknown = _looked_through(base, told=model_type(model) in TOLD)
+        if not reason and unknown and base not in _TRIED and not _TRYING.get():
+            raise ModelError(f"{type(base).__name__} {unknown}; {_TRY}")
+    if reason:
+        raise ModelError(f"{type(base).__name__} {reason}; {_ONE_A_ROW}")
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    """Let models through of which nobody knows what mixes their tokens, to be tried."""
+    token = _TRYING.set(True)
+    try:
+        yield
+    finally:
+        _TRYING.reset(token)
+
+
+def found_apart(model: Any) -> None:
+    """Remember that a model was tried and keeps documents apart.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    _TRIED.add(unwrap(model))
+
+
+def _two_sequences(base: Any) -> str | None:
+    if getattr(base.config, "is_encoder_decoder", False):
+        return "is an encoder-decoder: it takes two sequences, inputs and targets, and a PackedBatch has one"
+    return None
+
+
+def _both_directions(config: Any) -> str | None:
+    for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
+        said = getattr(config, name, None)
+        if said is value or (name == "use_bidirectional_attention" and said == "all"):
+            return f"attends in both directions (config.{name} is {said!r}), and varlen packs for causal models"
+    return None
+
+
+def _flat_masks(model: Any) -> str | None:
+    if model_type(model) in FLAT_MASKS:
+        return "takes masks of padding alone, in which documents of a row can't be told apart"
+    return None
+
+
+def _soft_prompt(model: Any) -> str | None:
+    for wrapper in wrappers(model):
+        told: Any = getattr(wrapper, "active_peft_config", None)
+        if getattr(told, "is_prompt_learning", False):
+            return (
+                f"has a soft prompt of {told.num_virtual_tokens:,} tokens (PEFT's prompt learning), which stands "
+                "before a row and not before each of its documents"
+            )
+    return None
+
+
+def _foreign_layers(config: Any) -> str | None:
+    foreign = [kind for kind in named_kinds(config) if kind not in (*MASKED_LAYERS, *SINGLE_TOKENS)]
+    if not foreign:
+        return None
+    count = sum(kind in foreign for kind in config.layer_types)
+    return (
+        f"has {count:,} of {len(config.layer_types):,} layers of kind {', '.join(foreign)}, in which a mask "
+        "doesn't keep documents apart"
+    )
+
+
+def _recurrence(base: Any) -> str | None:
+    if getattr(base, "_is_stateful", False):
+        return "carries a recurrent state from token to token, from one document into the next"
+    return None
+
+
+def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
+    """Look through a model's modules, once a model: there are thousands, and a batch comes every step.
+
+    Args:
+        base: the model.
+        told: its convolutions and recurrences are told boundaries.
+
+    Returns:
+        The first reason to refuse it, and the first thing of which nobody knows whether it mixes tokens.
+    """
+    if base not in _LOOKED_THROUGH:
+        decoder = _mixer(base)
+        reason, unknown = _direction(decoder), None
+        if not reason:
+            reason, unknown = _modules(decoder, told=told)
+        if not reason and decoder is base and getattr(base, "pooler", None) is not None:
+            reason = (
+                "pools (its pooler gives one vector a row, which the row's documents would share), unless it is made "
+                "with add_pooling_layer=False"
+            )
+        if not reason and decoder is not base:
+            reason, of_head = head_fault(base, decoder)
+            unknown = unknown or of_head
+        if not reason and not unknown:
+            reason, unknown = _no_sign_of_causality(decoder)
+        _LOOKED_THROUGH[base] = reason, unknown
+    return _LOOKED_THROUGH[base]
+
+
+def _mixer(base: Any) -> Any:
+    """Return the decoder; of a model that has no name for it, the one transformers model within it."""
+    decoder = text_decoder(base)
+    if decoder is not base or is_known(type(base)):
+        return decoder
+    from transformers import PreTrainedModel
+
+    within = [module for module in base.children() if isinstance(module, PreTrainedModel)]
+    return text_decoder(within[0]) if len(within) == 1 else decoder
+
+
+def _direction(decoder: Any) -> str | None:
+    """Say that a decoder attends in both directions: by its modules, or by the masks that its code makes."""
+    for name, module in decoder.named_modules():
+        if name.rpartition(".")[2] not in CROSS_ATTENTION and getattr(module, "is_causal", True) is False:
+            where = f"in {name}" if name else "by its is_causal"
+            return f"attends in both directions ({where}), and varlen packs for causal models"
+    names = _names_in(type(decoder))
+    if not any(name.startswith("create_bidirectional") for name in names):
+        return None
+    if not names.intersection(_CAUSAL_MASKS):
+        return "attends in both directions (its code makes bidirectional masks), and varlen packs for causal models"
+    if "is_decoder" in names and not getattr(decoder.config, "is_decoder", False):
+        return "attends in both directions (config.is_decoder is False), and varlen packs for causal models"
+    return None
+
+
+def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
+    """Say that nothing shows a decoder to be causal: neither its code nor transformers' list of such families."""
+    from transformers.models.auto import modeling_auto as auto
+
+    family = getattr(getattr(decoder, "config", None), "model_type", "")
+    known = _names_in(type(decoder)).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
+    if known or family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None, None
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return (
+            f"attends in both directions ({family} fills in masked tokens, and its code makes no causal masks), and "
+            "varlen packs for causal models",
+            None,
+        )
+    return None, (
+        "makes no causal masks and isn't among transformers' causal models, so nobody knows which tokens it mixes"
+    )
+
+
+@lru_cache(maxsize=1024)
+def _names_in(kind: Any) -> frozenset[str]:
+    """Return the names and attributes that stand in the code of a class and of those that it is made of."""
+    found: set[str] = set()
+    for each in kind.__mro__:
+        if each.__module__ in ("transformers.modeling_utils", "builtins") or each.__module__.startswith("torch."):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                found.add(node.attr)
+    return frozenset(found)
+
+
+def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
+    """Return why a decoder's modules are unfit, and the first of which nobody knows."""
+    unknown, passed = None, None
+    hidden = getattr(getattr(decoder, "config", None), "hidden_size", None)
+    for name, module in decoder.named_modules():
+        if passed is not None and name.startswith(passed):
+            continue
+        last = name.rpartition(".")[2]
+        if last in CROSS_ATTENTION:
+            continue
+        if not told and (fault := mixes(name, module)):
+            return fault, None
+        if not is_known(type(module)):
+            if name and acts_on_tokens(module, hidden):
+                passed = f"{name}."
+                continue
+            owner = forward_owner(type(module))
+            unknown = unknown or f"runs code of its own ({owner.__name__} in {name or 'the decoder'}), so nobody " \
+                "knows which tokens it mixes"
+    return None, unknown
+
+
+def mixes(name: str, module: Any) -> str | None:
+    """Say that one of torch's own modules mixes the tokens of a row.
+
+    Args:
+        name: in the model.
+        module: any.
+    """
+    if isinstance(module, _NEIGHBOURS) and any(size != 1 for size in module.kernel_size):
+        return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
+    if isinstance(module, _ALL_TOKENS):
+        return f"mixes all tokens of a row in {name} ({type(module).__name__}), which is told no boundaries"
+    return None
