@@ -32,7 +32,8 @@ KINDS = {
 }
 """Heads by transformers' own tables."""
 LENGTHS = (5, 9, 3, 1, 7)
-TOLERANCE = 1e-8
+TOLERANCE = 1e-5
+"""Parts of some families compute in float32 whatever the weights are."""
 
 
 def classes() -> Iterator[tuple[str, str, str]]:
@@ -99,24 +100,29 @@ def furthest_from_alone(model: Any, layout: Layout = "rows") -> float:
         ModelError: `model_inputs` refuses the model.
     """
     documents, batch = batch_of(layout)
-    arguments = hf.model_inputs(batch, model)
-    packed = outputs_of(model, {name: v for name, v in arguments.items() if name != "labels"})
-    plain = {name: v for name, v in hf.plain_inputs(torch.zeros(1, 1, dtype=torch.int64), model).items()}
-    worst = 0.0
-    segments, rows = np.asarray(batch.segment_ids), batch.input_ids.shape[0]
-    document = 0
-    for row in range(rows):
-        for segment in range(segments[row].max() + 1):
-            place = np.flatnonzero(segments[row] == segment)
-            tokens = torch.as_tensor(documents[int(batch.document_ids[document])]).long()[None]
-            document += 1
-            alone = outputs_of(model, {**hf.plain_inputs(tokens, model)})
-            for name, theirs in alone.items():
+    arguments = {name: v for name, v in hf.model_inputs(batch, model).items() if name != "labels"}
+    packed = outputs_of(model, arguments)
+    segments = np.asarray(batch.segment_ids)
+    worst, number = 0.0, 0
+    for row, told in enumerate(segments):
+        for segment in range(told.max() + 1):
+            place = np.flatnonzero(told == segment)
+            tokens = torch.as_tensor(documents[int(batch.document_ids[number])]).long()[None]
+            number += 1
+            for name, theirs in outputs_of(model, hf.plain_inputs(tokens, model)).items():
                 ours = packed.get(name)
                 if ours is None or ours.ndim < 2 or theirs.ndim < 2 or ours.shape[:2] != segments.shape:
                     return float("inf")
                 if theirs.shape[1] != len(place):
                     return float("inf")
                 worst = max(worst, float((ours[row, place] - theirs[0]).abs().max()))
-    del plain
     return worst
+
+
+def runs_alone(model: Any) -> bool:
+    """Return whether a model takes a document by itself at all."""
+    try:
+        outputs_of(model, hf.plain_inputs(torch.arange(3, 8)[None], model))
+    except Exception:
+        return False
+    return True

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from varlen.adapters.hf.model import text_config
+from varlen.adapters.hf.model import shifts_labels, text_config, unwrap
 from varlen.adapters.replicas import check_processes
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
@@ -87,6 +87,11 @@ def check_settings(trainer: Any) -> None:
     if weighting not in get_args(Weighting):
         raise SettingError(
             f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
+        )
+    if not shifts_labels(trainer.model):
+        raise SettingError(
+            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, and the loader's labels are next "
+            "tokens; take a model with a language modelling head, or a loop of your own over the loader's batches"
         )
     _check_ranks(trainer, loader)
     if args.gradient_accumulation_steps != loader.micro_batches:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ TOKENS = 6
 """In a row that is tried."""
 _LARGE = 1 << 16
 """Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
+Tries: TypeAlias = list[tuple[int, torch.Tensor]]
+"""Answers, each with the token that was changed; that of none changed is the first."""
 _MULTIMODAL = ("vision_config", "audio_config")
 
 
@@ -50,11 +52,11 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
     for name, values in found.items():
         if not _is_of_tokens(values):
             return (
-                f"pools ({own}): {name} has the shape {list(values[0].shape)} for a row of {TOKENS} tokens, so the "
+                f"pools ({own}): {name} has the shape {list(values[0][1].shape)} for a row of {TOKENS} tokens, so the "
                 "documents of a row share it",
                 None,
             )
-        if (pair := _reach(values)) is not None:
+        if _reaches(values):
             return f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others", None
     if not any(_moves(values) for values in found.values()):
         return None, "has a head that answers the same to any token when it is tried alone"
@@ -74,14 +76,16 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
             copied, tries = _copy(module, None), []
             first = torch.randn(1, TOKENS, size, generator=_random())
             with torch.no_grad():
-                for changed in range(-1, TOKENS):
+                for place in range(-1, TOKENS):
                     hidden = first.clone()
-                    if changed >= 0:
-                        hidden[:, changed] += 1.0
-                    tries.append(copied(hidden))
+                    if place >= 0:
+                        hidden[:, place] += 1.0
+                    tries.append((place, copied(hidden)))
         except Exception:  # any code may stand here
             continue
-        if all(map(torch.is_tensor, tries)) and _is_of_tokens(tries) and _reach(tries) is None and _moves(tries):
+        if not all(torch.is_tensor(each) for _, each in tries):
+            continue
+        if _is_of_tokens(tries) and not _reaches(tries) and _moves(tries):
             return True
     return False
 
@@ -131,21 +135,24 @@ def _replaced(base: Any, decoder: Any) -> bool:
     )
 
 
-def _outputs(base: Any, decoder: Any) -> dict[str, list[torch.Tensor]]:
-    """Run a copy with one token changed after another; the first of the tries is unchanged."""
+def _outputs(base: Any, decoder: Any) -> dict[str, Tries]:
+    """Run a copy with one token changed after another, by other ids and by those that mark something."""
     copied = _copy(base, decoder)
     ids = torch.arange(TOKENS)[None] + 5
-    found: dict[str, list[torch.Tensor]] = {}
-    for changed in range(-1, TOKENS):
+    marks = [getattr(base.config, f"{name}_token_id", None) for name in ("pad", "eos", "sep", "cls", "bos")]
+    changes = [(place, int(ids[0, place]) + 31) for place in range(TOKENS)]
+    changes += [(place, mark) for mark in marks if isinstance(mark, int) for place in (0, 2, TOKENS - 1)]
+    found: dict[str, Tries] = {}
+    for place, to in [(-1, 0), *changes]:
         given = ids.clone()
-        if changed >= 0:
-            given[:, changed] += 31
+        if place >= 0:
+            given[:, place] = to
         arguments = _taken(base, {"input_ids": given, "position_ids": torch.arange(TOKENS)[None], "use_cache": False})
         with torch.no_grad():
             answer = type(base).forward(copied, **arguments)
         for name, value in _numbers(answer):
-            found.setdefault(name, []).append(value)
-    return {name: values for name, values in found.items() if len(values) == TOKENS + 1}
+            found.setdefault(name, []).append((place, value))
+    return {name: values for name, values in found.items() if len(values) == len(changes) + 1}
 
 
 def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -165,25 +172,25 @@ def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, value) for name, value in pairs if torch.is_tensor(value) and value.is_floating_point()]
 
 
-def _is_of_tokens(tries: list[torch.Tensor]) -> bool:
-    return all(each.ndim >= 2 and tuple(each.shape[:2]) == (1, TOKENS) for each in tries)
+def _is_of_tokens(tries: Tries) -> bool:
+    return all(each.ndim >= 2 and tuple(each.shape[:2]) == (1, TOKENS) for _, each in tries)
 
 
-def _reach(tries: list[torch.Tensor]) -> tuple[int, int] | None:
-    """Return a token, and another at which the answer moves with it; None where there are none."""
-    before = tries[0][0].reshape(TOKENS, -1).float()
+def _reaches(tries: Tries) -> bool:
+    """Return whether the answer at any token moves with another one."""
+    before = tries[0][1][0].reshape(TOKENS, -1).float()
     scale = float(before.abs().max().clamp(min=1e-6))
-    for changed, after in enumerate(tries[1:]):
+    for place, after in tries[1:]:
         moved = (after[0].reshape(TOKENS, -1).float() - before).abs().amax(1)
-        moved[changed] = 0
+        moved[place] = 0
         if float(moved.max()) > 1e-4 * scale or bool(moved.isnan().any()):
-            return changed, int(moved.argmax())
-    return None
+            return True
+    return False
 
 
-def _moves(tries: list[torch.Tensor]) -> bool:
+def _moves(tries: Tries) -> bool:
     """Return whether the answer at a token depends on the token at all."""
-    return any(not torch.equal(tries[0][0, place], each[0, place]) for place, each in enumerate(tries[1:]))
+    return any(not torch.equal(tries[0][1][0, place], each[0, place]) for place, each in tries[1:])
 
 
 def _random() -> torch.Generator:

@@ -20,6 +20,7 @@ from varlen.adapters.hf.model import (
     implementation,
     model_type,
     named_kinds,
+    shifts_labels,
     text_config,
     unwrap,
     uses_registry,
@@ -65,7 +66,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
         `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
         `shift_labels` where the batch has them; `labels` and `use_cache` where the model takes them. With M-RoPE
         `position_ids` are `[4, rows, width]`, and the arrays of all images come along, in the order of the documents
-        in the batch.
+        in the batch. No `labels` for heads whose loss isn't that of the next token (token classification, answers):
+        compute their loss from the logits, which are each document's own.
 
     Raises:
         DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
@@ -95,6 +97,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             f'"{implementation(model)}" takes none; use model.set_attn_implementation("sdpa"), or "eager"'
         )
     inputs = {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
+    if not shifts_labels(model):
+        inputs.pop("labels", None)
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(

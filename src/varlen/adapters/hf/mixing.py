@@ -9,7 +9,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -170,11 +170,10 @@ def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
                 "pools (its pooler gives one vector a row, which the row's documents would share), unless it is made "
                 "with add_pooling_layer=False"
             )
-        if not reason and decoder is not base:
-            reason, of_head = head_fault(base, decoder)
-            unknown = unknown or of_head
-        if not reason and not unknown:
-            reason, unknown = _no_sign_of_causality(decoder)
+        for look in (_no_sign_of_causality, partial(head_fault, base)):
+            if not reason and (look is _no_sign_of_causality or decoder is not base):
+                reason, more = look(decoder)
+                unknown = unknown or more
         _LOOKED_THROUGH[base] = reason, unknown
     return _LOOKED_THROUGH[base]
 

@@ -236,6 +236,21 @@ def accepts(model: Any, name: str) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def shifts_labels(model: Any) -> bool:
+    """Return whether a model's own loss is that of the next token, which shifts the labels that it is given.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+    """
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    base = unwrap(model)
+    kind = getattr(base, "loss_type", None)
+    if kind not in LOSS_MAPPING:
+        return True  # transformers takes the next token's then
+    return not is_known(type(base)) or LOSS_MAPPING[kind] is ForCausalLMLoss
+
+
 def forward_owner(kind: Any) -> Any:
     """Return the class that a module's forward stands in.
 
