@@ -83,7 +83,13 @@ PAIRS = [
         *("pack_all_trajectories", "pack_inference_logprobs"),
     ),
     *_of("megatron", "megatron_lm", "megatron/core/packed_seq_params.py", "PackedSeqParams"),
-    *_of("megatron", "megatron_lm", "megatron/core/datasets/data_schedule.py", "DpBalancedScheduler"),
+    Pair(
+        "varlen.adapters.megatron.DpBalancedScheduler",
+        "megatron_lm",
+        "megatron/core/datasets/data_schedule.py",
+        "DpBalancedScheduler",
+        (("megatron/core/datasets/data_schedule.py", "BasePackingScheduler"),),
+    ),
     *_of("megatron", "megatron_bridge", f"{_BRIDGE}data/packing/config.py", "PackedSequenceSpecs"),
     *_of(
         "megatron",
@@ -149,9 +155,41 @@ PAIRS = [
     Pair("varlen.adapters.trl.dpo.PackedDPOTrainer", "trl", "trl.DPOTrainer"),
     Pair("varlen.adapters.hf.trainer.PackedTrainer", "transformers", "transformers.Trainer"),
     Pair("varlen.adapters.axolotl.VarlenPlugin", "axolotl", "axolotl.integrations.base.BasePlugin"),
-    Pair("varlen.adapters.lightning.PackedDataModule", "lightning", "lightning.LightningDataModule"),
 ]
 """Peers that are installed with the tests are named by import path, and compared as they are."""
+
+
+PAGES = {
+    "axolotl": "axolotl.md",
+    "hf": "transformers.md",
+    "megatron": "megatron-schedule.md",
+    "torchtune": "torchtune.md",
+    "trl": "trl.md",
+}
+"""The page that says what differs, of each room of adapters."""
+_RANKS = "Rank, ranks and padding are arguments; there they are looked up in Megatron's global state."
+_PACKER = "A packer is given, which holds the size of a bin and its most sequences."
+DEVIATIONS: dict[str, dict[str, str]] = {
+    "varlen.adapters.megatron.rl.distribute_packed_bins": dict.fromkeys(
+        ("wants dp_rank besides", "wants dp_size besides", "wants pad_token besides"), _RANKS
+    ),
+    "varlen.adapters.megatron.rl.pack_all_trajectories": {
+        "takes no bin_size": _PACKER,
+        "takes no max_sequences_per_bin": _PACKER,
+        "packing_algo stands at place 5, not 6": _PACKER,
+        "wants packer besides": _PACKER,
+        "wants dp_rank besides": _RANKS,
+        "wants dp_size besides": _RANKS,
+    },
+    "varlen.adapters.megatron.DpBalancedScheduler": {
+        "has no method run": "`run`, which moves samples between ranks, stays Megatron's: inherit from both."
+    },
+    "varlen.adapters.hf.DataCollatorWithFlattening": {
+        "takes no *args": "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here.",
+        "takes no **kwargs": "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here.",
+    },
+}
+"""What differs by intent, as the tests find it, and why, in the words of the framework's page."""
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -167,7 +205,10 @@ def _read(root: Path, pair: Pair) -> dict[str, Any]:
     trees = [_find(root / pair.path, pair.theirs), *(_find(root / path, name) for path, name in pair.bases)]
     first = trees[0]
     if isinstance(first, ast.FunctionDef):
-        return {"parameters": _parameters(first), "raises": _raised(first)}
+        told = [
+            [name, kind, _constant(root / pair.path, default)] for name, kind, default in _parameters(first)
+        ]
+        return {"parameters": told, "raises": _raised(first)}
     inits = [node for tree in trees for node in tree.body if _is(node, "__init__")]
     methods: dict[str, Any] = {}
     attributes: set[str] = set()
@@ -178,19 +219,37 @@ def _read(root: Path, pair: Pair) -> dict[str, Any]:
                 if is_property and not node.name.startswith("_"):
                     attributes.add(node.name)
                 elif not node.name.startswith("_") or node.name in ("__call__", "__getitem__", "__len__", "__iter__"):
-                    methods.setdefault(node.name, _parameters(node)[1:])
+                    is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+                    methods.setdefault(node.name, _parameters(node)[0 if is_static else 1 :])
             elif isinstance(node, ast.AnnAssign | ast.Assign):
                 targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
                 attributes |= {t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_")}
         attributes |= _set_on_self(tree)
     is_dataclass = any("dataclass" in ast.unparse(d) for d in first.decorator_list)
-    parameters = _fields(first) if is_dataclass else _parameters(inits[0])[1:] if inits else None
+    told = [_parameters(node)[1:] for node in inits]
+    while len(told) > 1 and all(kind.startswith("VAR_") for _, kind, _ in told[0]):  # handed on to the base
+        told.pop(0)
+    parameters = _fields(first) if is_dataclass else told[0] if told else None
     return {
         "parameters": parameters,
         "methods": methods,
         "attributes": sorted(attributes),
         "raises": sorted({name for tree in trees for name in _raised(tree)}),
     }
+
+
+_CONSTANTS = {"IGNORE_INDEX": "-100"}
+"""That another file of the peer sets."""
+
+
+def _constant(path: Path, default: str | None) -> str | None:
+    """A default's text; of a constant's name what the file sets it to."""
+    if default in _CONSTANTS:
+        return _CONSTANTS[default]
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == default:
+            return ast.unparse(node.value)
+    return default
 
 
 def _find(path: Path, name: str) -> Any:

@@ -22,7 +22,8 @@ LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=50)
 
 def sampler(lengths: Any, **settings: Any) -> MultipackBatchSampler:
     """A sampler over all documents in their order, unless told otherwise."""
-    settings = {"sampler": range(len(lengths)), "batch_size": 1, "bin_size": 200, **settings}
+    usual = {"sampler": range(len(lengths)), "batch_size": 1, "bin_size": 200, "drop_last": False}
+    settings = {**usual, **settings}
     return MultipackBatchSampler(batch_max_len=CAPACITY, lengths=lengths, **settings)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from varlen.adapters.peers import raises_too
 from varlen.adapters.replicas import as_num_replicas
 from varlen.errors import LengthsError
 from varlen.pack.lengths import as_count, as_lengths
@@ -23,6 +24,7 @@ _STEPS_AT_ONCE = 256
 """Steps whose batches become lists at a time."""
 
 
+@raises_too(AssertionError)
 class MultipackBatchSampler(BatchSampler):
     """Batches of packs of documents, as axolotl 0.19's sampler of this name gives them.
 
@@ -32,7 +34,7 @@ class MultipackBatchSampler(BatchSampler):
     - `len` is the number of batches that come, always. There it is the least of four packings, and what is beyond
       it is cut off.
     - Packs are taken apart until they make whole steps, so that nothing is dropped. Only where documents are too few
-      for that does `drop_last=True`, which is the default there, leave some out, and they are counted.
+      for that does `drop_last=True`, the default, leave some out, and they are counted and logged.
     - The number of batches is a multiple of `num_replicas`, so that ranks that take turns, as accelerate deals
       them, have equally many. There accelerate begins anew with the first documents.
     - A document longer than a pack is an error, or dropped and counted. There it becomes a pack of its own that is
@@ -58,7 +60,7 @@ class MultipackBatchSampler(BatchSampler):
         lengths: npt.ArrayLike,
         bin_size: int | None,
         packing_efficiency_estimate: float = 1.0,
-        drop_last: bool = False,
+        drop_last: bool = True,
         num_count_samples: int = 4,
         sequential: bool = False,
         group_size: int = 100_000,
@@ -124,6 +126,12 @@ class MultipackBatchSampler(BatchSampler):
         self._indices: IntArray = np.empty(0, np.int64)
         self._steps: Steps | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write a setting; the epoch is packed anew by it."""
+        if not name.startswith("_"):
+            object.__setattr__(self, "_steps", None)
+        object.__setattr__(self, name, value)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch, and tell the sampler of indices.
 
@@ -137,12 +145,22 @@ class MultipackBatchSampler(BatchSampler):
             tell(epoch)
 
     @property
+    def total_tokens_used(self) -> int:
+        """Tokens of this epoch's packs, over all ranks."""
+        return self.steps.packed_tokens
+
+    @property
+    def total_token_slots(self) -> int:
+        """Slots of this epoch's packs, over all ranks."""
+        return self.steps.num_packs * self.batch_max_len
+
+    @property
     def steps(self) -> Steps:
         """Packs of this epoch, and what was dropped, repeated and left empty."""
         if self._steps is None:
             self._indices = self._order()
             self._steps = steps_of(
-                self.lengths[self._indices],
+                as_lengths(self.lengths)[self._indices],
                 self.batch_max_len,
                 method="next_fit" if self.sequential else "best_fit",
                 overlong=self.overlong,
@@ -171,10 +189,10 @@ class MultipackBatchSampler(BatchSampler):
             order = np.arange(len(given))
         else:
             order = np.fromiter(given, np.int64)
-        wrong = (order < 0) | (order >= self.lengths.size)
+        wrong = (order < 0) | (order >= len(self.lengths))
         if wrong.any():
             raise LengthsError(
-                f"the sampler gives index {order[np.argmax(wrong)]:,}, and there are {self.lengths.size:,} lengths "
+                f"the sampler gives index {order[np.argmax(wrong)]:,}, and there are {len(self.lengths):,} lengths "
                 f"({int(wrong.sum()):,} of {order.size:,} indices have none); pass the lengths of the whole data set"
             )
         return order
@@ -220,8 +238,7 @@ class MultipackBatchSampler(BatchSampler):
 
     def efficiency(self) -> float:
         """Return tokens over slots of this epoch's packs, over all ranks; 0.0 without packs."""
-        slots = self.steps.num_packs * self.batch_max_len
-        return self.steps.packed_tokens / slots if slots else 0.0
+        return self.total_tokens_used / self.total_token_slots if self.total_token_slots else 0.0
 
     def gather_efficiency(self) -> float:
         """Return `efficiency()`, which is the same on every rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,27 +31,63 @@ class LeakWarning(UserWarning):
     """Rows of these functions carry no boundaries, so what is trained on them is not what it seems."""
 
 
-class PackedColumns(NamedTuple):
-    """Three columns of rows: unpacks like a tuple, and is read by name like a dictionary."""
+class PackedColumns(dict[str, Any]):
+    """Three columns of rows: the original's dictionary, but for iteration and unpacking, which give the columns.
 
-    input_ids: Any
-    """`[rows, max_length]`, in the form of the sequences given: lists of lists, an array or a tensor."""
-    labels: Any
-    attention_mask: Any
+    So do numbers: `columns[0]` is `columns["input_ids"]`.
 
-    def __getitem__(self, key: Any) -> Any:  # a name, or a number as of any tuple
-        """Return a column."""
-        if isinstance(key, str):
-            return dict(self.items())[key]
-        return tuple.__getitem__(self, key)
+    >>> columns = PackedColumns([[1]], [[2]], [[3]])
+    >>> ids, labels, masks = columns
+    >>> ids, columns["labels"], "labels" in columns, columns == dict(columns.items())
+    ([[1]], [[2]], True, True)
+    """
 
-    def keys(self) -> tuple[str, ...]:
-        """Return the names, so that `dict(columns)` works."""
-        return self._fields
+    def __init__(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> None:
+        """Take the columns.
 
-    def items(self) -> Iterator[tuple[str, Any]]:
-        """Iterate over names and columns."""
-        return zip(self._fields, tuple(self))
+        Args:
+            input_ids: `[rows, max_length]`, in the form of the sequences given: lists of lists, an array or a tensor.
+                Or a mapping of all columns, with which other libraries make a mapping of the same kind.
+            labels: likewise.
+            attention_mask: likewise.
+        """
+        if isinstance(input_ids, Mapping):
+            super().__init__(input_ids.items())
+        else:
+            super().__init__(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+
+    @property
+    def input_ids(self) -> Any:
+        """`[rows, max_length]`."""
+        return self["input_ids"]
+
+    @property
+    def labels(self) -> Any:
+        """`[rows, max_length]`."""
+        return self["labels"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """`[rows, max_length]`."""
+        return self["attention_mask"]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over columns, where a dictionary gives names."""
+        return iter(self.values())
+
+    def __reversed__(self) -> Iterator[Any]:
+        """Iterate over columns from the last one."""
+        return reversed(list(self.values()))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a column by its name, or by its number, as of a tuple."""
+        if isinstance(key, int | slice):
+            return tuple(self.values())[key]
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy columns by name."""
+        return PackedColumns, (dict(self.items()),)
 
 
 Boundaries = list[list[tuple[int, int]]]

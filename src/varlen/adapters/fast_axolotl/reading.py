@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from varlen.adapters.peers import raises_too
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.pack.api import as_choice
@@ -27,6 +28,7 @@ _TYPES: dict[str, Format] = {
 }
 
 
+@raises_too(RuntimeError)
 def streaming_dataset_reader(
     file_path: str | Path,
     dataset_type: str | None = None,

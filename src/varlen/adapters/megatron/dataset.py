@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,49 @@ from varlen.adapters.megatron.batches.collate import RowCollator
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
 from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.opening import open_packed
-from varlen.adapters.megatron.rows import PackedRows
-from varlen.counts import many
+from varlen.adapters.megatron.files.reader import PackedReader
+from varlen.adapters.megatron.items import Item, item_of, named_row, rows_of_items
+from varlen.adapters.peers import raises_too
 from varlen.errors import DocumentsError, SettingError
-from varlen.types import IntArray
 
-Item = dict[str, Any]
-"""One packed row: `input_ids`, `seq_boundaries`, `loss_mask`, and what the file knows besides."""
-
-_UNUSED = {
-    *(
-        "min_seq_length",
-        "add_bos",
-        "add_eos",
-        "add_sep",
-        "sep_id",
-        "label_key",
-        "truncation_field",
-        "is_test",
-    ),
-    *("index_mapping_dir", "prompt_template", "tokens_to_generate", "memmap_workers", "hf_dataset"),
-    *("global_sample_mapping", "truncation_method", "special_tokens", "output_original_text"),
-    *("get_attention_mask_from_fusion", "prompt_completion_config"),
+_SPECIAL_TOKENS = {
+    "system_turn_start": "<extra_id_0>",
+    "turn_start": "<extra_id_1>",
+    "label_start": "<extra_id_2>",
+    "end_of_turn": "\n",
+    "end_of_name": "\n",
 }
-"""What the releases' class takes for data that is not packed."""
+_UNUSED: dict[str, Any] = {
+    "min_seq_length": 1,
+    "add_bos": False,
+    "add_eos": True,
+    "add_sep": False,
+    "sep_id": None,
+    "label_key": "answer",
+    "truncation_field": "text",
+    "index_mapping_dir": None,
+    "prompt_template": None,
+    "tokens_to_generate": 0,
+    "memmap_workers": None,
+    "hf_dataset": False,
+    "global_sample_mapping": False,
+    "truncation_method": "right",
+    "special_tokens": None,
+    "is_test": False,
+    "output_original_text": False,
+    "get_attention_mask_from_fusion": True,
+    "prompt_completion_config": None,
+}
+"""What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
+_COLLATED = (
+    *("dialect", "max_seq_length", "pad_to_max_length", "pad_seq_length_to_mult", "ceil_to_power_2"),
+    *("return_cu_seqlen", "pad_cu_seqlens", "pack_metadata", "answer_only_loss", "eos_in_loss", "always_padded"),
+    *("padding_mask", "compatible"),
+)
+"""Attributes that batches are made by, by the names of `RowCollator`."""
 
 
+@raises_too(AssertionError)
 class GPTSFTPackedDataset(Dataset[Item]):
     """Packed rows of a file, by number, and the batches that trainers read of them.
 
@@ -78,6 +94,9 @@ class GPTSFTPackedDataset(Dataset[Item]):
         padding_mask: add `padding_mask`, for routers of experts.
         others: arguments that the releases take for data that isn't packed; they change nothing.
 
+    Arguments are attributes by the releases' names, and may be written: the next batch is made by what they then say.
+    The order of the rows, `samples_mapping`, is that of `max_num_samples` and `seed` when this is made, as there.
+
     Raises:
         SettingError: settings that contradict each other, or that nobody knows.
         SourceError: no file, a damaged one, or metadata that contradicts itself.
@@ -107,7 +126,7 @@ class GPTSFTPackedDataset(Dataset[Item]):
         padding_mask: bool = False,
         **others: Any,
     ) -> None:
-        unknown = sorted(set(others) - _UNUSED)
+        unknown = sorted(set(others) - set(_UNUSED))
         if unknown:
             raise SettingError(
                 f"{unknown[0]!r} is no argument of {type(self).__name__}, here or in Megatron-Bridge; take it out"
@@ -117,42 +136,61 @@ class GPTSFTPackedDataset(Dataset[Item]):
                 f"P-Tuning with packed sequence is not supported: virtual_tokens={virtual_tokens!r} must be 0"
             )
         needs_metadata = pad_cu_seqlens and pack_metadata_file_path is not None
-        self.file_path, self.tokenizer, self.seed = str(file_path), tokenizer, seed
+        self.file_path, self.tokenizer, self.seed = file_path, tokenizer, seed
         self.pack_metadata = (
             None
             if pack_metadata_file_path is None
             else read_metadata(pack_metadata_file_path, pack_size=max_seq_length if needs_metadata else None)
         )
-        self.collator = RowCollator(
-            dialect=as_dialect(dialect),
-            eos_id=_eos_id(tokenizer),
-            max_seq_length=max_seq_length,
-            pad_to_max_length=pad_to_max_length,
-            pad_seq_length_to_mult=pad_seq_length_to_mult,
-            ceil_to_power_2=ceil_to_power_2,
-            pad_seq_to_mult=1 if pad_seq_to_mult is None else pad_seq_to_mult,
-            return_cu_seqlen=return_cu_seqlen,
-            pad_cu_seqlens=pad_cu_seqlens,
-            pack_metadata=self.pack_metadata,
-            answer_only_loss=answer_only_loss,
-            eos_in_loss=eos_in_loss,
-            always_padded=always_padded,
-            padding_mask=padding_mask,
-            compatible=compatible,
-        )
-        self.indexed_dataset = open_packed(file_path)
+        self.dialect = as_dialect(dialect)
+        self.max_seq_length = max_seq_length
+        self.pad_to_max_length = pad_to_max_length
+        self.pad_seq_length_to_mult = pad_seq_length_to_mult
+        self.ceil_to_power_2 = ceil_to_power_2
+        self._pad_seq_to_mult = pad_seq_to_mult  # the releases' name of it
+        self.return_cu_seqlen = return_cu_seqlen
+        self.pad_cu_seqlens = pad_cu_seqlens
+        self.answer_only_loss = answer_only_loss
+        self.eos_in_loss = eos_in_loss
+        self.always_padded = always_padded
+        self.padding_mask = padding_mask
+        self.compatible = compatible
+        self.virtual_tokens = virtual_tokens
+        for name, usual in _UNUSED.items():
+            setattr(self, name, others.get(name, usual))
+        if self.special_tokens is None:
+            self.special_tokens = dict(_SPECIAL_TOKENS)
+        field = self.__dict__.pop("truncation_field")
+        self.truncation_fields = [] if field is None else field.split(",")
+        self._made: tuple[Any, RowCollator] | None = None
+        assert self.collator  # settings that contradict each other are told here
+        self.indexed_dataset: PackedReader = open_packed(file_path)
         self.max_num_samples = max_num_samples
         self.samples_mapping = _shuffled(self.indexed_dataset.num_rows, max_num_samples, seed)
+
+    @property
+    def collator(self) -> RowCollator:
+        """What makes batches of rows, by the attributes as they are now.
+
+        Raises:
+            SettingError: they contradict each other.
+        """
+        told = {name: getattr(self, name) for name in _COLLATED}
+        told["eos_id"] = _eos_id(self.tokenizer)
+        told["pad_seq_to_mult"] = 1 if self._pad_seq_to_mult is None else self._pad_seq_to_mult
+        if self._made is None or self._made[0] != told:
+            self._made = told, RowCollator(**told)
+        return self._made[1]
 
     def __len__(self) -> int:
         """Rows: those of the file, or `max_num_samples`."""
         return self.indexed_dataset.num_rows if self.samples_mapping is None else len(self.samples_mapping)
 
-    def __getitem__(self, index: int) -> Item:
+    def __getitem__(self, idx: int) -> Item:
         """Return a row.
 
         Args:
-            index: its number; below 0 it is counted from the end and trains nothing.
+            idx: its number; below 0 it is counted from the end and trains nothing.
 
         Returns:
             `input_ids` and `loss_mask`, arrays of all stored tokens; `seq_boundaries`, where documents begin and the
@@ -162,7 +200,7 @@ class GPTSFTPackedDataset(Dataset[Item]):
         Raises:
             IndexError: no row has this number.
         """
-        return self.__getitems__([index])[0]
+        return self.__getitems__([idx])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
         """Return several rows, read at once: what a `DataLoader` calls for a batch.
@@ -180,11 +218,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
         is_padding = wanted < 0
         if self.samples_mapping is not None:
             wanted = self.samples_mapping[wanted]
-            if self.collator.compatible and self.collator.dialect != "0.6":
+            if self.compatible and as_dialect(self.dialect) != "0.6":
                 is_padding = wanted < 0
         rows = self.indexed_dataset.rows(wanted)
         return [
-            _item(rows, place, number % self.indexed_dataset.num_rows, quiet)
+            item_of(rows, place, number % self.indexed_dataset.num_rows, quiet)
             for place, (number, quiet) in enumerate(zip(wanted.tolist(), is_padding.tolist()))
         ]
 
@@ -198,10 +236,11 @@ class GPTSFTPackedDataset(Dataset[Item]):
             DocumentsError: a row without tokens, mask or boundaries, or with boundaries that don't match.
             SettingError: a row that is longer than `max_seq_length`.
         """
+        collator = self.collator
         silent = [bool(item.get("is_padding")) for item in batch]
-        is_whole = self.collator.compatible or True not in silent
+        is_whole = collator.compatible or True not in silent
         try:
-            return self.collator(rows_of_items(batch), None if is_whole else silent, partial(_named, batch))
+            return collator(rows_of_items(batch), None if is_whole else silent, partial(named_row, batch))
         except (DocumentsError, SettingError) as error:
             raise type(error)(f"{self.file_path}: {error}") from None
 
@@ -249,118 +288,6 @@ class GPTSFTPackedDataset(Dataset[Item]):
 
 class GPTSFTPackedParquetDataset(GPTSFTPackedDataset):
     """The same by the name that the releases have for Parquet files; see `GPTSFTPackedDataset`."""
-
-
-def rows_of_items(batch: Sequence[Mapping[str, Any]]) -> PackedRows:
-    """Return rows that came one by one as packed rows.
-
-    Args:
-        batch: rows with `input_ids`, `loss_mask` and `seq_boundaries`, arrays or lists. Tokens outside of the
-            boundaries are left out.
-
-    Raises:
-        DocumentsError: no rows, or one that lacks something or whose boundaries don't match.
-    """
-    if not len(batch):
-        raise DocumentsError("a batch needs at least one packed row, got none")
-    ids, masks, bounds = zip(*[_parts(number, item) for number, item in enumerate(batch)])
-    lengths = [each for item in batch if (each := item.get("seq_lengths")) is not None]
-    return PackedRows(
-        input_ids=_joined(ids),
-        loss_mask=_joined(masks),
-        offsets=_summed([len(tokens) for tokens in ids]),
-        seq_start_id=_joined([ends[:-1] for ends in bounds]),
-        document_offsets=_summed([len(ends) - 1 for ends in bounds]),
-        seq_lengths=_joined(
-            [_lengths(number, each, len(bounds[number]) - 1) for number, each in enumerate(lengths)]
-        )
-        if len(lengths) == len(batch)
-        else None,
-    )
-
-
-def _parts(
-    number: int, item: Mapping[str, Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return a row's tokens, its mask, and where its documents begin and the last one ends, from 0.
-
-    Raises:
-        DocumentsError: what the row lacks, or what doesn't match.
-    """
-    try:
-        tokens, mask = np.asarray(item["input_ids"]), np.asarray(item["loss_mask"])
-        ends = np.asarray(item["seq_boundaries"])
-    except KeyError as error:
-        raise DocumentsError(
-            f"row {number:,} of the batch has no {error}; a packed row has input_ids, loss_mask "
-            "and seq_boundaries"
-        ) from None
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DocumentsError(f"row {number:,} of the batch is no packed row of numbers: {error}") from None
-    if tokens.ndim != 1 or mask.shape != tokens.shape:
-        seen = f"{len(mask):,} values" if tokens.ndim == mask.ndim == 1 else f"the shape {mask.shape}"
-        stored = f"{len(tokens):,}" if tokens.ndim == 1 else f"the shape {tokens.shape} in"
-        raise DocumentsError(f"row {number:,} of the batch has {stored} input_ids, but {seen} of loss_mask")
-    is_bounds = ends.ndim == 1 and len(ends) > 1 and ends.dtype.kind in "iu"
-    begin, end = (int(ends[0]), int(ends[-1])) if is_bounds else (0, -1)
-    if not 0 <= begin <= end <= len(tokens):
-        raise DocumentsError(
-            f"row {number:,} of the batch has {len(tokens):,} input_ids, but seq_boundaries "
-            f"{ends.reshape(-1)[:8].tolist()}; they must be at least two whole numbers that rise within these"
-        )
-    if begin > 0:
-        ends = ends - begin
-    if end - begin < len(tokens):
-        tokens, mask = tokens[begin:end], mask[begin:end]
-    return tokens, mask, ends
-
-
-def _lengths(number: int, lengths: npt.ArrayLike, documents: int) -> npt.NDArray[np.int32]:
-    """Return the real inputs of a row's documents.
-
-    Raises:
-        DocumentsError: they are no whole numbers, or not as many.
-    """
-    found = np.asarray(lengths)
-    if found.shape != (documents,) or found.dtype.kind not in "iu" or int(found.max()) >= 2**31:
-        raise DocumentsError(
-            f"row {number:,} of the batch has {many(documents, 'document')}, but seq_lengths {str(lengths)[:80]}; "
-            "they must be whole numbers, one a document"
-        )
-    return found.astype(np.int32, copy=False)
-
-
-def _joined(pieces: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Return arrays end to end; one array as it is."""
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-
-def _named(batch: Sequence[Mapping[str, Any]], place: int) -> str:
-    """Return the name of a row for messages: as files number them, from 1, where it is known."""
-    number = batch[place].get("row")
-    return f"row {place:,} of the batch" if number is None else f"row {number + 1:,}"
-
-
-def _item(rows: PackedRows, place: int, number: int, is_padding: bool) -> Item:
-    """Return one of some rows: views of their arrays."""
-    here = slice(int(rows.offsets[place]), int(rows.offsets[place + 1]))
-    documents = slice(int(rows.document_offsets[place]), int(rows.document_offsets[place + 1]))
-    item: Item = {
-        "input_ids": rows.input_ids[here],
-        "seq_boundaries": [*rows.seq_start_id[documents].tolist(), here.stop - here.start],
-        "loss_mask": rows.loss_mask[here],
-        "row": number,
-    }
-    if rows.seq_lengths is not None:
-        item["seq_lengths"] = rows.seq_lengths[documents]
-    if is_padding:
-        item["loss_mask"], item["is_padding"] = np.zeros_like(item["loss_mask"]), True
-    return item
-
-
-def _summed(sizes: Iterable[int]) -> IntArray:
-    """Return int64 `[sizes + 1]`: the sums of sizes before each, from 0."""
-    return np.array([0, *accumulate(sizes)], np.int64)
 
 
 def _shuffled(num_rows: int, most: int | None, seed: int) -> npt.NDArray[np.int64] | None:

@@ -15,6 +15,7 @@ from varlen.adapters.megatron.files.metadata import read_metadata
 from varlen.adapters.megatron.files.paths import PAIR, is_packed_parquet_spec, resolve_packed
 from varlen.adapters.megatron.packing.alignment import alignment, check_size
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.adapters.peers import raises_too
 from varlen.errors import SettingError, SourceError
 from varlen.source.written import read_manifest
 
@@ -40,6 +41,7 @@ _NUMBERS = {
 """Fields that are whole numbers, and whether they may be None."""
 
 
+@raises_too(FileNotFoundError, only=SourceError)
 @dataclass
 class PackedSequenceSpecs:
     """`PackedSequenceSpecs` of Megatron-Bridge: its names, defaults and rules, and what contradicts itself.
@@ -53,7 +55,6 @@ class PackedSequenceSpecs:
 
     packed_sequence_size: int = -1
     """Positions of a row; 0 or less switches packing off. Not the same as `seq_length`, which cuts documents."""
-    _: KW_ONLY
     max_single_sequence_length: int | None = None
     """Most positions of a document; from 0.6 on."""
     tokenizer_model_name: str | None = None
@@ -70,6 +71,7 @@ class PackedSequenceSpecs:
     """Pad boundaries to a constant number, as CUDA graphs need; takes `pad_to_max_length` and metadata too."""
     pad_seq_to_mult: int | None = 1
     """Documents are padded to it: `alignment` of the parallel sizes. None is 1."""
+    _: KW_ONLY
     dialect: str = NEWEST
     """Which release's meaning the fields have: "0.4", "0.5", "0.6", or a release. Not a field of the release."""
 

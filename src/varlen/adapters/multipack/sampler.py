@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from varlen.adapters.peers import raises_too
 from varlen.adapters.replicas import as_replicas
 from varlen.pack.api import as_seed
 from varlen.pack.arrange import shuffled
@@ -20,6 +21,7 @@ _EPOCHS = 2**40
 """Seeds lie this far apart, so that no seed's epoch is another seed's."""
 
 
+@raises_too(AssertionError, RuntimeError)
 class MultipackDistributedBatchSampler(Sampler[IntArray]):
     """A batch is one rank's pack of a step: indices whose lengths add up to at most `batch_max_length`.
 
@@ -80,6 +82,12 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
         self._indices: IntArray = np.empty(0, np.int64)
         self._steps: Steps | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write a setting; the epoch is packed anew by it."""
+        if not name.startswith("_"):
+            object.__setattr__(self, "_steps", None)
+        object.__setattr__(self, name, value)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch.
 
@@ -90,13 +98,24 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
         self._steps = None
 
     @property
+    def eff_total_used(self) -> int:
+        """Tokens of this epoch's packs, over all ranks."""
+        return self.steps.packed_tokens
+
+    @property
+    def eff_total_slots(self) -> int:
+        """Slots of this epoch's packs, over all ranks."""
+        return self.steps.num_packs * self.batch_max_length
+
+    @property
     def steps(self) -> Steps:
         """Packs of this epoch on all ranks, and what was dropped, repeated and left empty."""
         if self._steps is None:
             key = (self.seed * _EPOCHS + self.epoch) % 2**64
-            self._indices = shuffled(key, self.lengths.size)
+            lengths = as_lengths(self.lengths)
+            self._indices = shuffled(key, lengths.size)
             self._steps = steps_of(
-                self.lengths[self._indices],
+                lengths[self._indices],
                 self.batch_max_length,
                 overlong=self.overlong,
                 ranks=self.num_replicas,
@@ -133,5 +152,4 @@ class MultipackDistributedBatchSampler(Sampler[IntArray]):
 
     def efficiency(self) -> float:
         """Return tokens over slots of this epoch's packs, over all ranks; 0.0 without packs."""
-        slots = self.steps.num_packs * self.batch_max_length
-        return self.steps.packed_tokens / slots if slots else 0.0
+        return self.eff_total_used / self.eff_total_slots if self.eff_total_slots else 0.0

@@ -86,11 +86,16 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         """Rows."""
         return self._rows.size
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    @property
+    def packs(self) -> list[dict[str, torch.Tensor]]:
+        """All rows, made anew at every look: what torchtune holds in memory."""
+        return [self[number] for number in range(len(self))]
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return a row.
 
         Args:
-            index: its number; negative ones count from the end.
+            idx: its number; negative ones count from the end.
 
         Returns:
             int64 tensors: `tokens`, `labels` (-100 at padding) and `input_pos` of `max_seq_len` values each, and
@@ -100,10 +105,10 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         Raises:
             IndexError: no row has this number.
         """
-        number = operator.index(index)
+        number = operator.index(idx)
         number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
-            raise IndexError(f"row {index:,} of {len(self):,}")
+            raise IndexError(f"row {idx:,} of {len(self):,}")
         number = int(self._rows[number])
         batch = collate(
             (self._tokens, self._offsets),

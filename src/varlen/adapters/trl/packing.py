@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 
+from varlen.adapters.peers import raises_too
 from varlen.adapters.trl.columns import SEQ_LENGTHS, Rows, lengths_of, listed, marked_schema, packed
 from varlen.adapters.trl.strategies import METHODS, Strategy, say_what_was_lost
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
@@ -35,6 +36,7 @@ _TOKENS_AT_A_TIME = 2**22
 """Tokens written at a time: 32 MB of int64, whatever the set's size."""
 
 
+@raises_too(AssertionError, TypeError)
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: Strategy = "bfd", map_kwargs: Mapping[str, Any] | None = None
 ) -> Any:

@@ -1,6 +1,6 @@
 """The partition functions of verl, with its names, arguments and outputs, over varlen's planner.
 
-verl 0.9.1 is what they follow. It refuses by assertions; these raise errors that are ValueErrors.
+verl 0.9.1 is what they follow. It refuses by assertions; the errors here are AssertionErrors too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.adapters.peers import raises_too
 from varlen.errors import LengthsError, SettingError
 from varlen.plan.partition import Division, as_weights, by_part, partition
 
@@ -18,6 +19,7 @@ Partitions = list[list[int]]
 """The items of each part, by number."""
 
 
+@raises_too(AssertionError)
 def get_seqlen_balanced_partitions(
     seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bool
 ) -> Partitions:
@@ -42,6 +44,7 @@ def get_seqlen_balanced_partitions(
     return _as_lists(seqlen_list, k_partitions, equal_size, "best")
 
 
+@raises_too(AssertionError)
 def karmarkar_karp(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bool) -> Partitions:
     """Divide samples by the largest differencing method, as verl does, in a fraction of its time.
 
@@ -61,6 +64,7 @@ def karmarkar_karp(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bo
     return _as_lists(seqlen_list, k_partitions, equal_size, "karmarkar_karp")
 
 
+@raises_too(AssertionError)
 def greedy_partition(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: bool) -> Partitions:
     """Give each sample, in order, to the part with the least weight.
 
@@ -79,6 +83,7 @@ def greedy_partition(seqlen_list: npt.ArrayLike, k_partitions: int, equal_size: 
     return _as_lists(seqlen_list, k_partitions, equal_size, "greedy")
 
 
+@raises_too(AssertionError)
 def get_group_balanced_partitions(
     seqlen_list: npt.ArrayLike, uid_list: Sequence[Any], k_partitions: int
 ) -> Partitions:

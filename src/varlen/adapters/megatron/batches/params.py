@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ from varlen.errors import DocumentsError, MissingExtraError, SettingError
 _CURRENT = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(eq=False)
 class PackedSeqParams:
-    """The fields of Megatron-Core's class of this name (0.16 to 0.20), without Megatron-Core.
+    """The fields of Megatron-Core's class of this name (0.16 to 0.20) in its order, without Megatron-Core.
 
     Attention keeps documents apart by `cu_seqlens_q`; rotary embeddings, context parallelism and `seq_idx` go by
     `cu_seqlens_q_padded` where it is given.
     """
 
-    qkv_format: str | None = "thd"
+    qkv_format: str | None = None
+    """"thd" for packed rows, as the functions here make it."""
     cu_seqlens_q: torch.Tensor | None = None
     """int32 `[segments + 1]`: real tokens before each segment."""
     cu_seqlens_kv: torch.Tensor | None = None
@@ -40,14 +41,15 @@ class PackedSeqParams:
     tokens_per_sample: int | None = None
     pad_between_seqs: bool | None = None
     """Whether places and real tokens differ: kernels that needn't look for it mustn't be told otherwise."""
-    cp_partition_mode: str = "zigzag"
     cp_scatter_cache: Any = None
+    _: KW_ONLY
+    cp_partition_mode: str = "zigzag"
 
     def __post_init__(self) -> None:
         """Make `seq_idx`, as Megatron-Core's class does."""
         bounds = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
         if self.total_tokens is not None and self.seq_idx is None and bounds is not None:
-            object.__setattr__(self, "seq_idx", sequence_index(bounds, self.total_tokens))
+            self.seq_idx = sequence_index(bounds, self.total_tokens)
 
     def to_megatron(self) -> Any:
         """Return Megatron-Core's own object, with those of these fields that the installed release has.
@@ -138,6 +140,7 @@ def get_packed_seq_params(batch: Mapping[str, Any]) -> PackedSeqParams:
     said = batch.get("pad_between_seqs")
     handed = ("total_tokens", "cp_group", "local_cp_size", "tokens_per_sample")
     return PackedSeqParams(
+        qkv_format="thd",
         **given,
         **{name: batch.get(name) for name in handed},
         cp_partition_mode=batch.get("cp_partition_mode") or "zigzag",
@@ -149,19 +152,20 @@ packed_seq_params = get_packed_seq_params
 """The same by the name of what it gives."""
 
 
-def get_packed_seq_q_cu_seqlens(params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def get_packed_seq_q_cu_seqlens(packed_seq_params: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the boundaries of real tokens and those of places, which are the same where no padded ones are given.
 
     Args:
-        params: this module's `PackedSeqParams` or Megatron-Core's.
+        packed_seq_params: this module's `PackedSeqParams` or Megatron-Core's.
 
     Raises:
         DocumentsError: it has no boundaries.
     """
-    if params.cu_seqlens_q is None:
+    bounds = packed_seq_params.cu_seqlens_q
+    if bounds is None:
         raise DocumentsError("these PackedSeqParams have no cu_seqlens_q")
-    padded = params.cu_seqlens_q_padded
-    return params.cu_seqlens_q, params.cu_seqlens_q if padded is None else padded
+    padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+    return bounds, bounds if padded is None else padded
 
 
 def build_uniform_packed_seq_params(
@@ -184,6 +188,7 @@ def build_uniform_packed_seq_params(
     bounds = torch.arange(batch_size + 1, dtype=torch.int32, device=device) * seq_length
     names = dict.fromkeys(_CURRENT, bounds)
     return PackedSeqParams(
+        qkv_format="thd",
         **names,  # type: ignore[arg-type]
         max_seqlen_q=seq_length,
         max_seqlen_kv=seq_length,

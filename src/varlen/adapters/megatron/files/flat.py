@@ -15,6 +15,8 @@ from varlen.types import IntArray
 
 COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
 """What every packed row has, by the name that files and the releases' code give it."""
+MASK = "loss_mask"
+"""The one of them that statistics of lengths don't read."""
 LENGTHS = "seq_lengths"
 """Our own column: positions of input of each document that aren't padding."""
 ROWS_AT_A_TIME = 64

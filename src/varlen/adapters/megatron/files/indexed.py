@@ -49,16 +49,18 @@ _BATCH_ROWS_WORDS = 1 << 20
 class PackedIndexed(RowReader):
     """Packed rows of one or more pairs of `.sft.bin` and `.sft.idx`, in the order of their names."""
 
-    def __init__(self, spec: Spec, *, wait_s: float = 0.0) -> None:
+    def __init__(self, spec: Spec, *, wait_s: float = 0.0, masks: bool = True) -> None:
         """Open the pairs.
 
         Args:
             spec: either file of a pair, their name without a suffix, a glob, a folder, or several of these.
             wait_s: seconds to wait for files that another node has just written to a network file system.
+            masks: changes nothing: a mask is a bit of each token here.
 
         Raises:
             SourceError: nothing is there, half of a pair, or a pair of something else.
         """
+        del masks
         self.paths = resolve_packed(spec, wait_s=wait_s)
         self._files = [_opened(path) for path in self.paths]
         self._lengths = [_lengths_beside(path) for path in self.paths]

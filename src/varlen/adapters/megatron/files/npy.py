@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, between, from_lists, joined, taken
+from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, MASK, between, from_lists, joined, taken
 from varlen.adapters.megatron.files.paths import Spec, resolve_packed
 from varlen.adapters.megatron.files.permitted import Array
 from varlen.adapters.megatron.files.pickled import Numbers, Reader
@@ -23,7 +23,7 @@ _MOST_TIMES = 64
 _BATCH_TOKENS = 1 << 20
 
 
-def read_packed_npy(path: str | Path) -> PackedRows:
+def read_packed_npy(path: str | Path, *, masks: bool = True) -> PackedRows:
     """Read packed rows that `np.save` wrote as a list of dictionaries.
 
     Megatron-Bridge up to 0.3 packs into such files, and all its releases read them. They hold a pickle, which is read
@@ -31,6 +31,7 @@ def read_packed_npy(path: str | Path) -> PackedRows:
 
     Args:
         path: of the file.
+        masks: read `loss_mask`; else it need not be there, and is 1 throughout.
 
     Raises:
         SourceError: it is missing, cut off, damaged, holds an opcode or a name that packed rows don't have, or no
@@ -56,7 +57,7 @@ def read_packed_npy(path: str | Path) -> PackedRows:
     del value
     if not items:
         raise SourceError(f"{path} holds no row; pack the data again")
-    return _rows(items, str(path), _MOST_TIMES * len(data))
+    return _rows(items, str(path), _MOST_TIMES * len(data), masks=masks)
 
 
 def _content(path: str | Path) -> npt.NDArray[np.uint8]:
@@ -84,7 +85,7 @@ def _header(path: str | Path) -> tuple[tuple[int, ...], np.dtype[Any], int] | No
         return shape, dtype, file.tell()
 
 
-def _rows(items: list[Any], path: str, most: int) -> PackedRows:
+def _rows(items: list[Any], path: str, most: int, *, masks: bool) -> PackedRows:
     """Return rows of the values that a pickle held; the values are given up on the way."""
     found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in (*COLUMNS, LENGTHS)}
     count = 0
@@ -98,6 +99,9 @@ def _rows(items: list[Any], path: str, most: int) -> PackedRows:
             raise DocumentsError(f"{where(index)} must be a dictionary with `input_ids`, got {_kind(row)}")
         for name in (*COLUMNS, LENGTHS):
             if name == LENGTHS and name not in row:
+                continue
+            if name == MASK and not masks:
+                found[name].append(np.ones(len(found[COLUMNS[0]][-1]), np.int8))
                 continue
             if name not in row:
                 raise DocumentsError(
@@ -141,19 +145,20 @@ def _kind(value: Any) -> str:
 class PackedNpy(RowReader):
     """Packed rows of `.npy` files, all in memory: that is what the format allows."""
 
-    def __init__(self, spec: Spec, *, wait_s: float = 0.0) -> None:
+    def __init__(self, spec: Spec, *, wait_s: float = 0.0, masks: bool = True) -> None:
         """Read the files.
 
         Args:
             spec: a file, a glob, a folder, or several.
             wait_s: seconds to wait for files that another node has just written to a network file system.
+            masks: as of `read_packed_npy`.
 
         Raises:
             SourceError: nothing is there, or a file can't be read.
             DocumentsError: a row isn't a packed row.
         """
         self.paths = resolve_packed(spec, wait_s=wait_s)
-        self._rows = joined([read_packed_npy(path) for path in self.paths])
+        self._rows = joined([read_packed_npy(path, masks=masks) for path in self.paths])
         self.num_rows = self._rows.num_rows
 
     def rows(self, indices: RowIds) -> PackedRows:

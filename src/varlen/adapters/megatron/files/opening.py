@@ -41,7 +41,9 @@ class PackedWriter(Protocol):
         """Close the file, or leave none if the block raised."""
 
 
-def open_packed(spec: Spec, *, cache: str | Path | None = None, wait_s: float = 0.0) -> PackedReader:
+def open_packed(
+    spec: Spec, *, cache: str | Path | None = None, wait_s: float = 0.0, masks: bool = True
+) -> PackedReader:
     """Open packed rows to be read at any place.
 
     Args:
@@ -50,6 +52,7 @@ def open_packed(spec: Spec, *, cache: str | Path | None = None, wait_s: float = 
             row groups are large, as the releases write it. Each is made once, of the same rows with small row groups,
             and found again by the content of the file; None reads the files themselves.
         wait_s: seconds to wait for files that another node has just written to a network file system.
+        masks: read `loss_mask`; else files need not have it, and it is 1 throughout.
 
     Returns:
         A reader with `num_rows`, `rows(indices)`, `batches()` and `close()`.
@@ -65,7 +68,7 @@ def open_packed(spec: Spec, *, cache: str | Path | None = None, wait_s: float = 
         raise SourceError(f"{second} is {other}, and {first} is {one}; read them apart")
     if cache is not None:
         paths = [_cached(path, Path(cache)) for path in paths]
-    reader: Any = _KINDS[_kind(paths[0])](paths)
+    reader: Any = _KINDS[_kind(paths[0])](paths, masks=masks)
     return reader  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, from_flat, joined, taken, with_lengths
+from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, MASK, from_flat, joined, taken, with_lengths
 from varlen.adapters.megatron.files.paths import Spec, resolve_packed_parquet_paths
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
@@ -42,23 +42,26 @@ class PackedParquet(RowReader):
     It may be used by several threads, is open anew in a process that was forked, and can be pickled.
     """
 
-    def __init__(self, spec: Spec, *, kept_bytes: int = _KEPT_BYTES, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, spec: Spec, *, kept_bytes: int = _KEPT_BYTES, wait_s: float = 0.0, masks: bool = True
+    ) -> None:
         """Read what the files say of themselves.
 
         Args:
             spec: a file, a glob, a folder, or several.
             kept_bytes: of decoded row groups that stay in memory; the last one does, however large.
             wait_s: seconds to wait for files that another node has just written to a network file system.
+            masks: read `loss_mask`; else it need not be there, and is 1 throughout.
 
         Raises:
             SourceError: nothing is there, a file is damaged or has other columns, or none holds a row.
         """
         self.paths = resolve_packed_parquet_paths(spec, wait_s=wait_s)
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._masks = kept_bytes, masks
         self._sizes, self._metadata, self._has_lengths = [], [], []
         groups: list[IntArray] = []
         for path in self.paths:
-            metadata, names = _described(path)
+            metadata, names = _described(path, masks=masks)
             self._sizes.append(Path(path).stat().st_size)
             self._metadata.append(metadata)
             self._has_lengths.append(LENGTHS in names)
@@ -156,7 +159,8 @@ class PackedParquet(RowReader):
         return with_lengths(rows) if any(self._has_lengths) else rows
 
     def _columns(self, number: int) -> list[str]:
-        return [*COLUMNS, LENGTHS] if self._has_lengths[number] else list(COLUMNS)
+        read = _read_columns(masks=self._masks)
+        return [*read, LENGTHS] if self._has_lengths[number] else read
 
     def close(self) -> None:
         """Close the files and forget what was decoded; the next read opens them again."""
@@ -250,7 +254,11 @@ def _faults(path: str) -> Iterator[None]:
         raise SourceError(f"{path} is not a Parquet file, or is damaged: {first_line(error)}") from error
 
 
-def _described(path: str) -> tuple[Any, list[str]]:
+def _read_columns(*, masks: bool) -> list[str]:
+    return [name for name in COLUMNS if masks or name != MASK]
+
+
+def _described(path: str, *, masks: bool = True) -> tuple[Any, list[str]]:
     """Return a file's description of itself and the names of its columns, if they are those of packed rows.
 
     Raises:
@@ -261,20 +269,21 @@ def _described(path: str) -> tuple[Any, list[str]]:
 
     with _faults(path), pq.ParquetFile(path) as file:
         metadata, schema = file.metadata, file.schema_arrow
-    missing = [name for name in COLUMNS if name not in schema.names]
+    read = _read_columns(masks=masks)
+    missing = [name for name in read if name not in schema.names]
     if missing:
         raise SourceError(
-            f"{path} has no column {listed(missing)}; packed rows have {listed(COLUMNS)}, and this file has "
+            f"{path} has no column {listed(missing)}; packed rows have {listed(read)}, and this file has "
             f"{listed(schema.names)}"
         )
-    for name in (*COLUMNS, *([LENGTHS] if LENGTHS in schema.names else [])):
+    for name in (*read, *([LENGTHS] if LENGTHS in schema.names else [])):
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        is_bool = is_list and name == "loss_mask" and pa.types.is_boolean(kind.value_type)
+        is_bool = is_list and name == MASK and pa.types.is_boolean(kind.value_type)
         if not (is_list and (is_bool or pa.types.is_integer(kind.value_type))):
             raise SourceError(
                 f"{path} holds {kind} in the column `{name}`, which must be a list of whole numbers"
-                f"{' or booleans' if name == 'loss_mask' else ''}"
+                f"{' or booleans' if name == MASK else ''}"
             )
     return metadata, list(schema.names)
 
@@ -320,4 +329,7 @@ def _decoded(batch: Any, path: str, first: int) -> PackedRows:
     if wrong:
         row = min(wrong)
         raise SourceError(f"{path} row {first + row + 1:,} {wrong[row]}")
+    if MASK not in flat:
+        ids, offsets = flat[COLUMNS[0]]
+        flat[MASK] = np.ones(len(ids), np.int8), offsets
     return from_flat(flat, lambda row: f"{path} row {first + row + 1:,}")

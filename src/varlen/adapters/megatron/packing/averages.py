@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from varlen.adapters.megatron.files.opening import open_packed
+from varlen.adapters.peers import raises_too
 from varlen.errors import DocumentsError
 from varlen.pack.lengths import as_count
 
 
+@raises_too(AssertionError)
 def get_seqlen_list(elem: Mapping[str, Any]) -> tuple[list[int], int]:
     """Return the positions of each document of a packed row, and of all.
 
@@ -31,7 +33,7 @@ def calculate_avg_seqlen(
 ) -> tuple[float, float, float, float]:
     """Return what the documents of a packed set are like on average.
 
-    The numbers are the release's; Parquet is read a million tokens at a time, and a `.npy` file's pickle isn't run.
+    The numbers are the release's, of `input_ids` and `seq_start_id` alone; Parquet is read a million tokens at a time, and a `.npy` file's pickle isn't run.
 
     Args:
         dataset_file: packed rows: Parquet (a file, glob or folder), or `.npy`.
@@ -48,7 +50,7 @@ def calculate_avg_seqlen(
     """
     del max_seq_len
     size = as_count(gbs, "gbs")
-    with open_packed(dataset_file) as reader:
+    with open_packed(dataset_file, masks=False) as reader:
         count = reader.num_rows // size * size if drop_remainder else reader.num_rows
         if count == 0:
             raise DocumentsError(

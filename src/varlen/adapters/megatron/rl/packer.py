@@ -12,6 +12,7 @@ import torch
 
 from varlen.adapters.megatron.batches.in_batch_rows import check_shapes, lengths_of
 from varlen.adapters.megatron.rl.info import PackingInfo, runs
+from varlen.adapters.peers import raises_too
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, as_lengths
@@ -47,6 +48,7 @@ def get_actual_sequence_lengths(sequences: torch.Tensor, pad_token: int) -> list
     return lengths_of(sequences, pad_token, None, only_right=False)
 
 
+@raises_too(AssertionError)
 class SequencePacker:
     """Packs trajectories into bins, with the arguments and outputs of Megatron-LM's class of this name.
 

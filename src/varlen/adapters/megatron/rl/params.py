@@ -10,10 +10,12 @@ import torch
 from varlen.adapters.megatron.batches.params import PackedSeqParams
 from varlen.adapters.megatron.rl.context import PackingContext
 from varlen.adapters.megatron.rl.info import PackingInfo, checked_starts
+from varlen.adapters.peers import raises_too
 from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_count
 
 
+@raises_too(AssertionError)
 def create_packed_seq_params_for_bin(
     packing_info: PackingInfo,
     bin_idx: int,
@@ -106,6 +108,7 @@ def get_default_packed_seq_params(
     )
 
 
+@raises_too(AssertionError)
 def create_packed_seq_params(
     packing_context: PackingContext, *, split_padding: bool = False
 ) -> list[PackedSeqParams]:
@@ -181,6 +184,7 @@ def _params(
     cu_seqlens = torch.from_numpy(reals).to(device)
     padded = torch.from_numpy(places).to(device) if multiple > 1 else None
     return PackedSeqParams(
+        qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         cu_seqlens_q_padded=padded,

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from varlen.adapters.megatron.scheduling.balance import Fill, Overlong, balance_microbatches
 from varlen.adapters.megatron.scheduling.microbatches import Groups, Microbatches
+from varlen.adapters.peers import raises_too
 from varlen.errors import SettingError
 from varlen.pack.api import DEFAULT_WORK, as_choice
 from varlen.pack.lengths import as_count
@@ -15,6 +16,7 @@ REQUIRED_SAMPLE_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "origin
 """What every sample must carry that Megatron-Core's schedulers pack."""
 
 
+@raises_too(AssertionError)
 class DpBalancedScheduler:
     """Packs the samples of each global batch into micro-batches of even work.
 
