@@ -27,6 +27,7 @@ from varlen.adapters.hf.model import (
 )
 from varlen.adapters.hf.mrope import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.adapters.hf.recurrent import TOLD, segment_arguments
+from varlen.adapters.hf.scaling import check_scaled
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
@@ -73,7 +74,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
         DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
         ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
             and encoder-decoder models, unknown attention functions), or it has too few positions or too
-            small a vocabulary.
+            small a vocabulary, or would scale documents by what shares their row.
     """
     check_family(model)
     if not isinstance(batch, PackedBatch):
@@ -81,6 +82,7 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
         )
     check_size(batch, model)
+    check_scaled(batch, model)
     inputs = _arguments(batch, model) | _of_vision(batch, model, media)
     if "cu_seq_lens_q" in inputs and not uses_registry(model):
         raise ModelError(

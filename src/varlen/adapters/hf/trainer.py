@@ -28,6 +28,7 @@ from varlen.adapters.hf.agreement import (
 )
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
+from varlen.adapters.hf.noise import noise_of_documents
 from varlen.adapters.hf.place import LoaderBatches, LoaderPlace, go_to_checkpoint
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, StateError, UnknownLengthError
@@ -211,7 +212,8 @@ class PackedTraining(_BeforeTrainer):
         if self._weighs:
             wanted[WEIGHTS] = inputs.get(WEIGHTS, batch.loss_weights("token"))
             wanted["labels"] = batch.labels
-        loss: torch.Tensor = super().training_step(model, wanted, *args, **rest)
+        with noise_of_documents(self, batch):
+            loss: torch.Tensor = super().training_step(model, wanted, *args, **rest)
         return loss
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **rest: Any) -> Any:

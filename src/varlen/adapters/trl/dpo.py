@@ -11,6 +11,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.agreement import check_scaling
 from varlen.adapters.hf.mixing import check_family
+from varlen.adapters.hf.noise import noise_of_documents
 from varlen.adapters.replicas import check_processes
 from varlen.adapters.trl.pairs import PACKED, FlatCall, PairCollator, PairPacks
 from varlen.errors import SettingError
@@ -124,7 +125,8 @@ class PackedDPOTrainer(DPOTrainer):
                 self.ref_model = cast(Any, FlatCall(model=reference, **row))
             if accelerator.num_processes > 1:
                 self.accelerator = cast(Any, UnevenGather(accelerator))
-            yield FlatCall(model=model, **row), padded
+            with noise_of_documents(self, row["batch"]):
+                yield FlatCall(model=model, **row), padded
         finally:
             self.ref_model, self.accelerator = reference, accelerator
 
