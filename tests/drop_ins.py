@@ -53,7 +53,9 @@ def _of(ours: str, peer: str, path: str, *names: str) -> list[Pair]:
 
 PAIRS = [
     *_of("axolotl", "axolotl", "axolotl/utils/samplers/multipack.py", "MultipackBatchSampler"),
-    *_of("fast_axolotl", "fast_axolotl", "fast_axolotl/__init__.py", "pack_sequences", "concatenate_and_pack"),
+    *_of(
+        "fast_axolotl", "fast_axolotl", "fast_axolotl/__init__.py", "pack_sequences", "concatenate_and_pack"
+    ),
     *_of("fast_axolotl", "fast_axolotl", "fast_axolotl/__init__.py", "streaming_dataset_reader"),
     *_of("multipack", "multipack_sampler", "multipack_sampler.py", "MultipackDistributedBatchSampler"),
     *_of("torchtune", "torchtune", "torchtune/datasets/_packed.py", "PackedDataset"),
@@ -98,7 +100,12 @@ PAIRS = [
         *("calculate_avg_seqlen", "get_seqlen_list", "create_hist", "create_packing_strategy"),
         *("fill_packing_strategy", "first_fit", "first_fit_decreasing", "first_fit_shuffle"),
     ),
-    *_of("megatron", "megatron_bridge_0_3", f"{_BRIDGE_3}data/datasets/packing_utils.py", "find_first_bin_that_fits"),
+    *_of(
+        "megatron",
+        "megatron_bridge_0_3",
+        f"{_BRIDGE_3}data/datasets/packing_utils.py",
+        "find_first_bin_that_fits",
+    ),
     *_of("megatron", "megatron_bridge_0_3", f"{_BRIDGE_3}training/vlm_step.py", "pack_batch_sequences"),
     *_of(
         "megatron",
@@ -168,6 +175,7 @@ PAGES = {
 }
 """The page that says what differs, of each room of adapters."""
 _RANKS = "Rank, ranks and padding are arguments; there they are looked up in Megatron's global state."
+_HANDED_ON = "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here."
 _PACKER = "A packer is given, which holds the size of a bin and its most sequences."
 DEVIATIONS: dict[str, dict[str, str]] = {
     "varlen.adapters.megatron.rl.distribute_packed_bins": dict.fromkeys(
@@ -185,8 +193,8 @@ DEVIATIONS: dict[str, dict[str, str]] = {
         "has no method run": "`run`, which moves samples between ranks, stays Megatron's: inherit from both."
     },
     "varlen.adapters.hf.DataCollatorWithFlattening": {
-        "takes no *args": "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here.",
-        "takes no **kwargs": "What transformers hands on by `*args` and `**kwargs` is `return_tensors`, by its name here.",
+        "takes no *args": _HANDED_ON,
+        "takes no **kwargs": _HANDED_ON,
     },
 }
 """What differs by intent, as the tests find it, and why, in the words of the framework's page."""
@@ -195,7 +203,12 @@ DEVIATIONS: dict[str, dict[str, str]] = {
 def facts(folder: Path) -> dict[str, Any]:
     """Return what the sources say of every object that isn't compared live."""
     return {
-        pair.ours: {"peer": PEERS[pair.peer], "path": pair.path, "name": pair.theirs, **_read(folder / pair.peer, pair)}
+        pair.ours: {
+            "peer": PEERS[pair.peer],
+            "path": pair.path,
+            "name": pair.theirs,
+            **_read(folder / pair.peer, pair),
+        }
         for pair in PAIRS
         if pair.theirs
     }
@@ -218,8 +231,15 @@ def _read(root: Path, pair: Pair) -> dict[str, Any]:
                 is_property = any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
                 if is_property and not node.name.startswith("_"):
                     attributes.add(node.name)
-                elif not node.name.startswith("_") or node.name in ("__call__", "__getitem__", "__len__", "__iter__"):
-                    is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+                elif not node.name.startswith("_") or node.name in (
+                    "__call__",
+                    "__getitem__",
+                    "__len__",
+                    "__iter__",
+                ):
+                    is_static = any(
+                        isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list
+                    )
                     methods.setdefault(node.name, _parameters(node)[0 if is_static else 1 :])
             elif isinstance(node, ast.AnnAssign | ast.Assign):
                 targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
@@ -283,7 +303,9 @@ def _fields(node: ast.ClassDef) -> list[list[Any]]:
     return [
         [each.target.id, "POSITIONAL_OR_KEYWORD", each.value and _default(each.value)]
         for each in node.body
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and "ClassVar" not in ast.unparse(each.annotation)
+        if isinstance(each, ast.AnnAssign)
+        and isinstance(each.target, ast.Name)
+        and "ClassVar" not in ast.unparse(each.annotation)
         and not (isinstance(each.value, ast.Call) and "init=False" in ast.unparse(each.value))
     ]
 

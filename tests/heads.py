@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
 import varlen as vl
@@ -85,7 +83,11 @@ def outputs_of(model: Any, arguments: dict[str, Any]) -> dict[str, torch.Tensor]
     """Return the numbers that a call gives for each token, row or batch."""
     with torch.no_grad():
         found = model(**arguments)
-    named = found.items() if hasattr(found, "items") else enumerate(found if isinstance(found, tuple) else (found,))
+    named = (
+        found.items()
+        if hasattr(found, "items")
+        else enumerate(found if isinstance(found, tuple) else (found,))
+    )
     return {
         str(name): value
         for name, value in named

@@ -59,12 +59,16 @@ def differences(pair: Pair) -> list[str]:
             if not hasattr(ours, name):
                 found.append(f"has no method {name}")
             else:
-                found += [f"{name}: {each}" for each in _of_parameters(theirs, parameters_of(getattr(ours, name)))]
+                found += [
+                    f"{name}: {each}" for each in _of_parameters(theirs, parameters_of(getattr(ours, name)))
+                ]
         return found
     theirs = named(pair.path)
     found = _of_parameters(parameters_of(theirs), parameters_of(ours))
     if inspect.isclass(theirs):
-        found += [f"has no {name}" for name in dir(theirs) if not name.startswith("_") and not hasattr(ours, name)]
+        found += [
+            f"has no {name}" for name in dir(theirs) if not name.startswith("_") and not hasattr(ours, name)
+        ]
     return found
 
 
@@ -83,7 +87,9 @@ def _of_parameters(theirs: list[list[Any]] | None, ours: list[list[Any]]) -> lis
             continue
         if name not in named_ours:
             place += kind == "POSITIONAL_OR_KEYWORD"
-            if takes_all != {"VAR_POSITIONAL", "VAR_KEYWORD"} and not ("VAR_KEYWORD" in takes_all and kind == "KEYWORD_ONLY"):
+            if takes_all != {"VAR_POSITIONAL", "VAR_KEYWORD"} and not (
+                "VAR_KEYWORD" in takes_all and kind == "KEYWORD_ONLY"
+            ):
                 found.append(f"takes no {name}")
             continue
         if kind == "POSITIONAL_OR_KEYWORD":
@@ -143,21 +149,57 @@ OURS = {
     *("axolotl.VarlenPlugin", "fast_axolotl.LeakWarning", "fast_axolotl.PackedColumns"),
     *("nemo_rl.BalancedPacker", "nemo_rl.BestFitDecreasingPacker", "verl.micro_batch_partitions"),
     *("megatron.rl.attention_work", "megatron.rl.bins_per_step", "megatron.rl.pack_values"),
-    *("megatron.rl.unpack_logprobs", "megatron.rl.unpack_sequences", "megatron.ConfigReport", "megatron.Dialect"),
-    *("megatron.MegatronLoader", "megatron.MegatronPackSettings", "megatron.Microbatches", "megatron.PackCounts"),
+    *(
+        "megatron.rl.unpack_logprobs",
+        "megatron.rl.unpack_sequences",
+        "megatron.ConfigReport",
+        "megatron.Dialect",
+    ),
+    *(
+        "megatron.MegatronLoader",
+        "megatron.MegatronPackSettings",
+        "megatron.Microbatches",
+        "megatron.PackCounts",
+    ),
     *("megatron.PackIndex", "megatron.PackedIndexed", "megatron.PackedIndexedWriter", "megatron.PackedNpy"),
-    *("megatron.PackedParquet", "megatron.PackedParquetWriter", "megatron.PackedReader", "megatron.PackedRows"),
+    *(
+        "megatron.PackedParquet",
+        "megatron.PackedParquetWriter",
+        "megatron.PackedReader",
+        "megatron.PackedRows",
+    ),
     *("megatron.PackedWriter", "megatron.RowCollator", "megatron.alignment", "megatron.balance_microbatches"),
     *("megatron.check_config", "megatron.check_in_batch_packing", "megatron.collate_rows"),
     *("megatron.combined_metadata", "megatron.convert", "megatron.cp_slice", "megatron.create_packed"),
     *("megatron.external_loaders", "megatron.fold_alignment_padding", "megatron.last_checkpoint"),
-    *("megatron.loader_batch_size", "megatron.mask_dummies", "megatron.megatron_batch", "megatron.metadata_entry"),
+    *(
+        "megatron.loader_batch_size",
+        "megatron.mask_dummies",
+        "megatron.megatron_batch",
+        "megatron.metadata_entry",
+    ),
     *("megatron.metadata_path", "megatron.mtp_targets", "megatron.open_index", "megatron.open_packed"),
     *("megatron.pack_for_megatron", "megatron.packed_seq_params", "megatron.read_metadata"),
-    *("megatron.read_packed_npy", "megatron.replay_packs", "megatron.saved_state", "megatron.split_microbatches"),
-    *("megatron.stage_batch", "megatron.stored_lengths", "megatron.unpacked_samples", "megatron.write_megatron"),
+    *(
+        "megatron.read_packed_npy",
+        "megatron.replay_packs",
+        "megatron.saved_state",
+        "megatron.split_microbatches",
+    ),
+    *(
+        "megatron.stage_batch",
+        "megatron.stored_lengths",
+        "megatron.unpacked_samples",
+        "megatron.write_megatron",
+    ),
     *("megatron.write_metadata", "megatron.write_packed_indexed_dataset", "hf.accepts", "hf.first_position"),
-    *("hf.has_experts", "hf.implementation", "hf.inputs_without_boundaries", "hf.logits_size", "hf.model_inputs"),
+    *(
+        "hf.has_experts",
+        "hf.implementation",
+        "hf.inputs_without_boundaries",
+        "hf.logits_size",
+        "hf.model_inputs",
+    ),
     *("hf.model_type", "hf.mrope_positions", "hf.plain_inputs", "hf.register", "hf.text_config", "hf.unwrap"),
     *("hf.use_varlen_attention", "hf.vocabulary_size"),
     # Names of releases that are gone, or lists of names, whose values the tests of their rooms hold.
@@ -365,12 +407,12 @@ def test_errors_are_of_the_peers_classes_and_of_ours(ours: str, tmp_path: Path) 
 
 
 def test_an_error_of_more_classes_keeps_its_name_words_and_trace() -> None:
-    try:
+    with pytest.raises(SourceError) as raised:
         raise SourceError("gone")
-    except SourceError as error:
-        made = of_kinds(error, (FileNotFoundError, ValueError))
-        assert made.__traceback__ is error.__traceback__
 
+    made = of_kinds(raised.value, (FileNotFoundError, ValueError))
+
+    assert made.__traceback__ is raised.value.__traceback__
     assert isinstance(made, SourceError)
     assert isinstance(made, FileNotFoundError)
     assert (type(made).__name__, str(made)) == ("SourceError", "gone")

@@ -326,4 +326,5 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(missing: s
 
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("varlen.errors.MissingExtraError")
-    assert f"{missing} is not installed; `pip install 'varlen[train]'`" in last
+    assert f"{missing} is not installed, and varlen.adapters.hf" in last
+    assert "`pip install 'varlen[train]'` installs it" in last

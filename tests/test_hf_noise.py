@@ -59,7 +59,11 @@ def test_a_document_alone_has_transformers_noise_and_no_less_in_a_row() -> None:
         most = ALPHA / (length * WIDTH) ** 0.5
         here = packed[0, start : start + length].abs()
         assert 0.8 * most < float(here.max()) <= most * (1 + 1e-5)
-        assert torch.allclose(packed[0, start : start + length], row[0, start : start + length] * (21 / length) ** 0.5, atol=1e-5)
+        assert torch.allclose(
+            packed[0, start : start + length],
+            row[0, start : start + length] * (21 / length) ** 0.5,
+            atol=1e-5,
+        )
         start += length
     ours.varlen_neftune_shares = torch.ones(1, 3)  # type: ignore[assignment]
     with pytest.raises(ModelError, match="noise is for"):

@@ -109,7 +109,9 @@ def test_llama_4_scales_by_the_place_in_the_row_and_is_refused_where_that_differ
     documents, batch = batch_of(5, 6)
 
     assert furthest(model, documents, arguments_unchecked(batch, model, monkeypatch)) > 1e-3
-    with pytest.raises(ModelError, match=r"place in its row \(attn_temperature_tuning, by steps of 8\), and 4 tokens"):
+    with pytest.raises(
+        ModelError, match=r"place in its row \(attn_temperature_tuning, by steps of 8\), and 4 tokens"
+    ):
         hf.model_inputs(batch, model)
     assert hf.model_inputs(batch_of(20)[1], model)  # alone in its row
     documents, batch = batch_of(3, 4)

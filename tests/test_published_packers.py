@@ -59,7 +59,14 @@ def test_the_example_of_best_fit_that_olmo_core_tests_gives_the_same_packs() -> 
 
 def taken(lengths: list[int], most: int, ranks: int, **settings: Any) -> list[list[list[int]]]:
     """The packs that each rank takes of one step's samples, at most `most` tokens in each."""
-    usual = {"batch_size": 1, "bin_size": None, "num_replicas": ranks, "fill": "empty", "drop_last": False, **settings}
+    usual = {
+        "batch_size": 1,
+        "bin_size": None,
+        "num_replicas": ranks,
+        "fill": "empty",
+        "drop_last": False,
+        **settings,
+    }
     samplers = [
         MultipackBatchSampler(range(len(lengths)), batch_max_len=most, lengths=lengths, rank=rank, **usual)
         for rank in range(ranks)

@@ -110,9 +110,7 @@ def test_other_columns_travel_along_when_they_are_named() -> None:
     batch = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]
 
     assert "weights" not in flat(0)(batch)
-    assert flat(0, columns=("weights",))(batch)["weights"].tolist() == [
-        [0.5, 1.0, 2.0]
-    ]
+    assert flat(0, columns=("weights",))(batch)["weights"].tolist() == [[0.5, 1.0, 2.0]]
 
 
 @given(rows(), st.booleans(), st.sampled_from([None, 1, 8, 64]), st.booleans())
@@ -136,7 +134,9 @@ def test_rows_of_several_documents_leak_when_padded_there_and_are_refused_here()
     row = {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}
 
     assert Theirs(0)([row])["attention_mask"].tolist() == [[1, 1, 1]]
-    with pytest.raises(DocumentsError, match=r"row 1 holds 2 documents .*1 of 2 rows.*pass padding_free=True"):
+    with pytest.raises(
+        DocumentsError, match=r"row 1 holds 2 documents .*1 of 2 rows.*pass padding_free=True"
+    ):
         DataCollatorForLanguageModeling(0)([{"input_ids": [4], "seq_lengths": [1]}, row])
 
 
@@ -149,7 +149,9 @@ def test_bad_rows_are_refused_when_padded_as_well() -> None:
         collate([{"input_ids": [1, 2], "seq_lengths": [3]}])
     with pytest.raises(DocumentsError, match="hold no token"):
         collate([{"input_ids": []}])
-    kept = collate([{"input_ids": [0, 1], "attention_mask": [0, 1]}, {"input_ids": [2, 3], "attention_mask": [1, 1]}])
+    kept = collate(
+        [{"input_ids": [0, 1], "attention_mask": [0, 1]}, {"input_ids": [2, 3], "attention_mask": [1, 1]}]
+    )
     assert kept["input_ids"].tolist() == [[1, 0], [2, 3]]
     assert kept["attention_mask"].tolist() == [[1, 0], [1, 1]]
     weights = [{"input_ids": [1, 2], "weights": [0.5, 1.0]}, {"input_ids": [3], "weights": [2.0]}]

@@ -130,7 +130,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'varlen' has no attribute {name!r}; public names: {', '.join(__all__)}")
     import importlib
 
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from varlen.missing import library_in, of_missing
+
+        library = library_in(error)
+        if not library:
+            raise
+        raise of_missing(library, f"varlen.{name}") from None
     globals()[name] = value
     return value
 

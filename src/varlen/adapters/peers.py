@@ -88,7 +88,12 @@ def _joined(own: type[VarlenError], kinds: tuple[type[Exception], ...]) -> type[
     def pickled(self: Any) -> tuple[Any, ...]:
         return _made, (own, kinds, self.args)
 
-    body = {"__module__": own.__module__, "__doc__": own.__doc__, "__reduce__": pickled, "__str__": own.__str__}
+    body = {
+        "__module__": own.__module__,
+        "__doc__": own.__doc__,
+        "__reduce__": pickled,
+        "__str__": own.__str__,
+    }
     return type(own.__name__, (own, *kinds), body)
 
 

@@ -34,11 +34,13 @@ from varlen.verify.training import in_training
 from varlen.verify.trial import Trial, untouched
 
 _WINDOWS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "window_size",
-    "sliding_window_size",
-    "attention_window_size",
+    *(
+        "sliding_window",
+        "attention_chunk_size",
+        "window_size",
+        "sliding_window_size",
+        "attention_window_size",
+    ),
 )
 """How configurations call the width of their windows and chunks."""
 _WIDEST_WINDOW = 256
@@ -71,8 +73,7 @@ def verify(
 
     Args:
         model: a family's name, such as "llama" (a tiny model with random weights); a checkpoint folder; a
-            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was. One
-            with code of its own, which `model_inputs` refuses, is taken by it afterwards if it is found isolated.
+            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was.
         backends: of "eager", "sdpa", "flex_attention", "varlen", "flash_attention_2" and "flash_attention_3"; None
             for all of this device. Where a kernel needs a GPU, plain PyTorch stands in for it behind transformers'
             own dispatch, and the cell says so.
@@ -88,7 +89,7 @@ def verify(
     Returns:
         A report with a cell for every backend and layout, none of them silent: isolated, leaks, coupled (something
         is computed over the whole batch, such as a router's loss), refuses, or not run, and why.
-        `print(report)` shows it all; `report.ok` if nothing leaks or is coupled.
+        `print(report)` shows it all; `report.ok` if nothing leaks or is coupled: then `model_inputs` takes the model.
 
     Raises:
         ModelError: no such family or folder, a model that needs code of its own, a tokenizer that doesn't fit, or
@@ -133,8 +134,7 @@ def verify(
         calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
         attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
     )
-    if report.verdict == "isolated":
-        found_apart(model)
+    found_apart(model, report.ok)
     return report
 
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import MissingExtraError
-
-try:
-    from varlen.adapters.axolotl.sampler import MultipackBatchSampler
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise MissingExtraError("torch is not installed; `pip install 'varlen[train]'` installs it") from None
+from varlen.adapters.axolotl.sampler import MultipackBatchSampler
 
 if TYPE_CHECKING:
     from varlen.adapters.axolotl.plugin import VarlenPlugin

@@ -1,29 +1,20 @@
 """transformers: the keyword arguments that keep documents apart, and an attention that runs per document."""
 
-from varlen.errors import MissingExtraError
-
-try:
-    from varlen.adapters.hf.attention import register, use_varlen_attention
-    from varlen.adapters.hf.collator import DataCollatorWithFlattening
-    from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
-    from varlen.adapters.hf.model import (
-        accepts,
-        first_position,
-        has_experts,
-        implementation,
-        logits_size,
-        model_type,
-        text_config,
-        unwrap,
-        vocabulary_size,
-    )
-    from varlen.adapters.hf.mrope import mrope_positions
-except ModuleNotFoundError as error:
-    if error.name not in ("torch", "transformers"):
-        raise
-    raise MissingExtraError(
-        f"{error.name} is not installed; `pip install 'varlen[train]'` installs it"
-    ) from None
+from varlen.adapters.hf.attention import register, use_varlen_attention
+from varlen.adapters.hf.collator import DataCollatorWithFlattening
+from varlen.adapters.hf.inputs import inputs_without_boundaries, model_inputs, plain_inputs
+from varlen.adapters.hf.model import (
+    accepts,
+    first_position,
+    has_experts,
+    implementation,
+    logits_size,
+    model_type,
+    text_config,
+    unwrap,
+    vocabulary_size,
+)
+from varlen.adapters.hf.mrope import mrope_positions
 
 __all__ = [
     "DataCollatorWithFlattening",

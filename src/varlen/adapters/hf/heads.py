@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from varlen.adapters.hf.model import forward_owner, is_known
+from varlen.adapters.hf.model import is_known
+from varlen.errors import ModelError
 
 TOKENS = 6
 """In a row that is tried."""
@@ -46,18 +47,24 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         if own in _pooling_classes() and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
         said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        return None, f"has a head that couldn't be tried alone ({said}), so nobody knows which tokens it mixes"
+        return (
+            None,
+            f"has a head that couldn't be tried alone ({said}), so nobody knows which tokens it mixes",
+        )
     if not found:
         return None, "gives no numbers that could be looked at, so nobody knows which tokens its head mixes"
     for name, values in found.items():
         if not _is_of_tokens(values):
             return (
-                f"pools ({own}): {name} has the shape {list(values[0][1].shape)} for a row of {TOKENS} tokens, so the "
-                "documents of a row share it",
+                f"pools ({own}): {name} has the shape {list(values[0][1].shape)} for a row of {TOKENS} tokens, so "
+                "the documents of a row share it",
                 None,
             )
         if _reaches(values):
-            return f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others", None
+            return (
+                f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others",
+                None,
+            )
     if not any(_moves(values) for values in found.values()):
         return None, "has a head that answers the same to any token when it is tried alone"
     return None, None
@@ -129,7 +136,8 @@ def _replaced(base: Any, decoder: Any) -> bool:
     plain = (torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm, torch.nn.Dropout, torch.nn.Identity)
     holds = {id(module) for module in beside if any(child is decoder for child in module.modules())}
     return any(
-        not is_known(type(module)) or (type(module).__module__.startswith("torch.") and not isinstance(module, plain))
+        not is_known(type(module))
+        or (type(module).__module__.startswith("torch.") and not isinstance(module, plain))
         for module in beside
         if id(module) not in holds
     )
@@ -147,7 +155,9 @@ def _outputs(base: Any, decoder: Any) -> dict[str, Tries]:
         given = ids.clone()
         if place >= 0:
             given[:, place] = to
-        arguments = _taken(base, {"input_ids": given, "position_ids": torch.arange(TOKENS)[None], "use_cache": False})
+        arguments = _taken(
+            base, {"input_ids": given, "position_ids": torch.arange(TOKENS)[None], "use_cache": False}
+        )
         with torch.no_grad():
             answer = type(base).forward(copied, **arguments)
         for name, value in _numbers(answer):
@@ -158,7 +168,9 @@ def _outputs(base: Any, decoder: Any) -> dict[str, Tries]:
 def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(type(base).forward).parameters
     has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: v for name, v in arguments.items() if name in parameters or (has_rest and name == "input_ids")}
+    return {
+        name: v for name, v in arguments.items() if name in parameters or (has_rest and name == "input_ids")
+    }
 
 
 def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
@@ -207,7 +219,9 @@ def _copy(module: Any, decoder: Any) -> Any:
         return _Matrix(module.in_features, module.out_features)
     copied = type(module).__new__(type(module))
     copied.__dict__.update({name: v for name, v in module.__dict__.items() if name not in _LEFT_OUT})
-    copied.__dict__.update({name: type(v)() for name, v in module.__dict__.items() if "_hooks" in name and v is not None})
+    copied.__dict__.update(
+        {name: type(v)() for name, v in module.__dict__.items() if "_hooks" in name and v is not None}
+    )
     copied.__dict__["_compiled_call_impl"] = None
     copied.__dict__["training"] = False
     copied.__dict__["_parameters"] = {name: _stand_in(v) for name, v in module._parameters.items()}
@@ -258,7 +272,7 @@ class _Matrix(torch.nn.Module):
 
     def forward(self, values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if values.shape[-1] != self.in_features:
-            raise ValueError(f"{values.shape[-1]} values for {self.in_features} inputs")
+            raise ModelError(f"{values.shape[-1]} values for {self.in_features} inputs")
         return torch.sin((values.float() @ self.inward)[..., None] * self.outward + self.outward)
 
 
@@ -277,7 +291,7 @@ class _Decoder(torch.nn.Module):
     def get_input_embeddings(self) -> Any:
         return self.table
 
-    def forward(self, input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **rest: Any) -> Any:
+    def forward(self, input_ids: Any = None, *_: Any, inputs_embeds: Any = None, **__: Any) -> Any:
         hidden = self.table(input_ids) if inputs_embeds is None else self.matrix(inputs_embeds)
         pooled = hidden[:, 0] if self.pools else None
         return _answer()(last_hidden_state=hidden, pooler_output=pooled, hidden_states=(hidden, hidden))

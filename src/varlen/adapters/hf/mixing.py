@@ -1,5 +1,8 @@
-"""What mixes the tokens of a row in a model, judged on the modules that are there: causal attention passes, what can't
-be told apart by arguments is refused by name, and what nobody knows is refused until `vl.verify` has tried it."""
+"""What mixes the tokens of a row in a model, judged on the modules that are there.
+
+Causal attention passes; what no argument keeps apart is refused by name; what nobody knows is refused until
+`vl.verify` has tried it.
+"""
 
 from __future__ import annotations
 
@@ -93,13 +96,14 @@ def trying() -> Iterator[None]:
         _TRYING.reset(token)
 
 
-def found_apart(model: Any) -> None:
-    """Remember that a model was tried and keeps documents apart.
+def found_apart(model: Any, is_apart: bool) -> None:
+    """Remember whether a model that was tried keeps documents apart.
 
     Args:
         model: a transformers model, bare or wrapped.
+        is_apart: whether it does.
     """
-    _TRIED.add(unwrap(model))
+    (_TRIED.add if is_apart else _TRIED.discard)(unwrap(model))
 
 
 def _two_sequences(base: Any) -> str | None:
@@ -112,7 +116,9 @@ def _both_directions(config: Any) -> str | None:
     for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
         said = getattr(config, name, None)
         if said is value or (name == "use_bidirectional_attention" and said == "all"):
-            return f"attends in both directions (config.{name} is {said!r}), and varlen packs for causal models"
+            return (
+                f"attends in both directions (config.{name} is {said!r}), and varlen packs for causal models"
+            )
     return None
 
 
@@ -229,7 +235,9 @@ def _names_in(kind: Any) -> frozenset[str]:
     """Return the names and attributes that stand in the code of a class and of those that it is made of."""
     found: set[str] = set()
     for each in kind.__mro__:
-        if each.__module__ in ("transformers.modeling_utils", "builtins") or each.__module__.startswith("torch."):
+        if each.__module__ in ("transformers.modeling_utils", "builtins") or each.__module__.startswith(
+            "torch."
+        ):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
@@ -260,8 +268,11 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
                 passed = f"{name}."
                 continue
             owner = forward_owner(type(module))
-            unknown = unknown or f"runs code of its own ({owner.__name__} in {name or 'the decoder'}), so nobody " \
+            unknown = (
+                unknown
+                or f"runs code of its own ({owner.__name__} in {name or 'the decoder'}), so nobody "
                 "knows which tokens it mixes"
+            )
     return None, unknown
 
 

@@ -21,7 +21,17 @@ BY_DISTANCE = {"mpt": "max_seq_len"}
 each with the setting that bounds how wide a row may be."""
 
 KNOWN_LIBRARIES = frozenset(
-    ("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "liger_kernel", "kernels", "varlen")
+    (
+        "torch",
+        "transformers",
+        "peft",
+        "bitsandbytes",
+        "torchao",
+        "accelerate",
+        "liger_kernel",
+        "kernels",
+        "varlen",
+    )
 )
 """Whose modules are known: those that mix tokens are named here, and the others act on each token alone."""
 

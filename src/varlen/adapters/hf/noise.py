@@ -1,7 +1,7 @@
 """NEFTune's noise in packed rows, scaled by each document's own length.
 
-NEFTune adds uniform noise of at most `alpha / sqrt(length * width)` to embedded tokens. transformers takes the length of
-the row, so that in a row of many documents every one gets too little.
+NEFTune adds uniform noise of at most `alpha / sqrt(length * width)` to embedded tokens. transformers takes the length
+of the row, so that in a row of many documents every one gets too little.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
         return output + torch.zeros_like(output).uniform_(-most, most)
     if told.shape != output.shape[:2]:
         raise ModelError(
-            f"NEFTune's noise is for {tuple(told.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} were "
-            "embedded; leave neftune_noise_alpha out"
+            f"NEFTune's noise is for {tuple(told.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} "
+            "were embedded; leave neftune_noise_alpha out"
         )
     most = module.neftune_noise_alpha / output.size(2) ** 0.5 * told.to(output.device)
     return output + torch.zeros_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)

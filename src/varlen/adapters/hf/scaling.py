@@ -1,7 +1,7 @@
 """What models scale by the row or by the longest document of a batch, so that a document isn't what it is alone.
 
-Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 sharpens the
-attention of some layers by the place of a token in its row.
+Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 sharpens
+the attention of some layers by the place of a token in its row.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
     name = type(unwrap(model)).__name__
     for kind, limit in _limits(config):
         lengths = _numpy(batch.document_lengths)
-        short = int(((lengths <= limit) & (lengths > 1)).sum())  # one token stands at 0, whatever the frequency
+        short = int(
+            ((lengths <= limit) & (lengths > 1)).sum()
+        )  # one token stands at 0, whatever the frequency
         longer = int((lengths > limit).sum())
         if short and longer:
             raise ModelError(
-                f"{name} chooses its rotary frequencies once a batch, by the longest document ({kind}): the batch has "
-                f"{short:,} documents of up to {limit:,} tokens, which alone have the frequencies of short ones, and "
+                f"{name} chooses its rotary frequencies once a batch, by the longest document ({kind}): the batch "
+                f"has {short:,} documents of up to {limit:,} tokens, which alone have those of short ones, and "
                 f"{longer:,} longer ones. Give them batches of their own, or give all documents the "
                 'frequencies of long ones: model.config.rope_parameters["original_max_position_embeddings"] = 1'
             )

@@ -268,14 +268,7 @@ def __getattr__(name: str) -> Any:
         )
     import importlib
 
-    from varlen.errors import MissingExtraError
-
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtraError("torch is not installed; `pip install 'varlen[train]'` installs it") from None
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -53,7 +53,14 @@ _UNUSED: dict[str, Any] = {
 """What the releases' class takes for data that is not packed, with its defaults: attributes that change nothing."""
 _COLLATED = (
     *("dialect", "max_seq_length", "pad_to_max_length", "pad_seq_length_to_mult", "ceil_to_power_2"),
-    *("return_cu_seqlen", "pad_cu_seqlens", "pack_metadata", "answer_only_loss", "eos_in_loss", "always_padded"),
+    *(
+        "return_cu_seqlen",
+        "pad_cu_seqlens",
+        "pack_metadata",
+        "answer_only_loss",
+        "eos_in_loss",
+        "always_padded",
+    ),
     *("padding_mask", "compatible"),
 )
 """Attributes that batches are made by, by the names of `RowCollator`."""

@@ -37,7 +37,7 @@ _NEEDED = ("input_ids", "labels", "attention_mask", "seq_lengths", *_MASKS)
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Pad rows of one document each; with `padding_free=True` lay rows of documents, as of `pack_dataset`, end to end.
+    """Pad rows of one document each; with `padding_free=True` lay rows of several, as of `pack_dataset`, end to end.
 
     Arguments, their defaults and outputs are those of TRL 1.16's collator, value for value. It differs where that one
     goes wrong:

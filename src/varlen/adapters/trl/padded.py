@@ -46,7 +46,9 @@ def padded_rows(
             several documents.
     """
     ids = as_whole(join(documents, "input_ids"), "input_ids")
-    given: dict[str, Joined] = {} if labels is None else {"labels": as_whole(join(labels, "labels"), "labels")}
+    given: dict[str, Joined] = (
+        {} if labels is None else {"labels": as_whole(join(labels, "labels"), "labels")}
+    )
     given |= {name: join(values, name) for name, values in columns.items()}
     if keep is not None:
         given["attention_mask"] = join(keep, "attention_mask")

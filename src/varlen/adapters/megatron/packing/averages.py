@@ -33,7 +33,8 @@ def calculate_avg_seqlen(
 ) -> tuple[float, float, float, float]:
     """Return what the documents of a packed set are like on average.
 
-    The numbers are the release's, of `input_ids` and `seq_start_id` alone; Parquet is read a million tokens at a time, and a `.npy` file's pickle isn't run.
+    The numbers are the release's, of `input_ids` and `seq_start_id` alone; Parquet is read a million tokens at a
+    time, and a `.npy` file's pickle isn't run.
 
     Args:
         dataset_file: packed rows: Parquet (a file, glob or folder), or `.npy`.

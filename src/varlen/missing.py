@@ -1,0 +1,82 @@
+"""One sentence for a library that isn't installed, wherever a public name or an adapter needs it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from varlen.errors import MissingExtraError
+
+_EXTRAS = {"torch": "train", "transformers": "train", "highspy": "plan", "ray": "ray", "s3fs": "s3"}
+"""Libraries that an extra of varlen installs."""
+_PACKAGES = {"yaml": "pyyaml", "megatron": "megatron-core"}
+"""Distributions that aren't called what they are imported as."""
+
+
+def library_in(error: BaseException | None) -> str:
+    """Return the library whose absence an error tells of, itself or as its cause; empty where it tells of none.
+
+    Args:
+        error: as an import raised it.
+    """
+    found = ""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            found = error.name.partition(".")[0]
+        error = error.__cause__ or error.__context__
+    return "" if found == "varlen" else found
+
+
+def of_missing(library: str, needed_by: str) -> MissingExtraError:
+    """Return the error that says what isn't installed, what needs it, and the command that installs it.
+
+    Args:
+        library: as it is imported.
+        needed_by: a public name.
+    """
+    extra = _EXTRAS.get(library)
+    command = f"'varlen[{extra}]'" if extra else _PACKAGES.get(library, library)
+    return MissingExtraError(
+        f"{library} is not installed, and {needed_by} needs it; `pip install {command}` installs it"
+    )
+
+
+def tell_of_missing(package: str) -> None:
+    """Let imports of a package's modules tell of libraries that aren't installed by a MissingExtraError.
+
+    Args:
+        package: of varlen.
+    """
+    if not any(isinstance(each, _Finder) and each.package == package for each in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(package))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of one package as Python does, and has their code run by a `_Loader`."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(f"{self.package}."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            super().exec_module(module)
+        except ModuleNotFoundError as error:
+            library = library_in(error)
+            if not library:
+                raise
+            raise of_missing(library, module.__name__) from None
