@@ -34,7 +34,8 @@ def raises_too(
 
     def decorate(made: Raising) -> Raising:
         if not inspect.isclass(made):
-            return _wrapped(made, kinds, only)
+            wrapped: Raising = _wrapped(made, kinds, only)
+            return wrapped
         for name, member in list(vars(made).items()):
             if inspect.isfunction(member) and (name in _SPECIAL or not name.startswith("_")):
                 setattr(made, name, _wrapped(member, kinds, only))
@@ -78,13 +79,14 @@ def of_kinds(error: VarlenError, kinds: tuple[type[Exception], ...]) -> VarlenEr
     missing = tuple(kind for kind in kinds if not isinstance(error, kind))
     if not missing:
         return error
-    made = _joined(type(error), missing)(*error.args)
+    own: Any = type(error)
+    made = _joined(own, missing)(*error.args)
     made.__dict__.update(error.__dict__)
     return made.with_traceback(error.__traceback__)
 
 
 @functools.lru_cache
-def _joined(own: type[VarlenError], kinds: tuple[type[Exception], ...]) -> type[VarlenError]:
+def _joined(own: Any, kinds: tuple[Any, ...]) -> type[VarlenError]:
     def pickled(self: Any) -> tuple[Any, ...]:
         return _made, (own, kinds, self.args)
 
@@ -97,6 +99,6 @@ def _joined(own: type[VarlenError], kinds: tuple[type[Exception], ...]) -> type[
     return type(own.__name__, (own, *kinds), body)
 
 
-def _made(own: type[VarlenError], kinds: tuple[type[Exception], ...], args: tuple[Any, ...]) -> VarlenError:
+def _made(own: Any, kinds: tuple[Any, ...], args: tuple[Any, ...]) -> VarlenError:
     """Make an error anew that was pickled."""
     return _joined(own, kinds)(*args)

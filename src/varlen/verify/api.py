@@ -34,13 +34,8 @@ from varlen.verify.training import in_training
 from varlen.verify.trial import Trial, untouched
 
 _WINDOWS = (
-    *(
-        "sliding_window",
-        "attention_chunk_size",
-        "window_size",
-        "sliding_window_size",
-        "attention_window_size",
-    ),
+    *("sliding_window", "attention_chunk_size"),
+    *("window_size", "sliding_window_size", "attention_window_size"),
 )
 """How configurations call the width of their windows and chunks."""
 _WIDEST_WINDOW = 256

@@ -217,7 +217,8 @@ def _copy(module: Any, decoder: Any) -> Any:
         return _Table(module.embedding_dim)
     if is_known(type(module)) and hasattr(module, "in_features") and hasattr(module, "out_features"):
         return _Matrix(module.in_features, module.out_features)
-    copied = type(module).__new__(type(module))
+    kind: Any = type(module)
+    copied = kind.__new__(kind)
     copied.__dict__.update({name: v for name, v in module.__dict__.items() if name not in _LEFT_OUT})
     copied.__dict__.update(
         {name: type(v)() for name, v in module.__dict__.items() if "_hooks" in name and v is not None}
@@ -283,7 +284,7 @@ class _Decoder(torch.nn.Module):
         super().__init__()
         self.config = decoder.config
         self.dtype = torch.float32
-        width = getattr(decoder.config, "hidden_size", None) or getattr(decoder.config, "n_embd", 32)
+        width = int(getattr(decoder.config, "hidden_size", None) or getattr(decoder.config, "n_embd", 32))
         self.table = _Table(width)
         self.matrix = _Matrix(width, width)
         self.pools = getattr(decoder, "pooler", None) is not None
@@ -300,13 +301,13 @@ class _Decoder(torch.nn.Module):
 def _answer() -> Any:
     from dataclasses import dataclass
 
-    from transformers.modeling_outputs import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     global _ANSWER
     if _ANSWER is None:
 
         @dataclass
-        class Answer(ModelOutput):  # type: ignore[misc]
+        class Answer(ModelOutput):
             """A decoder's answer, with nothing of what else decoders give."""
 
             last_hidden_state: Any = None

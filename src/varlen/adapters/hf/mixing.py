@@ -201,7 +201,7 @@ def _direction(decoder: Any) -> str | None:
         if name.rpartition(".")[2] not in CROSS_ATTENTION and getattr(module, "is_causal", True) is False:
             where = f"in {name}" if name else "by its is_causal"
             return f"attends in both directions ({where}), and varlen packs for causal models"
-    names = _names_in(type(decoder))
+    names = _names_of(decoder)
     if not any(name.startswith("create_bidirectional") for name in names):
         return None
     if not names.intersection(_CAUSAL_MASKS):
@@ -216,7 +216,7 @@ def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
     from transformers.models.auto import modeling_auto as auto
 
     family = getattr(getattr(decoder, "config", None), "model_type", "")
-    known = _names_in(type(decoder)).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
+    known = _names_of(decoder).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
     if known or family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None, None
     if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -228,6 +228,11 @@ def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
     return None, (
         "makes no causal masks and isn't among transformers' causal models, so nobody knows which tokens it mixes"
     )
+
+
+def _names_of(module: Any) -> frozenset[str]:
+    kind: Any = type(module)
+    return _names_in(kind)
 
 
 @lru_cache(maxsize=1024)

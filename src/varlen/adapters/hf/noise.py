@@ -86,5 +86,6 @@ def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
             f"NEFTune's noise is for {tuple(told.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} "
             "were embedded; leave neftune_noise_alpha out"
         )
-    most = module.neftune_noise_alpha / output.size(2) ** 0.5 * told.to(output.device)
-    return output + torch.zeros_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
+    most: torch.Tensor = module.neftune_noise_alpha / output.size(2) ** 0.5 * told.to(output.device)
+    noise = torch.zeros_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
+    return output + noise
