@@ -11,10 +11,10 @@ import pytest
 import torch
 from preferences import trained
 from trainers import arguments, packed_loader, store_in, tiny_llama
-from transformers import Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from varlen.adapters.hf.agreement import check_settings
+from varlen.adapters.hf.agreement import check_head, check_settings
 from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.trainer import PackedTrainer
 from varlen.adapters.trl.dpo import PackedDPOTrainer
@@ -142,3 +142,11 @@ def test_smoothed_labels_are_refused_where_transformers_takes_means_of_batches(
         monkeypatch.setattr(LabelSmoother, "__call__", lambda self, output, labels, shift_labels=False: 0)
         with pytest.raises(SettingError, match="takes the mean over each batch in this transformers"):
             PackedTrainer(tiny_llama(), args, train_loader=loader)
+
+
+def test_a_head_without_a_loss_of_the_next_token_is_refused_by_the_trainer() -> None:
+    config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    check_head(SimpleNamespace(model=LlamaForCausalLM(config)))
+
+    with pytest.raises(SettingError, match=r"LlamaForTokenClassification has no loss of the next token"):
+        check_head(SimpleNamespace(model=LlamaForTokenClassification(config)))

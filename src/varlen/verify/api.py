@@ -44,7 +44,6 @@ _CHANGED, _BY_CALL = 16, 2
 """At most so many documents are changed, one at a time, in a cell."""
 
 
-@trying()
 def verify(
     model: Any,
     *,
@@ -220,6 +219,7 @@ def _with_attention(loaded: LoadedModel, backend: str) -> Any:
             return ModelError(first_sentence(cause) if told else f'{name} has no attention "{backend}"')
 
 
+@trying()
 def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:
     """Try one backend and layout with varlen's own arguments."""
     try:
@@ -278,6 +278,7 @@ def _verdict_of(verdict: Verdict) -> ModelVerdict:
     return "not run" if verdict == "blind" else verdict
 
 
+@trying()
 def _call_cells(
     models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> list[CallCell]:
@@ -385,6 +386,7 @@ def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: Is
     return replace(cell, kind=errors[0].kind, why=errors[0].what, fix=errors[0].fix)
 
 
+@trying()
 def _picture(
     model: Any, cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> AttentionPicture | None:

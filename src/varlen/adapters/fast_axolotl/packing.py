@@ -77,7 +77,7 @@ class PackedColumns(dict[str, Any]):
 
     def __reversed__(self) -> Iterator[Any]:
         """Iterate over columns from the last one."""
-        return reversed(list(self.values()))
+        return iter(tuple(self.values())[::-1])
 
     def __getitem__(self, key: Any) -> Any:
         """Return a column by its name, or by its number, as of a tuple."""

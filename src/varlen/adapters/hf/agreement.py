@@ -88,11 +88,6 @@ def check_settings(trainer: Any) -> None:
         raise SettingError(
             f"loss_weighting must be one of {', '.join(get_args(Weighting))}; got {weighting!r}"
         )
-    if not shifts_labels(trainer.model):
-        raise SettingError(
-            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, and the loader's labels are next "
-            "tokens; take a model with a language modelling head, or a loop of your own over the loader's batches"
-        )
     _check_ranks(trainer, loader)
     if args.gradient_accumulation_steps != loader.micro_batches:
         raise SettingError(
@@ -153,6 +148,22 @@ def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
         raise SettingError(
             "average_tokens_across_devices=False gives every rank's mean the same weight, however many targets it "
             "has; leave it True"
+        )
+
+
+def check_head(trainer: Any) -> None:
+    """Refuse a model whose loss isn't that of the next token.
+
+    Args:
+        trainer: with its model.
+
+    Raises:
+        SettingError: it isn't.
+    """
+    if not shifts_labels(trainer.model):
+        raise SettingError(
+            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, and the loader's labels are next "
+            "tokens; take a model with a language modelling head, or a loop of your own over the loader's batches"
         )
 
 

@@ -284,7 +284,8 @@ class _Decoder(torch.nn.Module):
         super().__init__()
         self.config = decoder.config
         self.dtype = torch.float32
-        width = int(getattr(decoder.config, "hidden_size", None) or getattr(decoder.config, "n_embd", 32))
+        sizes: Any = decoder.config
+        width = int(getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None) or 32)
         self.table = _Table(width)
         self.matrix = _Matrix(width, width)
         self.pools = getattr(decoder, "pooler", None) is not None

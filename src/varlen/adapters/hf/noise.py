@@ -79,8 +79,8 @@ def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
         return output
     told = getattr(module, _SHARES, None)
     if told is None:
-        most = module.neftune_noise_alpha / (output.size(1) * output.size(2)) ** 0.5
-        return output + torch.zeros_like(output).uniform_(-most, most)
+        of_row = module.neftune_noise_alpha / (output.size(1) * output.size(2)) ** 0.5
+        return output + torch.zeros_like(output).uniform_(-of_row, of_row)
     if told.shape != output.shape[:2]:
         raise ModelError(
             f"NEFTune's noise is for {tuple(told.shape)} tokens of a packed batch, and {tuple(output.shape[:2])} "
@@ -88,4 +88,5 @@ def _add_noise(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
         )
     most: torch.Tensor = module.neftune_noise_alpha / output.size(2) ** 0.5 * told.to(output.device)
     noise = torch.zeros_like(output).uniform_(-1, 1) * most[..., None].to(output.dtype)
-    return output + noise
+    noisy: torch.Tensor = output + noise
+    return noisy

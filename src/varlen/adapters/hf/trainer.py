@@ -21,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from varlen.adapters.hf.agreement import (
     Weighting,
     check_evaluation,
+    check_head,
     check_own_loss,
     check_settings,
     check_train_dataset,
@@ -82,6 +83,7 @@ class PackedTraining(_BeforeTrainer):
         self._batches: LoaderBatches | None = None
         check_settings(self)
         check_family(self.model)
+        check_head(self)
         self._asks_ranks = loss_weighting != "token" or loader.has_weights
         self._weighs = self._asks_ranks or not self.model_accepts_loss_kwargs
         if self._weighs:

@@ -163,6 +163,7 @@ class GPTSFTPackedDataset(Dataset[Item]):
         self.padding_mask = padding_mask
         self.compatible = compatible
         self.virtual_tokens = virtual_tokens
+        self.special_tokens: Any = None
         for name, usual in _UNUSED.items():
             setattr(self, name, others.get(name, usual))
         if self.special_tokens is None:
