@@ -103,8 +103,7 @@ def verify(
         wanted = "at least 0" if isinstance(seed, Integral) else "a whole number"
         raise SettingError(f"seed must be {wanted}, got {seed!r}")
     loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
-    model = loaded.model
-    names = backends_for(model, backends)
+    model, names = loaded.model, backends_for(loaded.model, backends)
     if batch is not None:  # whose weights say nothing of what sees what
         batch = batch.replace(columns={})
     batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}
@@ -278,7 +277,6 @@ def _verdict_of(verdict: Verdict) -> ModelVerdict:
     return "not run" if verdict == "blind" else verdict
 
 
-@trying()
 def _call_cells(
     models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
 ) -> list[CallCell]:

@@ -174,14 +174,18 @@ def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(answer: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of numbers in an answer by name, without hidden states of the decoder."""
+    """Return the tensors of numbers in an answer by name; one number is a loss."""
     if hasattr(answer, "items"):
         pairs = [(str(name), value) for name, value in answer.items()]
     elif isinstance(answer, tuple | list):
         pairs = [(f"output {number}", value) for number, value in enumerate(answer)]
     else:
         pairs = [("the output", answer)]
-    return [(name, value) for name, value in pairs if torch.is_tensor(value) and value.is_floating_point()]
+    return [
+        (name, value)
+        for name, value in pairs
+        if torch.is_tensor(value) and value.is_floating_point() and value.ndim
+    ]
 
 
 def _is_of_tokens(tries: Tries) -> bool:

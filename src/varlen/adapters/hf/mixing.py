@@ -45,7 +45,7 @@ _NEIGHBOURS = (
 _ALL_TOKENS = (
     *(torch.nn.RNNBase, torch.nn.MultiheadAttention, torch.nn.Transformer),
     *(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer),
-    *(torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d, torch.nn.GroupNorm),
+    *(torch.nn.InstanceNorm1d, torch.nn.GroupNorm),
     *(torch.nn.AvgPool1d, torch.nn.MaxPool1d, torch.nn.AdaptiveAvgPool1d, torch.nn.AdaptiveMaxPool1d),
 )
 """torch's own modules that mix the tokens of a row without regard to documents."""
@@ -268,6 +268,8 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
             continue
         if not told and (fault := mixes(name, module)):
             return fault, None
+        if isinstance(module, torch.nn.BatchNorm1d):
+            unknown = unknown or f"takes statistics of the whole batch in {name} (BatchNorm1d)"
         if not is_known(type(module)):
             if name and acts_on_tokens(module, hidden):
                 passed = f"{name}."
