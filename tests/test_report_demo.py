@@ -15,7 +15,7 @@ from varlen.report.demo_page import demo_page
 from varlen.report.demo_table import demo_table
 from varlen.report.figures import PictureFigures, spread
 from varlen.report.findings import findings, headline
-from varlen.report.page import check_writable, write_page
+from varlen.report.page import check_writable, page, write_page
 
 VOID = {"meta", "br"}
 
@@ -206,12 +206,13 @@ def test_the_spread_is_half_the_range():
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    write_page(path, "old")
+    old = page("old", [])
+    write_page(path, old)
 
     with pytest.raises(UnicodeEncodeError):
         write_page(path, "new \ud800")
 
-    assert path.read_text() == "old"
+    assert path.read_text() == old
     assert list(tmp_path.iterdir()) == [path]
 
 

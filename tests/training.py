@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from offline_packs import write_chats
 from safetensors.torch import load_file
 
 from varlen.offline.index import index_source
+from varlen.signals import Stopped
 from varlen.source.source import open_source
 from varlen.train.config import as_settings
 from varlen.train.metrics import TIMINGS
@@ -211,9 +212,45 @@ def _train_rank(
         for made, port in zip(runs, ports):
             os.environ["MASTER_PORT"] = str(port)
             train(as_settings(TrainSettings, made, ""), Notes())
+    except Stopped as stopped:
+        (folder / f"rank{rank}.txt").write_text(str(stopped))
+        raise SystemExit(stopped.code) from None
     except Exception as error:
         (folder / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
+
+
+def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -> None:
+    """Have ranks send themselves signals in the midst of a call, the nth of its kind.
+
+    Args:
+        moment: "start", "load", "step", "save" or "export".
+        sent: by rank, the signals, one after the other.
+        number: of the call.
+    """
+    from varlen.train import trainer
+    from varlen.train.planned_step import PlannedStepper
+    from varlen.train.step import Stepper
+
+    calls = 0
+
+    def signalling(inner: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                for one in sent.get(int(os.environ.get("RANK", "0")), ()):
+                    os.kill(os.getpid(), one)
+            return inner(*arguments, **named)
+
+        return call
+
+    if moment == "step":
+        for stepper in (Stepper, PlannedStepper):
+            stepper.step = signalling(stepper.step)  # type: ignore[method-assign]
+        return
+    names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export_model"}
+    setattr(trainer, names[moment], signalling(getattr(trainer, names[moment])))
 
 
 def _train(made: dict[str, Any], kill_at: int | None) -> None:

@@ -13,7 +13,7 @@ from house.tree import Source, is_type_checking, python_files
 # A floor may know the floors before it in this list, and nothing of its own. Ground floor: single files.
 FLOORS = (
     {"errors"},
-    {"types", "jit", "counts", "launch", "regular", "missing"},
+    {"types", "jit", "counts", "launch", "regular", "missing", "signals"},
     {"step_plan"},
     {"source", "pack", "batch", "cost"},
     # The planner asks the simulator about every candidate, so the simulator stands below it.

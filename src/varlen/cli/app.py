@@ -21,9 +21,12 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
+from varlen.signals import Stopped, ignore, last_stopped, raise_stopped
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
+_told: list[str] = []
+"""Sentences with which verbs have ended."""
 
 app = typer.Typer(
     name="varlen",
@@ -36,12 +39,24 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 ended by SIGTERM, 138 by SIGUSR1.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A terminal or file that can't take a character is given its number, and never a traceback.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    try:
+        raise_stopped()
+        app()
+    except (KeyboardInterrupt, SystemExit) as error:  # which typer takes for Ctrl-C where no verb has begun
+        if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _told):
+            raise
+        stopped = last_stopped()
+        how = "interrupted" if stopped is None else f"stopped by {stopped.name}"
+        print(f"varlen: {how}; nothing was written", file=sys.stderr)
+        sys.exit(INTERRUPTED if stopped is None else stopped.code)
 
 
 def _verb(
@@ -57,6 +72,9 @@ def _verb(
             _stop(str(error), BAD_INPUT)
         except VarlenError as error:
             _stop(str(error), FAILED)
+        except Stopped as error:
+            ignore()
+            _stop(f"stopped by {error.name}; {error.said or interrupted}", error.code)
         except KeyboardInterrupt as error:
             _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)
 
@@ -81,9 +99,10 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
 
 def _stop(sentence: str, code: int) -> NoReturn:
     """Say why, on standard error, and end with an exit code; one of several processes says which it is."""
+    _told.append(sentence)
     launch = launched()
     rank = (launch.rank if launch else None) or "0"
-    if code != INTERRUPTED or rank == "0":
+    if code in (FAILED, BAD_INPUT) or rank == "0":
         print(f"varlen: {sentence}" if rank == "0" else f"varlen: rank {rank}: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 

@@ -42,6 +42,13 @@ def train(
             show_default=False,
         ),
     ] = None,
+    allow_changed: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changed",
+            help="Go on from a checkpoint of another model, tokenizer, data, capacity, batch, seed or precision.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")
     ] = False,
@@ -76,7 +83,7 @@ def train(
     from varlen.train.trainer import train as run
 
     with watching(settings.log.every) as watcher:
-        summary = run(settings, watcher)
+        summary = run(settings, watcher, allow_changed=allow_changed)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -40,7 +41,16 @@ def save_hardware(hardware: Hardware, path: str | Path) -> None:
     record["attention"] = {"forward": _arrays(forward), "backward": _arrays(backward)}
     record["gemm"] = _arrays(hardware.gemm)
     record["gemm_backward"] = None if hardware.gemm_backward is None else _arrays(hardware.gemm_backward)
-    Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path, text = Path(path), json.dumps(record, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_hardware(path: str | Path) -> Hardware:

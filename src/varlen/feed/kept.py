@@ -1,7 +1,8 @@
 """Tables that are kept for the next time: beside the data, else in the user's cache folder, else in memory alone.
 
-What a table depends on is in the name of its file, which begins with the SHA-256 of the numbers behind it: so one
-that is found is right, or is no table at all.
+What a table depends on is in the name of its file, which has our mark and the SHA-256 of the numbers before
+them: so one that is found is right, or is no table at all. One of ours that is damaged is written anew; what somebody
+has laid there stays.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from varlen import __version__
-from varlen.offline.places import unfinished
 from varlen.regular import open_regular
+from varlen.source.ours import is_there
 from varlen.source.token_documents import TokenDocuments
 from varlen.source.tokenizer import digest
+from varlen.source.writing import unfinished
 from varlen.types import IntArray
 
-_DIGEST_BYTES = 32
+_MARK = b"varlen t"
+_HEAD_BYTES = len(_MARK) + 32
 
 
 class KeptTable:
@@ -55,8 +58,8 @@ class KeptTable:
                     content = file.read()
             except (OSError, MemoryError):
                 continue
-            said, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-            if len(body) % 8 or hashlib.sha256(body).digest() != said:
+            said, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
+            if len(body) % 8 or _MARK + hashlib.sha256(body).digest() != said:
                 continue
             table: IntArray = np.frombuffer(body, dtype="<i8").astype(np.int64)
             if is_right(table):
@@ -79,15 +82,26 @@ def _cache_folder() -> Path | None:
 
 def _write(path: Path, table: IntArray) -> bool:
     """Write a table whole or not at all; returns whether it was."""
+    if is_there(path) and not _is_ours(path):
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = unfinished(path)
         try:
             content = table.astype("<i8").tobytes()
-            part.write_bytes(hashlib.sha256(content).digest() + content)
+            part.write_bytes(_MARK + hashlib.sha256(content).digest() + content)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
     except OSError:
         return False
     return True
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file carries our mark, or nothing; a link doesn't."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return not path.is_symlink() and file.read(len(_MARK)) in (_MARK, b"")
+    except OSError:
+        return False

@@ -15,6 +15,7 @@ from typing import Any
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.offline.owned import part_of, remove_unfinished
 from varlen.offline.places import disk_faults, write_json
 from varlen.source.source import Source
 from varlen.source.store import STORE_FORMAT, STORE_FORMATS
@@ -148,7 +149,9 @@ def take_back(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     listed = {shard["name"] for shard in manifest["shards"]}
     with disk_faults(folder):
         for shard in sorted(path.parent for path in folder.glob("*/shard.json")):
-            if shard.name not in listed:
+            part = part_of(shard.name)
+            is_left = part is not None and part >= manifest["num_parts"] and not shard.is_symlink()
+            if is_left and shard.name not in listed:
                 shutil.rmtree(partial / shard.name, ignore_errors=True)
                 shard.replace(partial / shard.name)
 
@@ -171,4 +174,4 @@ def append(partial: Path, folder: Path, names: Sequence[str], manifest: dict[str
         sync(folder)
         write_json(folder / MANIFEST, sealed(manifest))
         sync(folder)
-        shutil.rmtree(partial)
+        remove_unfinished(partial)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +22,7 @@ from varlen.offline.grow import (
     take_back,
     write_plan,
 )
+from varlen.offline.owned import remove_unfinished
 from varlen.offline.places import (
     check_output,
     check_places,
@@ -174,7 +174,7 @@ def build_store(
         listed, num_parts = _index_parts(source, plan, team, on_progress)
         if sum(shard["num_tokens"] for shard in listed) == 0:
             said = _nothing(source, listed, partial)
-            shutil.rmtree(partial)  # nobody resumes this
+            remove_unfinished(partial)  # nobody resumes this
             raise SourceError(said)
         every = [*(there["shards"] if there is not None else []), *listed]
         manifest = {
@@ -282,9 +282,9 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
     if finished is not None:
         return number, finished
     shards: list[dict[str, Any]] = []
-    with disk_faults(folder):
-        writer: ShardWriter | None = None
-        try:
+    writer: ShardWriter | None = None
+    try:
+        with disk_faults(folder):
             for documents in source.read(part):
                 if writer is not None and writer.num_tokens + len(documents.tokens) > SHARD_TOKENS:
                     shards.append(_closed(writer, number, len(shards)))
@@ -295,10 +295,10 @@ def index_part(shared: tuple[Source, Path], task: tuple[int, Part]) -> tuple[int
             if writer is not None:
                 shards.append(_closed(writer, number, len(shards)))
                 writer = None
-        finally:
-            if writer is not None:
-                writer.abandon()
-        write_json(note, shards)
+            write_json(note, shards)
+    finally:
+        if writer is not None:
+            writer.abandon()
     return number, shards
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varlen.errors import WorkerDiedError
+from varlen.signals import held_back
 
 
 def fresh_interpreter(
@@ -16,7 +17,8 @@ def fresh_interpreter(
 ) -> subprocess.Popen[bytes]:
     """Start a module in an interpreter of its own, with pipes to its standard input and output.
 
-    It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others.
+    It is a session of its own, so that Ctrl-C is for this process alone, which then stops the others; signals of
+    schedulers, which may go to every process of a job, don't end it either.
 
     Args:
         module: to be run.
@@ -34,14 +36,15 @@ def fresh_interpreter(
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
     }
     try:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-            pass_fds=tuple(files),
-        )
+        with held_back():
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+                pass_fds=tuple(files),
+            )
     except OSError as error:
         raise WorkerDiedError(
             f"no other process can be started ({error.strerror or error}); what is finished is kept: run the same "

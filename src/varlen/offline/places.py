@@ -22,21 +22,31 @@ import json
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from varlen import __version__
 from varlen.errors import SettingError
-from varlen.regular import read_regular
+from varlen.offline.owned import (
+    STATE,
+    check_replaced,
+    check_unfinished,
+    clear_unfinished,
+    fingerprint_in,
+    remove_unfinished,
+    remove_work,
+    replaced_place,
+)
 from varlen.source.files import File
-from varlen.source.writing import sync
+from varlen.source.ours import open_own
+from varlen.source.writing import sync, unfinished
 from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest, sealed
 
-_STATE = "state.json"
 _LOCK_S = 0.5
 """How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""
+_FREE = "varlen_free_bytes"
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 """What file systems of many machines say where they have no locks: then it is up to the user."""
 
@@ -54,13 +64,15 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"{folder} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()):
-        if read_manifest(folder) is None:
+        manifest = read_manifest(folder)
+        if manifest is None:
             raise SettingError(f"{folder} holds other files; name a new folder")
         if not overwrite:
             raise SettingError(
                 f"{folder} holds a set made from other data or settings; name another folder, or pass --overwrite "
                 "(overwrite=True)"
             )
+        check_replaced(folder, manifest)
     around = folder.absolute().parent
     while not around.exists():
         around = around.parent
@@ -119,20 +131,21 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
         keep: but for what begins so among the work.
 
     Raises:
-        SettingError: another run works on it, or it can't be written.
+        SettingError: another run works on it, it is somebody else's, or it can't be written.
     """
     partial = partial_of(folder)
     with disk_faults(folder):
+        check_unfinished(partial)
         lock = _locked(partial, folder)
     try:
         with disk_faults(folder):
-            if _left_by(partial) != fingerprint:
-                _clear(partial, keep)
-                write_json(partial / WORK / _STATE, {"fingerprint": fingerprint})
+            if fingerprint_in(partial) != fingerprint:
+                clear_unfinished(partial, keep)
+                write_json(partial / WORK / STATE, {"varlen": __version__, "fingerprint": fingerprint})
         yield partial
     except BaseException:
         if not _holds_finished(partial):
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_unfinished(partial)
         raise
     finally:
         lock.close()
@@ -141,17 +154,17 @@ def working_folder(folder: Path, fingerprint: str, *, keep: str = LOCK) -> Itera
 def _holds_finished(partial: Path) -> bool:
     """Return whether a later run takes anything over: tokens by their manifest, or parts by their notes."""
     return any(
-        note.name in MANIFESTS or (note.parent.name == WORK and note.name not in (_STATE, PLAN))
+        note.name in MANIFESTS or (note.parent.name == WORK and note.name not in (STATE, PLAN))
         for note in partial.rglob("*.json")
     )
 
 
-def _locked(partial: Path, folder: Path) -> IO[str]:
+def _locked(partial: Path, folder: Path) -> IO[bytes]:
     """Return the open lock of a folder, which is made if need be; closing it, or dying, gives it back."""
     while True:
         (partial / WORK).mkdir(parents=True, exist_ok=True)
         path = partial / WORK / LOCK
-        lock = path.open("w")
+        lock = open_own(path, "move it away, or name another output")
         try:
             _take_lock(lock)
         except BlockingIOError as error:
@@ -169,7 +182,7 @@ def _locked(partial: Path, folder: Path) -> IO[str]:
         lock.close()
 
 
-def _take_lock(lock: IO[str]) -> None:
+def _take_lock(lock: IO[bytes]) -> None:
     """Take a lock that others may hold for a moment."""
     until = time.monotonic() + _LOCK_S
     while True:
@@ -179,21 +192,6 @@ def _take_lock(lock: IO[str]) -> None:
             if time.monotonic() >= until:
                 raise
             time.sleep(0.02)
-
-
-def _clear(partial: Path, keep: str) -> None:
-    """Remove what a run that made something else left."""
-    for entry in [*partial.iterdir(), *(partial / WORK).iterdir()]:
-        if entry.name not in (WORK, LOCK) and not (entry.parent.name == WORK and entry.name.startswith(keep)):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def _left_by(partial: Path) -> str | None:
-    """Return the fingerprint of the run that left a folder."""
-    try:
-        return str(json.loads(read_regular(partial / WORK / _STATE))["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> None:
@@ -215,9 +213,8 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
             (partial / other).unlink(missing_ok=True)
         write_json(partial / name, sealed(manifest))
         if folder.exists():
-            replaced = partial / WORK / "replaced"
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.replace(replaced)
+            check_replaced(folder, read_manifest(folder) or {})  # somebody may have written there meanwhile
+            folder.replace(replaced_place(partial))
         partial.replace(folder)
         sync(folder.absolute().parent)
     tidy(folder)
@@ -225,23 +222,55 @@ def finish(partial: Path, folder: Path, manifest: dict[str, Any], name: str) -> 
 
 def tidy(folder: Path) -> None:
     """Remove what the making of a finished result left beside it."""
-    shutil.rmtree(folder / WORK, ignore_errors=True)
+    remove_work(folder)
 
 
-def unfinished(path: Path) -> Path:
-    """Return a name for a file in the making that no other process, on any machine, gives it."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+@contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """Give a name to write a file under, which has its own when it is on the disk, or leaves nothing.
+
+    Args:
+        path: its own name; a file or a link of that name is replaced.
+    """
+    part = unfinished(path)
+    try:
+        yield part
+        sync(part)
+        part.replace(path)
+    except OSError as error:
+        note_free(error, path)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file whole or not at all."""
-    part = unfinished(path)
-    try:
+    with made_whole(path) as part:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        sync(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+
+
+def note_free(error: OSError, place: Path) -> int | None:
+    """Note how much is free while a disk is full, before what can't be finished is removed.
+
+    Args:
+        error: of writing.
+        place: that was written.
+
+    Returns:
+        Bytes that are free, or were when this was first asked; None for any other error.
+    """
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    if not hasattr(error, _FREE):
+        setattr(error, _FREE, shutil.disk_usage(_existing(place)).free)
+    return int(getattr(error, _FREE))
+
+
+def free_words(error: OSError, place: Path) -> str:
+    """Say how much is free, where an error says that the disk is full; arguments as in `note_free`."""
+    free = note_free(error, place)
+    return "" if free is None else f" ({free / 1e6:,.0f} MB free)"
 
 
 @contextmanager
@@ -254,11 +283,11 @@ def disk_faults(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(_existing(place)).free
+        free = free_words(error, place)
+        if free:
             is_kept = _holds_finished(place if place.name.endswith(PARTIAL) else partial_of(place))
             raise SettingError(
-                f"{place} can't be written: the disk is full ({free / 1e6:,.0f} MB free); make room and run the same "
+                f"{place} can't be written: the disk is full{free}; make room and run the same "
                 f"again{': what is finished is kept' if is_kept else ''}"
             ) from error
         raise SettingError(f"{place} can't be written: {error.strerror or error}") from error

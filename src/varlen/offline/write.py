@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
-from varlen.offline.places import disk_faults, unfinished, write_json
+from varlen.offline.places import disk_faults, made_whole, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.regular import open_regular, read_regular
 from varlen.source.lists import list_column
 from varlen.source.store import TokenStore, open_store
 from varlen.source.token_documents import weighs
-from varlen.source.writing import sync, write_table
+from varlen.source.writing import write_table
 from varlen.source.written import WORK
 
 _IGNORED = -100
@@ -61,14 +61,9 @@ def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> 
         return written
     columns, labels = _columns(opened_store(store_folder, fingerprint), part, settings)
     with disk_faults(folder):
-        partial = unfinished(folder / WORK / name)
-        try:
+        with made_whole(folder / name) as partial:
             write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
-            sync(partial)
             sha256, num_bytes = _sha256(partial), partial.stat().st_size
-            partial.replace(folder / name)
-        finally:
-            partial.unlink(missing_ok=True)
         bounds = _row_bounds(part).tolist()
         rows = zip(bounds, bounds[1:])
         targets = np.array([np.count_nonzero(labels[start:stop] != _IGNORED) for start, stop in rows])

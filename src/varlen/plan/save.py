@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import PlanError, SourceError, StalledError
-from varlen.offline.places import disk_faults, unfinished
+from varlen.offline.places import disk_faults, made_whole
 from varlen.regular import read_regular
 from varlen.simulate.form import check_form
-from varlen.source.writing import sync
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
 from varlen.types import Int32Array, IntArray
 
@@ -172,13 +171,8 @@ def save_plan(plan: StepPlan, path: str | Path) -> None:
     path = Path(path)
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = unfinished(path)
-        try:
+        with made_whole(path) as part:
             part.write_bytes(plan_to_bytes(plan))
-            sync(part)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def load_plan(path: str | Path) -> StepPlan:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from varlen import __version__
 from varlen.errors import SettingError
+from varlen.source.ours import is_there, refuse_link
+from varlen.source.writing import unfinished
 
+GENERATOR = '<meta name="generator" content="varlen'
+_HEAD_BYTES = 1024
+_WRITTEN = (GENERATOR.encode(), b'"format": "varlen hardware', b'"writer":"varlen', b"\x89varlen plan\n")
+"""What stands in the head of a file that varlen wrote: a page, rates of a machine, a trace, a plan."""
 WIDE, NARROW = 944, 354
 """Widths that pictures are drawn for: the page's column on a laptop, and on a phone of 390 pixels."""
 
@@ -25,6 +34,7 @@ def page(title: str, parts: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{GENERATOR} {__version__}">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"
@@ -109,7 +119,7 @@ def write_page(path: Path, content: str) -> None:
         SettingError: the folder is missing or can't be written, or `path` is a folder.
     """
     check_writable(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial = unfinished(path)
     try:
         partial.write_text(content, encoding="utf-8")
         partial.replace(path)
@@ -123,8 +133,10 @@ def check_writable(path: Path) -> None:
     """Refuse a place where no page could be written, before hours of work are done for it.
 
     Raises:
-        SettingError: the folder is missing or can't be written, or `path` is a folder.
+        SettingError: the folder is missing or can't be written, or `path` is a folder, a link, or a file that varlen
+            didn't write.
     """
+    refuse_link(path, "name the file that it leads to, or another")
     if path.is_dir():
         raise SettingError(f"{path} is a folder; name a file in it, such as {path / 'report.html'}")
     if not path.parent.is_dir():
@@ -133,3 +145,20 @@ def check_writable(path: Path) -> None:
         )
     if not os.access(path.parent, os.W_OK):
         raise SettingError(f"the folder {path.parent} can't be written; name another for {path.name}")
+    if is_there(path) and not _is_written(path):
+        raise SettingError(
+            f"{path} has no mark of a file that varlen wrote (0.1.0 wrote none), and would be lost; move it away, or "
+            "name another file"
+        )
+
+
+def _is_written(path: Path) -> bool:
+    """Return whether varlen wrote a file, or nobody wrote anything into it."""
+    if not path.is_file():
+        return False
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return not head or any(mark in head for mark in _WRITTEN)

@@ -12,7 +12,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from varlen import __version__
 from varlen.simulate.kinds import KIND_NAMES
+from varlen.source.writing import unfinished
 from varlen.step_plan import BACKWARD, FORWARD, KINDS
 
 if TYPE_CHECKING:
@@ -35,8 +37,21 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
 
     Cost: O(tasks) time, and the memory of a few numbers a task.
     """
-    with _opened(Path(path)) as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a pipe or a device
+        return _write(timeline, path, is_packed=path.suffix == ".gz")
+    part = unfinished(path)
+    try:
+        _write(timeline, part, is_packed=path.suffix == ".gz")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write(timeline: Timeline, path: Path, *, is_packed: bool) -> None:
+    with _opened(path, is_packed=is_packed) as file:
+        writer = json.dumps({"writer": f"varlen {__version__}"}, separators=(",", ":"))
+        file.write(f'{{"otherData":{writer},"displayTimeUnit":"ms","traceEvents":[\n')
         between = ""
         for event in itertools.chain(
             _places(timeline), _tasks(timeline), _arrows(timeline), _memory(timeline)
@@ -46,9 +61,9 @@ def write_trace(timeline: Timeline, path: str | Path) -> None:
         file.write("\n]}\n")
 
 
-def _opened(path: Path) -> IO[str]:
-    """A file to write text to, compressed where its name says so."""
-    if path.suffix == ".gz":
+def _opened(path: Path, *, is_packed: bool) -> IO[str]:
+    """A file to write text to."""
+    if is_packed:
         return io.TextIOWrapper(gzip.open(path, "wb", compresslevel=5), encoding="utf-8")
     return path.open("w", encoding="utf-8")
 

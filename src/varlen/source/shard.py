@@ -142,7 +142,8 @@ class ShardWriter:
         (self._partial / "shard.json").write_text(json.dumps(counts.to_json()))
         for file in self._partial.iterdir():
             sync(file)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if shard_counts(self._folder) is not None and not self._folder.is_symlink():
+            shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed before its note
         self._partial.replace(self._folder)
         return counts
 

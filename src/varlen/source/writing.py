@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,11 @@ def write_table(
         use_dictionary=False,
         use_byte_stream_split=split,
     )
+
+
+def unfinished(path: Path) -> Path:
+    """Return a name for a file in the making that no other process, on any machine, gives it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
 
 
 def sync(path: Path) -> None:

@@ -8,7 +8,8 @@
         shard-00002-….safetensors   of rank 1; any number of ranks reads them
         checkpoint.json             step, place in the data, seed, settings, sizes and SHA-256 of the files, and of
                                     all this itself
-      .step-00001000.part/        being written, or left by a run that was killed: never read, and removed
+      .step-00001000.part/        being written, or left by a run that was killed: never read, and removed, if it
+                                  carries our mark: a checkpoint.json that is written first
 
 Tensors are safetensors and all else is JSON: reading a checkpoint runs no code. Checksums are taken while files are
 written, and held against the files before anything is read: so step, place and tensors are those of one moment.
@@ -17,7 +18,6 @@ written, and held against the files before anything is read: so step, place and 
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from varlen.errors import StateError, VarlenError
+from varlen.errors import SettingError, StateError, VarlenError
+from varlen.offline.places import free_words
 from varlen.source.writing import sync
 from varlen.train.checksums import HashingFiles, check_files, gathered, shard_number
 from varlen.train.manifest import (
@@ -45,6 +46,7 @@ from varlen.train.manifest import (
     opened,
 )
 from varlen.train.ranks import Ranks
+from varlen.train.removal import begin, prune, remove_partial
 
 WEIGHT, STEP = "model.", "optimizer.step."
 Tensors = dict[str, torch.Tensor]
@@ -155,28 +157,28 @@ def save(
         VarlenError: it can't be written, or another rank couldn't; the one before is as it was.
     """
     final, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.part"
-    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"):
+    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             remove_partial(folder)
-            partial.mkdir()
-    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"), _quiet():
+            begin(partial)
+    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder), _quiet():
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         writer.fs = hashing = HashingFiles()
         save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
     checksums = gathered(hashing.digests, ranks)
-    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}"):
+    with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:
             numbers = {"format": FORMAT, "step": step, "world_size": ranks.world_size}
             _finish(partial, final, {**notes, **numbers}, checksums)
-            for old in checkpoints_in(folder)[:-keep]:
-                _remove(old)
+            prune(folder, keep)
     return final
 
 
 def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Mapping[int, str]) -> None:
     """Note what is there, bring it to the disk, and give it its name."""
-    files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+    written = [path for path in sorted(partial.iterdir()) if path.name != MANIFEST]
+    files = {path.name: path.stat().st_size for path in written}
     sha256 = {name: checksums[shard_number(name)] for name in files}
     plain = json.loads(json.dumps({**notes, "files": files, "sha256": sha256}))  # as it is read back
     text = json.dumps({**plain, "checksum": checksum_of(plain)}, indent=1)
@@ -186,24 +188,6 @@ def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Map
     sync(partial)
     partial.replace(final)
     sync(final.parent)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever found under its name."""
-    partial = checkpoint.with_name(f".{checkpoint.name}.part")
-    shutil.rmtree(partial, ignore_errors=True)
-    checkpoint.replace(partial)
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove what runs that were killed have left.
-
-    Args:
-        folder: of checkpoints.
-    """
-    for path in folder.glob(".step-*.part"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def load(checkpoint: Checkpoint, tensors: Tensors, ranks: Ranks) -> None:
@@ -266,7 +250,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _for_all(ranks: Ranks, what: str) -> Iterator[None]:
+def _for_all(ranks: Ranks, what: str, folder: Path) -> Iterator[None]:
     """Fail on every rank where the disk failed one.
 
     Raises:
@@ -275,10 +259,15 @@ def _for_all(ranks: Ranks, what: str) -> Iterator[None]:
     fault: VarlenError | None = None
     try:
         yield
+    except SettingError as error:
+        fault = error
     except OSError as error:
-        fault = VarlenError(f"{what}: {error.strerror or error}; the checkpoint before it is as it was")
+        said = f"{error.strerror or error}{free_words(error, folder)}"
+        fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
     except CheckpointException as error:
-        fault = VarlenError(f"{what}: {_first_line(error)}; the checkpoint before it is as it was")
+        inner = next((one for one, _ in error.failures.values() if isinstance(one, OSError)), None)
+        said = f"{_first_line(error)}{'' if inner is None else free_words(inner, folder)}"
+        fault = VarlenError(f"{what}: {said}; the checkpoint before it is as it was")
     ranks.check_all(fault)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import IO
 
 from varlen.errors import SettingError
 from varlen.offline.places import NO_LOCKS
+from varlen.source.ours import open_own
 
 _NAME = ".running"
+_WRITTEN, _MOST_BYTES = re.compile(rb"process \d+\n?"), 64
+_OUT = "move it away, or choose another run.output"
 
 
 @contextmanager
@@ -28,8 +32,15 @@ def claimed(folder: Path) -> Iterator[None]:
         SettingError: another process trains there, or the folder can't be written.
     """
     with _locked(folder) as file:
+        file.seek(0)
+        found = file.read(_MOST_BYTES)
+        if found and not _WRITTEN.fullmatch(found):
+            raise SettingError(
+                f"{folder / _NAME} isn't varlen's, which keeps other runs out by a file of that name; {_OUT}"
+            )
+        file.seek(0)
         file.truncate(0)
-        file.write(f"process {os.getpid()}\n")
+        file.write(f"process {os.getpid()}\n".encode())
         file.flush()
         try:
             yield
@@ -40,7 +51,7 @@ def claimed(folder: Path) -> Iterator[None]:
                     folder.rmdir()
 
 
-def _locked(folder: Path) -> IO[str]:
+def _locked(folder: Path) -> IO[bytes]:
     """Return the open lock of a folder.
 
     Raises:
@@ -49,7 +60,7 @@ def _locked(folder: Path) -> IO[str]:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = (folder / _NAME).open("a+")
+            file = open_own(folder / _NAME, _OUT)
         except OSError as error:
             said = error.strerror or error
             raise SettingError(f"{folder} can't be written: {said}; choose another run.output") from error
@@ -57,7 +68,7 @@ def _locked(folder: Path) -> IO[str]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            who = file.read().strip() or "another process"
+            who = file.read(_MOST_BYTES).decode(errors="replace").strip() or "another process"
             file.close()
             raise SettingError(
                 f"{who} trains into {folder}; wait for it, stop it (processes outlive a torchrun that was killed), "

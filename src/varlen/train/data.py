@@ -55,12 +55,13 @@ def open_loader(settings: TrainSettings, config: Any, tokenizer: RunTokenizer, r
     )
 
 
-def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
+def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -> int | None:
     """Return the optimizer steps of the whole run, or None where only the end of the data will say.
 
     Args:
         loader: of the run.
         settings: of the run.
+        begun_at: steps of the run before its data was begun, where that is other data than before.
 
     Raises:
         SettingError: the learning rate is to fall to the end, and nobody knows where that is.
@@ -68,7 +69,7 @@ def steps_of(loader: PackedLoader, settings: TrainSettings) -> int | None:
     if settings.run.steps is not None:
         return settings.run.steps
     try:
-        return len(loader) // loader.micro_batches
+        return begun_at + len(loader) // loader.micro_batches
     except TypeError:
         schedule = settings.optimizer.schedule
         if schedule == "constant":

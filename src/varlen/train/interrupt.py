@@ -1,40 +1,81 @@
-"""Ctrl-C: the first asks the run to stop where a step ends, a second one, later, stops it at once."""
+"""Signals that end a run: Ctrl-C, and SIGTERM and SIGUSR1 of schedulers.
+
+While a run is built, they end it at once: nothing has been trained. From the first step on, they ask it to stop where
+a step ends; a second Ctrl-C, later, stops it at once.
+"""
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
+from varlen.signals import SCHEDULERS, Stopped, is_main_thread
+
 _AT_ONCE_S = 1.0
 """A terminal and torchrun both hand on the same Ctrl-C; signals within this time are one."""
+_ORDER = (*SCHEDULERS, signal.SIGINT)
 
 
 class Interrupt:
-    """Within it, SIGINT is a wish, read in `asked`; outside, it is what it was."""
+    """Within it, signals that end a run are a wish, read in `asked`; outside, they are what they were."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
+        """The signal that came first; 0 for none."""
+        self._defers = False
         self._first_s = 0.0
-        self._before: Any = None
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        """Take the signal over, where that is possible: in the main thread."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._heard)
+        """Take the signals over, where that is possible: in the main thread, and those that aren't ignored."""
+        if is_main_thread():
+            for number in _ORDER:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN and before is not None:
+                    self._before[number] = signal.signal(number, self._heard)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it back."""
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        """Give them back."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def _heard(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked and time.monotonic() - self._first_s > _AT_ONCE_S:
+    def defer(self) -> None:
+        """Note signals from now on, until a step ends."""
+        self._defers = True
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        is_first, self.asked = not self.asked, self.asked or number
+        if is_first:
+            self._first_s = time.monotonic()
+            if not self._defers:
+                raise raised(number)
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > _AT_ONCE_S:
             raise KeyboardInterrupt
-        if not self.asked:
-            self.asked, self._first_s = True, time.monotonic()
+
+
+def agreed(asked: Iterable[float]) -> int:
+    """Return the one signal that all ranks follow; 0 where none has come.
+
+    Args:
+        asked: of each rank, `Interrupt.asked`.
+    """
+    came = set(map(int, asked))
+    return next((number for number in _ORDER if number in came), 0)
+
+
+def raised(number: int, said: str = "") -> KeyboardInterrupt:
+    """Return what ends a run by a signal.
+
+    Args:
+        number: of the signal.
+        said: what is kept, in words.
+    """
+    if number == signal.SIGINT:
+        return KeyboardInterrupt(*([said] if said else []))
+    return Stopped(number, said)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from varlen.errors import SettingError
+from varlen.source.ours import is_there, open_own
 
 TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
 """What differs between two runs of the same steps; everything else is equal."""
+_OUT = "move it away, name another log.metrics, or choose another run.output"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,13 +70,16 @@ class MetricsFile:
             after: the step that the run goes on from.
 
         Raises:
-            SettingError: it can't be written.
+            SettingError: it can't be written, is a link, or holds lines that no run has written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            end = _end_of(path, after)
-            self._file = path.open("r+b")
+            self._file = open_own(path, _OUT)
+            try:
+                end = _end_of(self._file, path, after)
+            except BaseException:
+                self._file.close()
+                raise
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
@@ -96,16 +101,59 @@ class MetricsFile:
         self._file.close()
 
 
-def _end_of(path: Path, after: int) -> int:
-    """Return where the last whole line of a step up to `after` ends."""
+def check_metrics(path: Path) -> None:
+    """Refuse a file that no run has written, before anything is built.
+
+    Args:
+        path: where steps are to be written; nothing need be there.
+
+    Raises:
+        SettingError: it is a link or no file, or holds other lines.
+    """
+    if not is_there(path):
+        return
+    try:
+        with open_own(path, _OUT) as file:
+            _end_of(file, path, 0)
+    except OSError as error:
+        raise SettingError(f"{path} can't be written: {error.strerror}; {_OUT}") from None
+
+
+def _end_of(file: IO[bytes], path: Path, after: int) -> int:
+    """Return where the last whole line of a step up to `after` ends.
+
+    Raises:
+        SettingError: a line is none of a step, but for the last one, which a stop may have torn.
+    """
     end = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                step = int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):
-                break
-            if step > after or not line.endswith(b"\n"):
-                break
-            end += len(line)
+    is_before = True
+    for number, line in enumerate(file, start=1):
+        step = _step_of(line)
+        if step is None and (line.endswith(b"\n") or not _is_torn(line)):
+            shown = line[:40].decode(errors="replace").strip()
+            raise SettingError(
+                f"{path} holds lines that aren't of varlen's steps (line {number:,}: {shown!r}); {_OUT}"
+            )
+        is_before = is_before and step is not None and step <= after and line.endswith(b"\n")
+        end += len(line) if is_before else 0
     return end
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step that a line is of, by the names that every version has written; None: it is no step's."""
+    try:
+        found = json.loads(line)
+        return int(found["step"]) if _EVER <= found.keys() <= _NAMES else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether bytes without an end of line are what a stop or a power cut leaves of a step's line."""
+    begun = line.rstrip(b"\0")
+    return begun.startswith(_BEGIN) or _BEGIN.startswith(begun)
+
+
+_BEGIN = b'{"step": '
+_NAMES = {field.name for field in fields(StepMetrics)}
+_EVER = {name for name in _NAMES if not name.startswith("plan_")}

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
+from varlen.offline.places import free_words
 from varlen.plan.ahead import Planner
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.save import broadcast_plan
@@ -22,6 +23,7 @@ from varlen.plan.search import Search
 from varlen.regular import read_regular
 from varlen.runtime.engine import SLICE_TOKENS
 from varlen.simulate.api import simulate
+from varlen.source.writing import unfinished
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.train.ranks import Ranks
 from varlen.train.settings import PlanSettings
@@ -255,12 +257,15 @@ class PlansAhead:
 
     def _keep(self, state: Mapping[str, Any]) -> None:
         """Write how steps were answered, whole or not at all; a power cut may take the last of it."""
-        partial = self._path.with_name(f".{self._path.name}.part")
+        partial = unfinished(self._path)
         try:
             partial.write_text(json.dumps({"belongs_to": self._belongs_to, "planner": state}))
             partial.replace(self._path)
         except OSError as error:
-            raise VarlenError(f"{self._path} can't be written: {error.strerror or error}") from None
+            free = free_words(error, self._path)
+            raise VarlenError(f"{self._path} can't be written: {error.strerror or error}{free}") from None
+        finally:
+            partial.unlink(missing_ok=True)
 
     def simulated_s(self, plan: StepPlan) -> float | None:
         """Return the seconds that a plan was made for, on the first rank."""

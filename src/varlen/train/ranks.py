@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,12 +16,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from varlen.errors import SettingError, VarlenError
+from varlen.errors import SettingError, VarlenError, WorkerDiedError
 from varlen.launch import launched
 from varlen.runtime.missing import Notes, naming_the_missing
+from varlen.signals import SCHEDULERS, Stopped
 from varlen.train.settings import RunSettings
 
 _JOINED = itertools.count()
+_STOPPED = f"{Stopped.__name__}: "
+"""How the note of a rank begins that a signal has stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,6 +86,37 @@ def device_of(settings: RunSettings) -> torch.device:
 
 
 @contextmanager
+def _ending_together(notes: Notes) -> Iterator[None]:
+    """End by the signal that has ended another rank, where that happened before they could agree on a step.
+
+    Raises:
+        Stopped: one of the ranks was stopped.
+    """
+    others = [rank for rank in range(notes.world_size) if rank != notes.rank]
+    try:
+        yield
+    except WorkerDiedError as error:
+        for rank in others:
+            name = (notes.of(rank) or "").removeprefix(_STOPPED).split(";")[0]
+            number = next((number for number in SCHEDULERS if number.name == name), None)
+            if number is not None:
+                stopped = Stopped(number, f"rank {rank} was told so before the first step")
+                notes.leave(f"{_STOPPED}{stopped}")
+                raise stopped from error
+        raise
+    except Stopped:
+        with suppress(Exception):  # so that the others notice
+            dist.destroy_process_group()
+        until = time.monotonic() + notes.answer_s
+        # The store may be this process's own, and the others are still to read in it.
+        while notes.rank == 0 and time.monotonic() < until:
+            if all((notes.of(rank) or "").startswith(_STOPPED) for rank in others):
+                break
+            time.sleep(0.02)
+        raise
+
+
+@contextmanager
 def joined(settings: RunSettings) -> Iterator[Ranks]:
     """Join the processes that torchrun started, or be alone.
 
@@ -127,7 +162,10 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
     ranks = Ranks(rank=rank, world_size=world_size, device=device, store=PrefixStore("notes", store))
     try:
         notes = Notes(store=ranks.store, rank=rank, world_size=world_size)
-        with naming_the_missing(notes, "the same command goes on from the newest checkpoint"):
+        with (
+            _ending_together(notes),
+            naming_the_missing(notes, "the same command goes on from the newest checkpoint"),
+        ):
             yield ranks
     finally:
         with suppress(Exception):  # of a broken group there is nothing to hear any more

@@ -19,7 +19,8 @@ from varlen.runtime.calibrate import calibrate
 from varlen.step_plan import Mesh
 from varlen.train.settings import PlanSettings
 
-_MEASURED: Final = "hardware.json"
+MEASURED: Final = "hardware.json"
+"""In a run's folder: rates that were measured for its plans."""
 WIDE: Final = 2.0
 """Bytes of a row in float32 over those that a cost model counts."""
 AUTOCAST: Final = 1.5
@@ -60,7 +61,7 @@ def hardware_of(
         there = float(torch.cuda.get_device_properties(device).total_memory)
         hardware = Hardware.named(known)
         return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
-    kept = folder / _MEASURED
+    kept = folder / MEASURED
     if kept.is_file():
         return load_hardware(kept)
     say(

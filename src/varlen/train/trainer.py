@@ -14,13 +14,15 @@ import torch
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.errors import SettingError, SourceError, StateError, VarlenError
-from varlen.train.checkpoint import load, newest, read_weights, remove_partial, save
+from varlen.errors import SourceError, VarlenError
+from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
+from varlen.train.checkpoint import load, read_weights, save
 from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of
 from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
-from varlen.train.interrupt import Interrupt
+from varlen.train.folder import CHECKPOINTS, MODEL, prepare
+from varlen.train.interrupt import Interrupt, agreed, raised
 from varlen.train.manifest import Checkpoint
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
@@ -42,10 +44,8 @@ from varlen.train.step import StepDone, Stepper
 from varlen.train.summary import RunPlan, Totals, TrainSummary, Watcher
 from varlen.train.tokens import run_tokenizer, write_tokenizer
 
-_MODEL, _CHECKPOINTS = "model", "checkpoints"
 
-
-def train(settings: TrainSettings, watcher: Watcher) -> TrainSummary:
+def train(settings: TrainSettings, watcher: Watcher, *, allow_changed: bool = False) -> TrainSummary:
     """Train a model, from the beginning or from the newest checkpoint.
 
     Every process of `torchrun` calls it.
@@ -53,16 +53,18 @@ def train(settings: TrainSettings, watcher: Watcher) -> TrainSummary:
     Args:
         settings: of the run.
         watcher: told what goes on, on the first rank.
+        allow_changed: go on from a checkpoint of another model, tokenizer, data, batch, seed or precision.
 
     Raises:
         InputError: settings, data or a checkpoint that can't be used; nothing has been trained then.
         VarlenError: the disk, a worker or another rank failed; the newest checkpoint is whole.
         KeyboardInterrupt: Ctrl-C; with a sentence where a checkpoint was saved.
+        Stopped: likewise by SIGTERM or SIGUSR1, of this rank or another.
     """
-    with joined(settings.run) as ranks, ExitStack() as stack:
+    with Interrupt() as interrupt, joined(settings.run) as ranks, ExitStack() as stack:
         if ranks.is_first:
             stack.enter_context(claimed(settings.run.folder))
-        run = _Run(settings, ranks, watcher, stack)
+        run = _Run(settings, ranks, watcher, stack, interrupt, allow_changed)
         return run.train()
 
 
@@ -79,25 +81,37 @@ class _Launched:
 class _Run:
     """Everything that lives as long as a run."""
 
-    def __init__(self, settings: TrainSettings, ranks: Ranks, watcher: Watcher, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        ranks: Ranks,
+        watcher: Watcher,
+        stack: ExitStack,
+        interrupt: Interrupt,
+        allow_changed: bool,
+    ) -> None:
         self._settings, self._ranks, self._watcher, self._stack = settings, ranks, watcher, stack
         self._folder = settings.run.folder
-        self._checkpoints = self._folder / _CHECKPOINTS
-        self._interrupt, self._totals, self._total_tokens = Interrupt(), Totals(), 0
+        self._checkpoints = self._folder / CHECKPOINTS
+        self._interrupt, self._totals, self._total_tokens = interrupt, Totals(), 0
         self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
         self._pending: _Launched | None = None
         self._tokenizer = run_tokenizer(settings.data, settings.model)
         self._config = model_config(settings.model, self._tokenizer.vocab_size)
         self._dtype = saved_dtype(self._config, settings.model)
-        found = self._find_checkpoint()
-        self._resumed_words = None if found is None else found.words
+        found = checkpoint_of(settings.run, self._checkpoints, ranks)
         if ranks.is_first:
-            remove_partial(self._checkpoints)
+            prepare(settings.run, settings.log.metrics)
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks))
+        self._done = self._saved = self._begun_at = 0
+        self._changes: list[str] = []
         if found is not None:
-            self._loader.load_state_dict(found.manifest["loader"])
-        self._steps = steps_of(self._loader, settings)
-        self._done = self._saved = 0 if found is None else found.step
+            self._go_on(found, allow_changed)
+        self._steps = steps_of(self._loader, settings, self._begun_at)
+        is_other = any("model." in sentence for sentence in self._changes)
+        known = None if found is None or is_other else found.manifest.get(WEIGHTS)
+        path = settings.model.path if ranks.is_first else None
+        self._began_with = WeightsMark(path, self._config, known)
         self._plans = None
         if settings.plan is not None:
             say = partial(self._tell, "say")
@@ -114,32 +128,17 @@ class _Run:
             self._metrics = MetricsFile(self._folder / settings.log.metrics, self._done)
             stack.callback(self._metrics.close)
 
-    def _find_checkpoint(self) -> Checkpoint | None:
-        """Return what the run goes on from.
+    def _go_on(self, found: Checkpoint, allow_changed: bool) -> None:
+        """Take from a checkpoint where the run stands, and note what has changed since.
 
         Raises:
-            SettingError: it is to begin anew where another run has been.
-            StateError: the checkpoint belongs to another model or seed.
+            StateError: the checkpoint is of another model, tokenizer, data, batch, seed or precision.
         """
-        run = self._settings.run
-        found = newest(self._checkpoints, self._ranks)
-        if found is None:
-            return None
-        if run.resume == "never":
-            raise SettingError(
-                f'{self._folder} holds the checkpoint of step {found.step:,}, and run.resume is "never"; set it to '
-                '"auto" to go on, or choose another run.output'
-            )
-        now = {"model": described(self._config), "seed": run.seed}
-        for name, value in now.items():
-            was = found.manifest.get(name)
-            if was != value:
-                told = _difference(name, was, value)
-                raise StateError(
-                    f"{found.folder} was trained with other settings: {told}; set it back, or choose "
-                    "another run.output"
-                )
-        return found
+        self._done = self._saved = found.step
+        self._changes, begins_anew = check_unchanged(
+            found, self._settings, self._config, self._loader, allow_changed=allow_changed
+        )
+        self._begun_at = found.step if begins_anew else int(found.manifest.get(BEGUN, 0))
 
     def _build(self, found: Checkpoint | None) -> Stepper | PlannedStepper:
         """Build model and optimizer, and fill them with what a checkpoint holds."""
@@ -203,34 +202,31 @@ class _Run:
 
         Raises:
             SourceError: the data gives no step at all.
-            KeyboardInterrupt: Ctrl-C, once all is saved.
+            KeyboardInterrupt: Ctrl-C or a scheduler's signal, once all is saved.
         """
         self._tell("begin", self._plan)
-        if self._resumed_words is not None:
-            self._tell("say", self._resumed_words)
-        for sentence in self._tokenizer.words:
+        for sentence in (*self._changes, *self._tokenizer.words):
             self._tell("say", sentence)
-        with self._interrupt:
-            while self._steps is None or self._done < self._steps:
-                launched = self._launch()
-                if launched is None:
-                    break
-                stop = self._report()  # the step before, while a GPU works at this one
-                self._done, self._pending = self._done + 1, launched
-                is_due = self._is_checkpoint_due()
-                if self._ranks.device.type == "cpu" or is_due:
-                    stop |= self._report()
-                if stop or is_due:
-                    self._save()
-                if stop and self._done != self._steps:
-                    where = self._newest
-                    raise KeyboardInterrupt(
-                        f"step {self._done:,} is saved in {where}, where the same command goes on"
-                    )
-            if self._done == 0:
-                raise SourceError(f"{self._settings.data.source} holds nothing to train on")
-            self._save()
-        out, dtype = self._folder / _MODEL, self._dtype
+        self._interrupt.defer()
+        while self._steps is None or self._done < self._steps:
+            launched = self._launch()
+            if launched is None:
+                break
+            stop = self._report()  # the step before, while a GPU works at this one
+            self._done, self._pending = self._done + 1, launched
+            is_due = self._is_checkpoint_due()
+            if self._ranks.device.type == "cpu" or is_due:
+                stop = self._report() or stop
+            if stop or is_due:
+                self._save()
+                stop = stop or self._asked()  # while it was saved
+            if stop and self._done != self._steps:
+                where = self._newest
+                raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
+        if self._done == 0:
+            raise SourceError(f"{self._settings.data.source} holds nothing to train on")
+        self._save()
+        out, dtype = self._folder / MODEL, self._dtype
         export_model(self._weights(), self._config, out, self._ranks, dtype=dtype, beside=self._write_beside)
         return self._summary(self._measure())
 
@@ -249,14 +245,18 @@ class _Run:
             position |= {name: value for name, value in at.items() if isinstance(value, int)}
         return position
 
-    def _report(self) -> bool:
-        """Note the step that was launched last, over all ranks; True where one of them is asked to stop.
+    def _asked(self) -> int:
+        """Return the signal by which one of the ranks is asked to stop; 0 for none."""
+        return agreed(self._ranks.gather([self._interrupt.asked])[:, 0].tolist())
+
+    def _report(self) -> int:
+        """Note the step that was launched last, over all ranks; returns the signal by which one is asked to stop.
 
         Raises:
             VarlenError: its loss or gradient is no number.
         """
         if self._pending is None:
-            return False
+            return 0
         launched, self._pending = self._pending, None
         done = launched.done
         seconds = done.watch.seconds()
@@ -299,7 +299,7 @@ class _Run:
         self._tell("step", metrics)
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
-        return bool(asked.any())
+        return agreed(asked.tolist())
 
     def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
         """What is noted of a step's plan."""
@@ -336,6 +336,8 @@ class _Run:
                 "total_tokens": self._total_tokens,
                 "loader": self._loader.state_dict(),
                 "settings": asdict(settings),
+                WEIGHTS: self._began_with.get(),
+                BEGUN: self._begun_at,
             },
             self._ranks,
             settings.run.keep,
@@ -361,7 +363,7 @@ class _Run:
 
     def _measure(self) -> Exposed | None:
         """Measure what data cost, now that nothing of the run can change any more."""
-        if self._replay is None:
+        if self._replay is None or self._asked():  # the time that is left isn't for measuring
             return None
         return self._replay.measure(
             self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._tell("say", text)
@@ -378,7 +380,7 @@ class _Run:
             total_tokens=self._total_tokens,
             totals=self._totals,
             checkpoint=str(self._newest),
-            model_folder=str(self._folder / _MODEL),
+            model_folder=str(self._folder / MODEL),
             metrics=str(self._folder / self._settings.log.metrics),
             exposed=exposed,
         )
@@ -386,11 +388,3 @@ class _Run:
 
 def _newest_words(step: int) -> str:
     return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
-
-
-def _difference(name: str, was: Any, now: Any) -> str:
-    """Say in what two values differ."""
-    if not (isinstance(was, Mapping) and isinstance(now, Mapping)):
-        return f"{name} was {was!r} and is {now!r}"
-    differ = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    return "; ".join(f"{name}.{key} was {was.get(key)!r} and is {now.get(key)!r}" for key in differ)

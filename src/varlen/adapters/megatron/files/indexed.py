@@ -35,9 +35,8 @@ from varlen.adapters.megatron.files.paths import Spec, resolve_packed
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.offline.places import disk_faults, unfinished
+from varlen.offline.places import disk_faults, made_whole
 from varlen.source.megatron import MegatronFile
-from varlen.source.writing import sync
 from varlen.types import IntArray
 
 MAGIC, VERSION = 0x53465442, 1
@@ -282,12 +281,12 @@ class PackedIndexedWriter:
             SettingError: the disk is full.
         """
         if self._has_padding:
-            with disk_faults(self.path):
-                partial = unfinished(_beside(self.path))
-                with partial.open("wb") as file:
-                    np.save(file, np.concatenate(self._lengths), allow_pickle=False)
-                sync(partial)
-                partial.replace(_beside(self.path))
+            with (
+                disk_faults(self.path),
+                made_whole(_beside(self.path)) as partial,
+                partial.open("wb") as file,
+            ):
+                np.save(file, np.concatenate(self._lengths), allow_pickle=False)
         elif self.num_rows:
             _beside(self.path).unlink(missing_ok=True)
         self._pair.close()

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import LengthsError, SettingError, SourceError
-from varlen.offline.places import disk_faults, unfinished
-from varlen.source.writing import sync
+from varlen.offline.places import disk_faults, made_whole
 
 Entry: TypeAlias = dict[str, int | float]
 """What one run says of its packs, by the releases' names."""
@@ -200,13 +199,8 @@ def write_metadata(
         entries.append(new)
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = unfinished(path)
-        try:
+        with made_whole(path) as partial:
             partial.write_text(json.dumps(entries), encoding="utf-8")
-            sync(partial)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def _parsed(text: str, where: str) -> list[Any]:

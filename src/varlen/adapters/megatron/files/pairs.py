@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from varlen.adapters.megatron.files.flat import bounds_of
 from varlen.errors import DocumentsError, SettingError
-from varlen.offline.places import disk_faults, unfinished
+from varlen.offline.places import disk_faults
 from varlen.source.megatron import MAGIC
-from varlen.source.writing import sync
+from varlen.source.writing import sync, unfinished
 from varlen.types import IntArray
 
 Stored: TypeAlias = Literal["int32", "uint16"]

@@ -1,0 +1,95 @@
+"""Signals that ask a process to end: SIGTERM and SIGUSR1, which schedulers send, and Ctrl-C."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send before they kill; of several that came, the first here counts."""
+
+_raised: list[Stopped] = []
+
+
+class Stopped(KeyboardInterrupt):
+    """A scheduler's signal asked this process to end. Whatever handles Ctrl-C handles it."""
+
+    def __init__(self, number: int, said: str = "") -> None:
+        """Say which, and what is kept.
+
+        Args:
+            number: of the signal.
+            said: what is kept, in words.
+        """
+        super().__init__(number, said)
+        self.number, self.said = number, said
+
+    @property
+    def name(self) -> str:
+        """The signal's name, such as SIGTERM."""
+        return signal.Signals(self.number).name
+
+    def __str__(self) -> str:
+        """Return both."""
+        return f"{self.name}; {self.said}" if self.said else self.name
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that the signal ends: 143 for SIGTERM, 138 for SIGUSR1 on Linux."""
+        return 128 + self.number
+
+
+def ignore() -> None:
+    """Let further signals of schedulers pass: this process ends already."""
+    for number in SCHEDULERS:
+        # Python complains where a signal has come whose handler isn't a function any more.
+        signal.signal(number, _passed)
+        atexit.register(
+            signal.signal, number, signal.SIG_IGN
+        )  # else the end of Python brings back the default
+
+
+def _passed(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing."""
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    ignore()
+    _raised.append(Stopped(number))
+    raise _raised[0]
+
+
+def last_stopped() -> Stopped | None:
+    """Return what `raise_stopped` had raised, also where somebody has caught it as Ctrl-C; None for nothing."""
+    return _raised[-1] if _raised else None
+
+
+def raise_stopped() -> None:
+    """Have the first signal of a scheduler raise `Stopped` in the main thread; those that are ignored stay so."""
+    for number in SCHEDULERS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _stop)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back signals of schedulers from the processes that this thread starts meanwhile.
+
+    Some schedulers signal every process of a job at once, and a trainer that is to save its last steps needs its
+    workers until then.
+    """
+    before: Any = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def is_main_thread() -> bool:
+    """Return whether this thread is the one in which Python handles signals."""
+    return threading.current_thread() is threading.main_thread()

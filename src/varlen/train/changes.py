@@ -1,0 +1,243 @@
+"""What differs between the run that saved a checkpoint and the one that goes on from it.
+
+What only steers training that is to come may change, and is said: the learning rate, the schedule, how many steps,
+how ranks share the work, what is logged. What makes the checkpoint another run's is refused unless it is allowed:
+the model or its weights, the tokenizer, the data, the size of packs and batches, the seed, the precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import SettingError, StateError
+from varlen.feed.loader import PackedLoader
+from varlen.train.checkpoint import newest
+from varlen.train.manifest import Checkpoint
+from varlen.train.model import described
+from varlen.train.ranks import Ranks
+from varlen.train.settings import RunSettings, TrainSettings
+
+ALLOW = "--allow-changed"
+WEIGHTS, BEGUN = "weights", "data_begun_at"
+"""In a checkpoint's manifest: which weights a run began with, and after how many steps its data was begun anew."""
+_REFUSED = ("data.capacity", "data.global_batch_size", "run.seed", "run.precision")
+_OF_THE_LOADER = _REFUSED[:3]
+_SAID = ("optimizer", "run", "log", "plan", "model.dtype", "model.attention")
+_PLACES = ("run.output", "run.resume")
+
+
+def checkpoint_of(run: RunSettings, folder: Path, ranks: Ranks) -> Checkpoint | None:
+    """Return what a run goes on from; None where it begins; all ranks call it together.
+
+    Args:
+        run: its settings.
+        folder: of its checkpoints.
+        ranks: of the run.
+
+    Raises:
+        SettingError: it is to begin anew where another run has been.
+        StateError: the newest checkpoint is damaged.
+    """
+    found = newest(folder, ranks)
+    if found is not None and run.resume == "never":
+        raise SettingError(
+            f'{run.folder} holds the checkpoint of step {found.step:,}, and run.resume is "never"; set it to '
+            '"auto" to go on, or choose another run.output'
+        )
+    return found
+
+
+def check_unchanged(
+    found: Checkpoint, settings: TrainSettings, config: Any, loader: PackedLoader, *, allow_changed: bool
+) -> tuple[list[str], bool]:
+    """Put a loader where a checkpoint stands in the data, and require that the checkpoint is of the same run.
+
+    Args:
+        found: the checkpoint.
+        settings: of the run that goes on.
+        config: of its model.
+        loader: of its data; at its beginning, where that is other data.
+        allow_changed: go on with another model, tokenizer, data, size, seed or precision.
+
+    Returns:
+        Sentences about what has changed, and whether the data is begun anew.
+
+    Raises:
+        StateError: something has changed that isn't allowed to; names each, as it was and as it is.
+    """
+    was, now = found.manifest.get("settings"), json.loads(json.dumps(asdict(settings)))
+    words = [*([] if found.words is None else [found.words]), *_unknown(found, settings)]
+    before: dict[str, Any] = dict(_flat(was)) if isinstance(was, Mapping) else {}
+    after = dict(_flat(now))
+    before.setdefault("run.seed", found.manifest.get("seed"))
+    changed = {
+        name: _was(name, before[name], after[name]) for name in _REFUSED if _differ(name, before, after)
+    }
+    told = [*changed.values(), *_other_model(found, settings, config, before)]
+    begins_anew = False
+    try:
+        loader.load_state_dict(_loader_state(found))
+    except StateError as error:
+        begins_anew = True
+        if _differ("data.source", before, after):
+            told.append(_was("data.source", before["data.source"], after["data.source"]))
+        if not changed.keys() & set(_OF_THE_LOADER):  # which the loader says once more
+            told.append(f"its place in the data isn't this run's: {error}")
+    if told and not allow_changed:
+        raise StateError(
+            f"{found.folder} was trained with other settings: {'; '.join(told)}. Set it back, choose another "
+            f"run.output, or pass {ALLOW} to go on with its weights all the same"
+        )
+    words += told
+    if begins_anew:
+        words.append(
+            "the data is read from its beginning, since the checkpoint's place in it is another run's"
+        )
+    names = [name for name in {**before, **after} if name.startswith(_SAID) and name not in _PLACES]
+    words += [
+        _was(name, before.get(name), after.get(name))
+        for name in names
+        if isinstance(was, Mapping) and name not in _REFUSED and before.get(name) != after.get(name)
+    ]
+    return words, begins_anew
+
+
+def _loader_state(found: Checkpoint) -> Mapping[str, Any]:
+    """Return the loader's state in a checkpoint.
+
+    Raises:
+        StateError: there is none.
+    """
+    state = found.manifest.get("loader")
+    if not isinstance(state, Mapping):
+        raise StateError(f"{found.folder} doesn't say where it stands in the data")
+    return state
+
+
+def _unknown(found: Checkpoint, settings: TrainSettings) -> Iterator[str]:
+    """Say what a checkpoint of an earlier version doesn't tell."""
+    version = found.manifest.get("varlen", "an unknown version")
+    if not isinstance(found.manifest.get("settings"), Mapping):
+        yield f"{found.folder} is of varlen {version}, which didn't note its settings; they are taken to be these"
+    if settings.model.path is not None and found.manifest.get(WEIGHTS) is None:
+        yield (
+            f"{found.folder} doesn't say which weights its run began with; they are taken to be those of "
+            f"{settings.model.path}"
+        )
+
+
+def _differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    return before.get(name) is not None and before[name] != after.get(name)
+
+
+def _was(name: str, before: Any, after: Any) -> str:
+    return f"{name} was {before!r} and is {after!r}"
+
+
+def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by their dotted names."""
+    for key, value in table.items():
+        dotted = f"{name}.{key}" if name else key
+        if isinstance(value, Mapping) and dotted not in ("data.columns", "data.chat_template_kwargs"):
+            yield from _flat(value, dotted)
+        else:
+            yield dotted, value
+
+
+def _other_model(
+    found: Checkpoint, settings: TrainSettings, config: Any, before: Mapping[str, Any]
+) -> Iterator[str]:
+    """Say in what the model of a run differs from a checkpoint's."""
+    was, now = found.manifest.get("model"), described(config)
+    if isinstance(was, Mapping):
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
+                yield _was(f"model.{key}", was.get(key), now.get(key))
+    mark = found.manifest.get(WEIGHTS)
+    path, new = before.get("model.path"), settings.model.path
+    if new is None or not isinstance(mark, Mapping):
+        if "model.path" in before and path != new:
+            yield _was("model.path", path, new)
+        return
+    said = _other_weights(mark, new, config)
+    if said is None and path is not None and path != new and "files" not in mark:
+        yield _was("model.path", path, new)
+    if said is not None:
+        yield f"{_was('model.path', path, new)}, and {said}" if path != new else f"model.path {new}: {said}"
+
+
+def _other_weights(mark: Mapping[str, Any], path: str, config: Any) -> str | None:
+    """Say in what the weights in a place differ from those that a run began with; None where they don't.
+
+    Files of the same size and time are taken to be the same; of others the content is compared.
+    """
+    files = mark.get("files")
+    if not isinstance(files, Mapping):
+        commit = getattr(config, "_commit_hash", None)
+        was_commit = mark.get("commit")
+        is_other = None not in (was_commit, commit) and was_commit != commit
+        return f"its commit was {was_commit} and is {commit}" if is_other else None
+    places = {place.name: place for place in _weight_files(path)}
+    if places.keys() != files.keys():
+        return f"its weights were {', '.join(sorted(files))} and are {', '.join(sorted(places)) or 'none'}"
+    for name, place in places.items():
+        was, found = files[name], place.stat()
+        if found.st_size != was["size"]:
+            return f"{name} had {was['size']:,} bytes and has {found.st_size:,}"
+        if found.st_mtime_ns != was["time_ns"]:
+            now = _sha256(place)
+            if now != was["sha256"]:
+                return f"{name} had the SHA-256 {was['sha256'][:12]} and has {now[:12]}"
+    return None
+
+
+def _weight_files(path: str) -> list[Path]:
+    return sorted(Path(path).expanduser().glob("*.safetensors"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class WeightsMark:
+    """Which weights a run begins with; files are hashed by a thread beside the run, about a second a GB."""
+
+    def __init__(self, path: str | None, config: Any, known: Mapping[str, Any] | None) -> None:
+        """Begin to look.
+
+        Args:
+            path: of the model; None: random weights, which the seed decides.
+            config: of the model.
+            known: what a checkpoint says already.
+        """
+        self._future: Future[dict[str, Any]] = Future()
+        if known is not None or path is None:
+            self._future.set_result(dict(known or {}))
+        elif not Path(path).expanduser().is_dir():
+            self._future.set_result({"commit": getattr(config, "_commit_hash", None)})
+        else:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="varlen weights")
+            self._future = pool.submit(_marked, _weight_files(path))
+            pool.shutdown(wait=False)
+
+    def get(self) -> dict[str, Any] | None:
+        """Return it, for a checkpoint; None where it isn't known yet, or can't be."""
+        is_known = self._future.done() and self._future.exception() is None
+        return (self._future.result() or None) if is_known else None
+
+
+def _marked(places: list[Path]) -> dict[str, Any]:
+    stats = {place: place.stat() for place in places}
+    return {
+        "files": {
+            place.name: {"size": stat.st_size, "time_ns": stat.st_mtime_ns, "sha256": _sha256(place)}
+            for place, stat in stats.items()
+        }
+    }

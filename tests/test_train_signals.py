@@ -1,0 +1,176 @@
+"""SIGTERM and SIGUSR1 save as Ctrl-C does: at one step that all ranks agree on, whichever of them was told."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from rarely import mostly
+from test_ownership import toml_of
+from training import (
+    LLAMA,
+    metrics_of,
+    same_end,
+    settings,
+    signal_at,
+    start_ranks,
+    steps_of,
+    table,
+    write_store,
+)
+from training import Notes as Hearer
+
+from varlen.signals import SCHEDULERS
+from varlen.train.interrupt import agreed
+from varlen.train.trainer import train
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+NEVER = {"run__checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return write_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def whole(store, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "run"
+    train(settings(store, output, **NEVER), Hearer())
+    return output
+
+
+def ended(processes):
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+CASES = {
+    "at a step": ("step", {0: [TERM]}, 3, 1, [143]),
+    "by the other signal": ("step", {0: [USR1]}, 3, 1, [138]),
+    "twice": ("step", {0: [USR1, USR1, TERM]}, 3, 1, [138]),
+    "at the first step": ("step", {0: [TERM]}, 1, 1, [143]),
+    "at the last step": ("step", {0: [TERM]}, 6, 1, [0]),
+    "while it is saved": ("save", {0: [TERM]}, 1, 1, [143]),
+    "while the model is written": ("export", {0: [TERM]}, 1, 1, [0]),
+    "while the data is opened": ("start", {0: [TERM]}, 1, 1, [143]),
+    "while the model is built": ("load", {0: [USR1]}, 1, 1, [138]),
+    "one rank of two": ("step", {1: [USR1]}, 3, 2, [138, 138]),
+    "two ranks by two signals": ("step", {0: [USR1], 1: [TERM]}, 3, 2, [143, 143]),
+    "one rank of two while it saves": ("save", {1: [TERM]}, 1, 2, [143, 143]),
+    "one rank of two at the start": ("load", {1: [TERM]}, 1, 2, [143, 143]),
+    "the first rank of two at the start": ("load", {0: [USR1]}, 1, 2, [138, 138]),
+}
+OFTEN = {
+    "at a step",
+    "twice",
+    "at the last step",
+    "while the model is built",
+    "one rank of two",
+    "while it is saved",
+}
+
+
+@pytest.mark.parametrize("name", mostly(sorted(OFTEN), CASES))
+def test_every_rank_saves_one_step_and_says_which_signal_ended_it(store, whole, tmp_path, name):
+    moment, sent, number, ranks, codes = CASES[name]
+    saves = {"run__checkpoint_every": 2 if moment == "save" else 0}
+    made = table(store, tmp_path / "run", data__micro_batch_size=2 if ranks == 1 else 1, **saves)
+
+    processes = start_ranks([made], ranks, tmp_path, prepare=partial(signal_at, moment, sent, number))
+    begun = time.monotonic()
+    assert ended(processes) == codes, [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    assert time.monotonic() - begun < 60
+
+    done = {"step": number, "save": 2, "export": 6}.get(moment, 0)
+    assert (
+        [int(one[-8:]) for one in steps_of(tmp_path / "run")] == [done]
+        if done
+        else not (tmp_path / "run/checkpoints").exists()
+    )
+    assert (tmp_path / "run/model").exists() == (codes == [0])
+    if ranks == 1:
+        train(settings(store, tmp_path / "run", **NEVER), Hearer())
+        if moment != "save":
+            same_end(whole, tmp_path / "run")
+        assert metrics_of(tmp_path / "run") == metrics_of(whole)
+
+
+def test_ranks_with_a_plan_and_stages_save_together(store, tmp_path):
+    made = table(store, tmp_path / "run", plan__pp=2, plan__hardware="h100", run__checkpoint_every=0)
+    made["model"]["settings"] = {**LLAMA, "attention_dropout": 0.0}
+
+    processes = start_ranks([made], 2, tmp_path, prepare=partial(signal_at, "step", {1: [TERM]}, 2))
+
+    assert ended(processes) == [143, 143], [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    assert steps_of(tmp_path / "run") == ["step-00000002"]
+
+
+def test_of_several_signals_all_ranks_follow_the_same_one():
+    assert agreed([0, 0]) == 0
+    assert agreed([0, INT]) == INT
+    assert agreed([INT, USR1, 0]) == USR1
+    assert agreed([USR1, TERM]) == TERM
+
+
+@pytest.mark.parametrize("number", mostly([TERM], SCHEDULERS))
+def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_the_end(
+    tmp_path, store, number
+):
+    made = table(store, tmp_path / "run", run__steps=10**6, run__checkpoint_every=0, data__worker="process")
+    (tmp_path / "c.json").write_text(json.dumps(made))
+    toml_of(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "varlen", "train", str(tmp_path / "c.toml")], stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run/metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert children, "no worker runs"
+    for child in children:
+        subprocess.run(["kill", f"-{int(number)}", child], check=False)
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {number.name}; step" in said
+    assert "is saved in" in said
+
+
+@pytest.mark.parametrize("verb", ["index", "pack"])
+def test_other_verbs_end_at_once_and_go_on_later(tmp_path, verb):
+    data = tmp_path / "texts.jsonl"
+    data.write_text(json.dumps({"text": "some words to learn from " * 40}) + "\n")
+    data.write_bytes(data.read_bytes() * 60_000)
+    command = [
+        sys.executable,
+        "-m",
+        "varlen",
+        verb,
+        str(data),
+        "-o",
+        str(tmp_path / "out"),
+        "--processes",
+        "2",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("out.partial/.work/**/*.part")):
+        time.sleep(0.02)
+    process.send_signal(TERM)
+    _, said = process.communicate(timeout=30)
+
+    if process.returncode != 0:  # it was faster
+        assert process.returncode == 143, said
+        assert "stopped by SIGTERM; the same command again goes on where it stopped" in said
+        assert not (tmp_path / "out").exists()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
