@@ -88,9 +88,9 @@ def inspect_data(
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
 
-    Compares ways of padding, seven methods of packing and the default policies of other packers at several
-    capacities, counts what each loses, and says what to choose and why. Nothing is trained or written, but
-    for the report that [bold]-o[/] names.
+    Compares ways of padding, varlen pack, the loader and vl.pack, each with its own packer and order, and the
+    default policies of other packers at several capacities, counts what each loses, and says what to choose and
+    why. Nothing is trained or written, but for the report that [bold]-o[/] names.
 
     [bold]Example:[/]  varlen inspect 'chats/*.jsonl' --capacity 4096 --capacity 8192 -o report.html
     """
@@ -127,6 +127,7 @@ def inspect_data(
             seed=seed,
             name=_title(data),
             arguments=() if found.are_counted else pack_arguments(data, **reading),
+            parts=found.parts,
             are_bytes=found.are_bytes,
             on_progress=on_progress,
         )

@@ -91,12 +91,13 @@ def pack(
         ),
     ] = "best_fit",
     overlong: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Documents longer than a row: [bold]error[/], split, truncate or drop.",
+            help="Documents longer than a row: split, truncate, drop or error.  "
+            "[dim]\\[default: split; for Megatron-Bridge error, as there][/]",
             rich_help_panel=PACKING,
         ),
-    ] = "error",
+    ] = None,
     in_order: Annotated[
         bool,
         typer.Option(
@@ -174,7 +175,7 @@ def pack(
         "part_tokens": part_tokens,
     }
     shared: dict[str, Any] = {
-        "overlong": overlong,
+        **({} if overlong is None else {"overlong": overlong}),
         "max_documents": max_documents,
         "shuffle": not in_order,
         "seed": seed,
@@ -264,9 +265,13 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     if are_bytes:
         print(f"  {_BYTES}")
     print_unread(manifest["source"])
+    longer = f"longer than {many(capacity, unit)}, "
+    if "long_tokens" in manifest:  # sets of 0.1.0 don't say it
+        longer += f"{many(manifest['long_tokens'], unit)} in all, "
+    longer = "" if settings.get("method") == "wrapped" or is_megatron else longer
     notes = {
         "empty_documents": "left out: no tokens",
-        "split_documents": "cut into pieces",
+        "split_documents": f"{longer}cut into pieces",
         "truncated_documents": f"cut short ({many(ledger['truncated'], unit)} lost)",
         "dropped_documents": f"dropped ({many(ledger['dropped'], unit)} lost)",
     }
