@@ -50,7 +50,7 @@ from varlen.cli.options import (
     Tokenizer,
 )
 from varlen.cli.reading import print_unread
-from varlen.counts import many
+from varlen.counts import TOKENS, as_tokens, many
 
 if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
@@ -68,7 +68,9 @@ def pack(
             "--output", "-o", metavar="FOLDER", help="Where the packed set goes.", rich_help_panel=OUTPUT
         ),
     ],
-    capacity: Annotated[int, typer.Option(help="Tokens a row can hold.", rich_help_panel=PACKING)] = 4096,
+    capacity: Annotated[
+        str, typer.Option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.", rich_help_panel=PACKING)
+    ] = "4096",
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
@@ -168,11 +170,11 @@ def pack(
         "context_parallel": context_parallel,
         "tensor_parallel": tensor_parallel,
         "sequence_parallel": sequence_parallel,
-        "longest": longest,
+        "longest": None if longest is None else as_tokens(longest, "--longest"),
         "pad_id": pad_id,
         "megatron_split": megatron_split,
         "metadata_of": metadata_of or [],
-        "part_tokens": part_tokens,
+        "part_tokens": None if part_tokens is None else as_tokens(part_tokens, "--part-tokens"),
     }
     shared: dict[str, Any] = {
         **({} if overlong is None else {"overlong": overlong}),
@@ -181,13 +183,14 @@ def pack(
         "seed": seed,
     }
     columns = {"position_ids": position_ids, "trace": trace}
+    row_tokens = as_tokens(capacity, "--capacity")
     _check_format(format_)
     if format_ in FORMATS:
         given["megatron_split"] = megatron_split or split_of(split)
-        packer = megatron_packer(capacity, method, format_, given, columns, **shared)
+        packer = megatron_packer(row_tokens, method, format_, given, columns, **shared)
     else:
         refuse_others(given)
-        packer = _packer(capacity=capacity, method=method, format=format_, **columns, **shared)
+        packer = _packer(capacity=row_tokens, method=method, format=format_, **columns, **shared)
     source = as_source(
         data,
         tokenizer=tokenizer,
