@@ -157,7 +157,7 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
             "--column must be of the form ROLE=NAME, such as text=body; got 'text'",
         ),
         (["a.jsonl", "-o", "out", "--column", "words=text"], "columns can be named for"),
-        (["a.jsonl", "-o", "out", "--capacity", "0"], "capacity must be a whole number from 1"),
+        (["a.jsonl", "-o", "out", "--capacity", "0"], "--capacity must be a whole number of tokens from 1"),
         (["a.jsonl", "-o", "out", "--max-documents", "0"], "max_documents must be a whole number from 1"),
         (
             ["a.jsonl", "-o", "out", "--capacity", "8", "--overlong", "error"],

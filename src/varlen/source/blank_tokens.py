@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from varlen.source.documents import Mask
+from varlen.source.loss_masks import Mask
 from varlen.source.tokenizer import digest
 from varlen.types import Int32Array, IntArray
 
@@ -74,7 +74,8 @@ class BlankTokens:
 
     def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
         """Return the lengths of documents, each given by its shard and its number there."""
-        return self._lengths[self._first[shards] + documents].astype(np.int64)
+        found: IntArray = self._lengths[self._first[shards] + documents].astype(np.int64)
+        return found
 
     def will_need(self, shards: IntArray, documents: IntArray) -> None:
         """Do nothing: no file is read."""
@@ -87,7 +88,8 @@ class BlankTokens:
         stops: IntArray,
     ) -> IntArray:
         """Count the labels that pieces give: all tokens but the first of each."""
-        return np.maximum(stops - starts - 1, 0)
+        labels: IntArray = np.maximum(stops - starts - 1, 0)
+        return labels
 
     def gather(
         self,
