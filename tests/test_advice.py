@@ -144,7 +144,7 @@ def test_every_command_of_a_page_is_parsed_by_the_command_line(root):
             except (typer.Exit, SystemExit):
                 pass
             except Exception as error:
-                said = getattr(error, "message", str(error))
+                said = f"{getattr(error, 'message', '')} {error}"
                 # A page may name a verb with the option alone that it speaks of.
                 assert "Missing" in said or "requires an argument" in said, f"{path.name}: {line}: {said}"
     assert count > 40

@@ -87,7 +87,7 @@ def advise(
         call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{of_lengths}"{policy})',
         command=pack_command(arguments, chosen.capacity, method, overlong) if arguments else "",
         headline=(
-            f"Packed at {chosen.capacity:,} by {packed.title}: {fill(packed.fill)} full. Padded in batches of "
+            f"At {chosen.capacity:,}, {packed.title}: {fill(packed.fill)} full. Padded in batches of "
             f"{batch_documents:,}: {share(1 - random.padding_share)} full at random, "
             f"{share(1 - buckets.padding_share)} grouped by length."
         ),
