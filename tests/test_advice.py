@@ -13,7 +13,7 @@ from varlen.cli.app import app
 VERBS = typer.main.get_command(app).commands
 OF_OTHERS = {
     "--nproc-per-node", "--standalone", "--signals-to-handle", "--help", "--version", "--ntasks", "--signal",
-    "--rdzv-endpoint", "--nnodes", "--node-rank", "--no-kill", "--extra-index-url", "--index-url",
+    "--rdzv-endpoint", "--nnodes", "--node-rank", "--no-kill",
 }  # fmt: skip
 """Options of torchrun, srun and pip."""
 OF_TRANSFORMERS = {"output_router_logits", "attn_implementation", "trust_remote_code"}

@@ -149,7 +149,14 @@ class _Chunks:
             tokens=np.zeros(int(some.sum()), np.int32),
             mask=None,
         )
-        return Brought(claim=claim, path=self.name_of(block), arrival=arrival, faults=(), losses=Losses())
+        return Brought(
+            claim=claim,
+            path=self.name_of(block),
+            arrival=arrival,
+            faults=(),
+            losses=Losses(),
+            outside=Losses(),
+        )
 
     def can_wait(self, records: Iterable[LaneRecord]) -> bool:  # noqa: ARG002 - there are none
         """Whether documents that wait may be read later: none wait where training begins."""

@@ -21,7 +21,7 @@ from varlen.types import Int32Array, IntArray, Method, Overlong
 
 STEP_PACKS = 8
 """Packs of a step that a loader is measured with: streaming has as many lanes."""
-MOST_STREAMED = 30_000
+MOST_STREAMED = 10_000
 """Documents that streaming is measured on; its rounds take a while."""
 
 
@@ -65,19 +65,21 @@ class Given:
         return self.lengths[np.linspace(0, size - 1, MOST_STREAMED).astype(np.int64)]
 
 
-def by_pack(given: Given, capacity: int, method: Method) -> Packed:
-    """Pack as `varlen pack --method` does."""
+def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = True) -> Packed:
+    """Pack as `varlen pack --method` does; `is_named`: whether it is to be known which documents stand in packs."""
     tokens = BlankTokens(given.lengths, given.parts)
     plan = Plan(tokens, PackSettings(capacity=capacity, method=method))
     found = [packing for packing in plan.packings() if packing.num_packs]
     sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(packing.offsets) for packing in found)])
     first = np.concatenate([[0], np.cumsum(tokens.documents)])
-    located = [plan.located(packing.document_ids) for packing in found]
+    located = [plan.located(packing.document_ids) for packing in found] if is_named else []
     return Packed(
         overlong=PackSettings(capacity=capacity).overlong,
         document_ids=np.concatenate(
             [np.zeros(0, np.int64), *(given.ids[first[shards] + numbers] for shards, numbers in located)]
-        ),
+        )
+        if is_named
+        else None,
         lengths=np.concatenate([np.zeros(0, np.int32), *(packing.lengths for packing in found)]),
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         split_documents=plan.ledger.split_documents,

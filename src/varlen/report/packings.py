@@ -118,6 +118,8 @@ METHODS: tuple[Method, ...] = (
     "next_fit",
     "wrapped",
 )
+PACK_METHODS: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced", "wrapped")
+"""Those of `varlen pack` that are measured: its others are as these are, or for comparison with other packers."""
 WITH_PACK, WITH_LENGTHS = "pack_", ""
 """Before a method in the names of packings: of `varlen pack`, and of `vl.pack`."""
 
@@ -216,9 +218,9 @@ def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigure
     """Pack as `varlen pack`, the loader and `vl.pack` do."""
     given, size = sample.given, sample.sampled.size
     measured: list[tuple[str, str, Kind, Method, Packed, int]] = []
-    for method in METHODS:
-        title = f"varlen pack ({method})"
-        measured.append((WITH_PACK + method, title, "pack", method, by_pack(given, capacity, method), size))
+    for method in PACK_METHODS:
+        found = by_pack(given, capacity, method, is_named=False)
+        measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, found, size))
     streamed = int(np.count_nonzero(given.streamed()))
     for name, found, documents in (
         ("indexed", by_index(given, capacity), size),
