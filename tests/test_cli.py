@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -130,23 +129,6 @@ def test_settings_out_of_range_are_refused_before_any_work(tmp_path):
     assert "threads must be at most" in one_sentence(asked("demo", "--threads", 10**6, cwd=tmp_path))
     assert "doesn't exist" in one_sentence(asked("demo", "-o", tmp_path / "no" / "report.html"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_option_that_a_message_names_is_one_of_a_verb(root):
-    sources = [
-        path for room in ("source", "train", "cli") for path in root.glob(f"src/varlen/{room}/**/*.py")
-    ]
-    named = {name for path in sources for name in re.findall(r"--[a-z][a-z-]+", path.read_text("utf-8"))}
-    options = {
-        option
-        for verb in typer.main.get_command(app_module.app).commands.values()
-        for parameter in verb.params
-        for option in parameter.opts
-    }
-
-    assert named
-    of_torchrun = {"--nproc-per-node", "--standalone"}
-    assert named <= options | of_torchrun | {"--version", "--help"}
 
 
 def test_without_the_extra_the_command_that_installs_it_is_named(monkeypatch, capsys):

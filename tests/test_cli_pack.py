@@ -135,7 +135,7 @@ def test_of_many_that_were_skipped_the_first_are_shown(tmp_path, pack):
 def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "a" * n}) + "\n" for n in (0, 3, 40, 50)))
     long = {
-        "split": "  2 documents cut into pieces",
+        "split": "  2 documents longer than 16 tokens, 92 tokens in all, cut into pieces",
         "truncate": "  2 documents cut short (60 tokens lost)",
         "drop": "  2 documents dropped (92 tokens lost)",
     }
@@ -157,10 +157,10 @@ def test_what_became_of_long_and_empty_documents_is_said(tmp_path, pack):
             "--column must be of the form ROLE=NAME, such as text=body; got 'text'",
         ),
         (["a.jsonl", "-o", "out", "--column", "words=text"], "columns can be named for"),
-        (["a.jsonl", "-o", "out", "--capacity", "0"], "capacity must be a whole number from 1"),
+        (["a.jsonl", "-o", "out", "--capacity", "0"], "--capacity must be a whole number of tokens from 1"),
         (["a.jsonl", "-o", "out", "--max-documents", "0"], "max_documents must be a whole number from 1"),
         (
-            ["a.jsonl", "-o", "out", "--capacity", "8"],
+            ["a.jsonl", "-o", "out", "--capacity", "8", "--overlong", "error"],
             "(57 of 60 documents are too long); pass --overlong split, truncate or drop, or a larger --capacity; the "
             "tokens are kept in out.partial, so that the same run with one of these goes on from there",
         ),
@@ -202,7 +202,9 @@ def test_what_was_packed_into_a_folder_of_data_is_not_packed_again_with_it(tmp_p
 
 def test_a_run_whose_output_lies_in_the_data_goes_on_from_its_tokens(tmp_path, pack):
     write_texts(tmp_path / "a.jsonl")
-    assert "the tokens are kept in packed.partial" in one_sentence(pack(".", "-o", "packed", "--capacity", 8))
+    assert "the tokens are kept in packed.partial" in one_sentence(
+        pack(".", "-o", "packed", "--capacity", 8, "--overlong", "error")
+    )
 
     assert pack(".", "-o", "packed", "--capacity", 8, "--overlong", "split")[0] == 0
 

@@ -12,7 +12,8 @@ from plan_verb import JOB, LENGTHS, planning
 from test_cli_pack import one_sentence
 
 from varlen.cli.counted import counted
-from varlen.cli.job import mesh_of, tokens_of
+from varlen.cli.job import mesh_of
+from varlen.counts import as_tokens
 from varlen.errors import SettingError
 
 
@@ -198,7 +199,7 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--recompute", "some"), "--recompute must be one of auto, none, selective, full; got"),
         (("lengths.npz", "--rates", "best"), "--rates must be one of calibrated, flops; got 'best'"),
         (("lengths.npz", "--sharding", "all"), "mesh sharding='all'; there are none, optimizer, parameters"),
-        (("lengths.npz", "--capacity", "4kb"), "--capacity must be a number of tokens such as 8192, 256k or 1m"),
+        (("lengths.npz", "--capacity", "4kb"), "--capacity must be a whole number of tokens"),
         (("lengths.npz", "--capacity", "4k", "--capacity", "8k"), "which only --sweep compares"),
         (("lengths.npz", "--step", "9"), "--step 9 isn't there: 50 documents, 512 a step, make 1 step"),
         (("lengths.npz", "--documents", "0"), "--documents must be at least 1"),
@@ -274,9 +275,9 @@ def test_a_mesh_that_does_not_divide_is_refused_with_what_would(axes, said):
 @pytest.mark.parametrize("words", ["", "k", "0", "-1", "1.5k", "256kb", "9" * 12])
 def test_a_number_of_tokens_is_refused_unless_it_is_one(words):
     with pytest.raises(
-        SettingError, match="--capacity must be a number of tokens such as 8192, 256k or 1m; got"
+        SettingError, match="--capacity must be a whole number of tokens from 1 to 2,147,483,647, such as"
     ):
-        tokens_of(words, "--capacity")
+        as_tokens(words, "--capacity")
 
 
 @pytest.mark.parametrize(

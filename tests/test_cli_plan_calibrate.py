@@ -67,6 +67,13 @@ def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
     assert "mine.json holds the rates, for --hardware mine.json." in out
     assert planned[0] == 0
     assert "on 4 GPUs of" in planned[1]
+    errors = json.loads((tmp_path / "mine.json").read_text())["held_out_errors"]
+    attention, rest = (f"{100 * error:.1f} %" for error in errors)
+    said = " ".join(planned[1].split())
+    assert (
+        f"predict shapes that they weren't fitted to within {attention} (attention) and {rest} (the rest"
+        in said
+    )
 
 
 def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():

@@ -18,7 +18,7 @@ from test_train_ranks import processes_naming, write_toml
 from training import metrics_of, same_end, steps_of, table, write_store
 
 from varlen.cli import app as app_module
-from varlen.cli.training import Lines, Live, watching
+from varlen.cli.training import Lines, Live, live_parts, watching
 from varlen.train.metrics import StepMetrics
 from varlen.train.summary import RunPlan
 
@@ -221,7 +221,9 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
         (task,) = bar.tasks
 
     assert (task.completed, task.total) == (12, 30)
-    assert task.description == "loss 2.5000  4,500 tokens/s  90.0 % full  1.0 % waiting"
+    said = [part.words for part in live_parts(task)]
+    assert said[0] == "step 12/30"
+    assert said[2:6] == ["loss 2.5000", "4,500 tokens/s", "1.0 % waiting", "90.0 % full"]
     assert "llama, 1,234 parameters" in written.getvalue()
 
 

@@ -190,12 +190,20 @@ def test_a_machine_comes_back_from_its_file_to_the_last_digit(tmp_path: Path) ->
         dataclasses.replace(
             Hardware.named("b200"), attention=(table, table), gemm_backward=curve, heads_exponent=0.3
         ),
+        dataclasses.replace(Hardware.named("h100"), held_out_errors=(1 / 30, 0.2)),
     ):
         save_hardware(hardware, tmp_path / "machine.json")
         again = load_hardware(tmp_path / "machine.json")
 
         assert cost_of(again).fingerprint == cost_of(hardware).fingerprint
         assert again.source == hardware.source
+        assert again.held_out_errors == hardware.held_out_errors
+
+
+def test_a_file_without_held_out_errors_is_read_and_says_nothing_of_them(tmp_path: Path) -> None:
+    again = load_hardware(broken(tmp_path / "machine.json", {"held_out_errors": None}))
+
+    assert (again.held_out_errors, again.held_out) == (None, "")
 
 
 def test_a_fingerprint_sees_every_figure() -> None:
@@ -235,6 +243,12 @@ def broken(path: Path, changes: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            {"held_out_errors": [0.1]},
+            r"held_out_errors=\[0.1\]; it must be two numbers of at least 0, or none",
+        ),
+        ({"held_out_errors": [0.1, -1]}, r"it must be two numbers of at least 0, or none"),
+        ({"held_out_errors": "few"}, r"it must be two numbers of at least 0, or none"),
         ({"format": "torch 2"}, r"is of format 'torch 2', not 'varlen hardware 1'"),
         ({"launch_s": None, "colour": "red"}, r"lacks \['launch_s'\] and has unknown \['colour'\]"),
         ({"gemm": {"rows": [1, 2], "tflops": [5, None]}}, r"1 holes in 2 cells: 2 rows \(nan\)"),

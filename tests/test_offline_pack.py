@@ -304,7 +304,7 @@ def test_what_is_written_is_never_read_as_data(tmp_path):
         (['{"body": "a"}'], {}, "found `body`"),
         (['{"text": ""}', '{"text": ""}'], {}, "holds 2 empty documents"),
         (['{"text": "a"}', "{"], {}, "line 2"),
-        (['{"text": "' + 300 * "a" + '"}'], {}, "has 301 tokens but a pack holds 256"),
+        (['{"text": "' + 300 * "a" + '"}'], {"overlong": "error"}, "has 301 tokens but a pack holds 256"),
         (
             ['{"text": "' + 300 * "a" + '"}'],
             {"overlong": "drop"},
@@ -324,7 +324,7 @@ def test_data_that_cannot_be_packed_is_refused_and_nothing_of_it_stays(tmp_path,
 
 
 def test_tokens_survive_a_change_of_settings_after_documents_were_too_long(tmp_path, data):
-    for too_small in ({"capacity": 20}, {"capacity": 1, "overlong": "drop"}):
+    for too_small in ({"capacity": 20, "overlong": "error"}, {"capacity": 1, "overlong": "drop"}):
         with pytest.raises(
             OverlongDocumentError,
             match=r"larger --capacity; the tokens are kept in \S+/out\.partial, so that the same run with one of",

@@ -28,12 +28,15 @@ LENGTHS: list[tuple[Any, str]] = [
     ([True, False], r"length True of document 0 is not a whole number \(2 of 2 lengths"),
     (np.array([1 + 2j]), "of document 0 is not a whole number"),
     (np.array(["2020-01-01"], "datetime64[D]"), "of document 0 is not a whole number"),
-    ([[1, 2], [3, 4]], r"one dimension, one number a document; got shape \(2, 2\)"),
-    (5, r"one dimension, one number a document; got shape \(\)"),
-    (np.zeros((0, 3)), r"one dimension, one number a document; got shape \(0, 3\)"),
-    ((length for length in [1, 2]), r"one dimension, one number a document; got shape \(\)"),
-    ([[1], [2, 3]], "can't be read as one number a document"),
-    (torch.ones(2, requires_grad=True), "can't be read as one number a document"),
+    ([[1, 2], [3, 4]], r"documents were given: entry 0 is a list of 2 \(2 of 2 are no numbers\)"),
+    (5, r"one whole number a document; a int was given, and it has the shape \(\)"),
+    (np.zeros((0, 3)), r"one whole number a document; a ndarray was given, and it has the shape \(0, 3\)"),
+    ((length for length in [1, 2]), r"one whole number a document; a generator was given"),
+    ([[1], [2, 3]], "documents were given: entry 0 is a list of 1"),
+    (
+        torch.ones(2, requires_grad=True),
+        "one whole number a document; a Tensor was given, and numpy can't read it",
+    ),
     (pa.array([1, None]), "length nan of document 1 is not a finite number"),
 ]
 TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import varlen as vl
 from varlen.errors import DocumentsError, LengthsError, SettingError
 from varlen.report.inspection import inspect_lengths, suitable_capacities
-from varlen.report.packings import METHODS, POLICIES
+from varlen.report.packings import METHODS, PACK_METHODS, POLICIES
 
 SMALL = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 RNG = np.random.default_rng(0)
@@ -75,9 +75,9 @@ def test_losses_of_every_row_are_what_its_words_say(lengths, capacity):
         assert row.packs * capacity * row.fill == pytest.approx(row.tokens)
         longer_share = len(longer) / np.count_nonzero(lengths)
         assert row.dropped_share == (longer_share if row.overlong == "drop" else 0)
-        if row.name != "wrapped":
+        if row.method != "wrapped":
             assert row.cut_share == (0 if row.overlong == "drop" else longer_share)
-    cut_no_more = [row for row in found.packings if row.kind == "method" and row.name != "wrapped"]
+    cut_no_more = [row for row in found.packings if row.kind != "policy" and row.method != "wrapped"]
     assert found.lower_bound <= min(row.packs for row in cut_no_more)
 
 
@@ -221,10 +221,10 @@ def test_figures_go_through_json_and_back():
 
     tree = json.loads(json.dumps(found.to_json(), allow_nan=False))
 
-    assert tree["format"] == 1
+    assert tree["format"] == 2
     assert tree["advice"]["capacity"] == found.advice.capacity
     assert tree["padding"][0]["slots_per_token"] == found.padding[0].slots_per_token
-    assert len(tree["capacities"][0]["packings"]) == len(METHODS) + len(POLICIES)
+    assert len(tree["capacities"][0]["packings"]) == len(PACK_METHODS) + 2 + len(METHODS) + len(POLICIES)
     assert tree["capacities"][0]["packings"][0]["fill"] == found.capacities[0].packings[0].fill
 
 
@@ -235,9 +235,9 @@ KEYS = {
     "histogram",
     "padding": "name title cut_at tokens slots padding_share slots_per_token",
     "capacities": "capacity overlong_documents overlong_share truncation_share dropping_share lower_bound packings",
-    "packings": "name title kind overlong documents packs tokens fill lost_tokens lost_share lost_targets cut_share "
-    "dropped_share attention_imbalance work_imbalance length_correlation",
-    "advice": "capacity method overlong call command headline why",
+    "packings": "name title kind method overlong documents packs tokens fill lost_tokens lost_share lost_targets "
+    "cut_share dropped_share attention_imbalance work_imbalance length_correlation",
+    "advice": "capacity method packing overlong call command headline why",
     "picture": "capacity pieces",
 }
 

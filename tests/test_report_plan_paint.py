@@ -104,3 +104,21 @@ def test_messages_have_the_strip_and_a_sync_has_both():
     assert set(strip[20:30]) == {SEND}
     assert set(strip[36:60]) == {SEND}
     assert set(line[180:]) == set(strip[180:]) == {SYNC}
+
+
+def test_the_axis_spans_the_timelines_that_are_shown():
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node here to run it")
+    drawing = files("varlen.report").joinpath("plan_draw.js").read_text()
+    reach = next(line for line in drawing.splitlines() if line.startswith("const reach"))
+    plans = [{"isShown": True, "makespan": 3.0}, {"isShown": False, "makespan": 90.0}]
+    none = [{**plan, "isShown": False} for plan in plans]
+    code = "".join(
+        f"(() => {{ const plans = {json.dumps(some)};\n{reach}\nconsole.log(reach()); }})();\n"
+        for some in (plans, none)
+    )
+
+    run = subprocess.run([node, "-e", code], text=True, capture_output=True, timeout=60)
+
+    assert run.stdout.split() == ["3", "90"], run.stderr

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import LedgerError
+from varlen.errors import LedgerError, SettingError
 
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -194,3 +194,20 @@ class Packing:
             f"Packing({self.num_documents:,} documents in {self.num_packs:,} packs of {self.capacity:,} tokens, "
             f"{100 * self.fill_ratio:.2f}% full, {padding:,} tokens of padding{tail})"
         )
+
+
+def as_packing(given: object, use: str) -> Packing:
+    """Require a Packing, where something else is easily given.
+
+    Args:
+        given: what was given.
+        use: of it, as a call: "vl.score(packing)".
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(given, Packing):
+        return given
+    raise SettingError(
+        f"{use} takes what vl.pack(lengths, capacity) returned as packing, and a {type(given).__name__} was given"
+    )

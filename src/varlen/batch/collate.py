@@ -19,7 +19,7 @@ from varlen.batch.plain import plain_fields
 from varlen.batch.ragged import Documents, as_pack_ids
 from varlen.batch.source import Column, Source, Targets, check_columns, check_weights
 from varlen.errors import OutputBufferError, SettingError
-from varlen.types import IntArray, Packing
+from varlen.types import IntArray, Packing, as_packing
 
 _log = logging.getLogger(__name__)
 _kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
@@ -99,6 +99,7 @@ def collate(
     >>> batch.position_ids.tolist(), batch.cu_seqlens.tolist()
     ([[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])
     """
+    as_packing(packing, "vl.collate(documents, packing)")
     if layout not in _LAYOUTS:
         raise SettingError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
     pad = _as_number(pad_id, "pad_id", -(2**31))

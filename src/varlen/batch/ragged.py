@@ -248,7 +248,10 @@ def as_document(part: Any, index: int, name: str) -> npt.NDArray[Any]:
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise DocumentsError(f"{name}: entry {index:,} can't be read as an array: {error}") from None
     if array.ndim != 1:
-        raise DocumentsError(f"{name}: entry {index:,} must have one dimension, got shape {array.shape}")
+        raise DocumentsError(
+            f"{name}: entry {index:,} must have one dimension, got shape {array.shape}; pass each "
+            "document whose length was packed, as token ids"
+        )
     return array if array.size else array.astype(np.int32)
 
 

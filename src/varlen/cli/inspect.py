@@ -27,7 +27,7 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
-from varlen.counts import many
+from varlen.counts import TOKENS, as_tokens, many
 
 if TYPE_CHECKING:
     from varlen.source.losses import Losses
@@ -54,10 +54,10 @@ def inspect_data(
     binary_as_text: BinaryAsText = False,
     on_error: OnError = "raise",
     capacity: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
             metavar="N",
-            help="Tokens of a pack; repeatable.  [dim]\\[default: some that suit the data][/]",
+            help=f"Tokens of a pack: {TOKENS}; repeatable.  [dim]\\[default: some that suit the data][/]",
             rich_help_panel=MEASURING,
         ),
     ] = None,
@@ -88,9 +88,9 @@ def inspect_data(
 ) -> None:
     """Show how long documents are, what padding wastes, and how full packs become.
 
-    Compares ways of padding, seven methods of packing and the default policies of other packers at several
-    capacities, counts what each loses, and says what to choose and why. Nothing is trained or written, but
-    for the report that [bold]-o[/] names.
+    Compares ways of padding, varlen pack, the loader and vl.pack, each with its own packer and order, and the
+    default policies of other packers at several capacities, counts what each loses, and says what to choose and
+    why. Nothing is trained or written, but for the report that [bold]-o[/] names.
 
     [bold]Example:[/]  varlen inspect 'chats/*.jsonl' --capacity 4096 --capacity 8192 -o report.html
     """
@@ -99,6 +99,7 @@ def inspect_data(
     from varlen.report.inspection import inspect_lengths
     from varlen.report.page import check_writable, write_page
 
+    capacities = [as_tokens(words, "--capacity") for words in capacity or []]
     if output is not None:
         check_writable(output)
     reading: dict[str, Any] = {
@@ -120,13 +121,14 @@ def inspect_data(
         found = lengths_of(data, on_progress, _EXCERPTS if output is not None else 0, **reading)
         inspection = inspect_lengths(
             found.lengths,
-            capacities=capacity or None,
+            capacities=capacities or None,
             targets=found.targets,
             excerpts=found.excerpts,
             batch_documents=batch_documents,
             seed=seed,
             name=_title(data),
             arguments=() if found.are_counted else pack_arguments(data, **reading),
+            parts=found.parts,
             are_bytes=found.are_bytes,
             on_progress=on_progress,
         )

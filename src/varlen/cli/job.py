@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,29 +13,6 @@ if TYPE_CHECKING:
     from varlen.cost.hardware import Hardware
     from varlen.cost.shape import ModelShape
     from varlen.step_plan import Mesh, Sharding
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-LARGEST = 2**31 - 1
-
-
-def tokens_of(words: str, option: str) -> int:
-    """Read a number of tokens.
-
-    Args:
-        words: as given: 8192, 256k (of 1,024) or 1m.
-        option: that it was given to.
-
-    Raises:
-        SettingError: it isn't one.
-
-    >>> tokens_of("256k", "--capacity"), tokens_of("1M", "--capacity"), tokens_of("8_192", "--capacity")
-    (262144, 1048576, 8192)
-    """
-    found = re.fullmatch(r"(\d[\d_,]*)\s*([km]?)", words.strip().lower())
-    value = int(re.sub("[_,]", "", found[1])) * _UNITS[found[2]] if found else 0
-    if not 1 <= value <= LARGEST:
-        raise SettingError(f"{option} must be a number of tokens such as 8192, 256k or 1m; got {words!r}")
-    return value
 
 
 def mesh_of(

@@ -33,9 +33,11 @@ SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="They divide the sequence.", rich_help_panel=_PANEL)
 ]
 Longest = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        help="Most positions of a document.  [dim]\\[default: --capacity][/]", rich_help_panel=_PANEL
+        metavar="N",
+        help="Most positions of a document.  [dim]\\[default: --capacity][/]",
+        rich_help_panel=_PANEL,
     ),
 ]
 PadId = Annotated[
@@ -56,8 +58,9 @@ MetadataOf = Annotated[
     ),
 ]
 PartTokens = Annotated[
-    int | None,
+    str | None,
     typer.Option(
+        metavar="N",
         help="Tokens of a file, to write several side by side.  [dim]\\[default: one file][/]",
         rich_help_panel=_PANEL,
     ),

@@ -50,7 +50,7 @@ from varlen.cli.options import (
     Tokenizer,
 )
 from varlen.cli.reading import print_unread
-from varlen.counts import many
+from varlen.counts import TOKENS, as_tokens, many
 
 if TYPE_CHECKING:
     from varlen.offline.pack import PackedSet
@@ -68,7 +68,9 @@ def pack(
             "--output", "-o", metavar="FOLDER", help="Where the packed set goes.", rich_help_panel=OUTPUT
         ),
     ],
-    capacity: Annotated[int, typer.Option(help="Tokens a row can hold.", rich_help_panel=PACKING)] = 4096,
+    capacity: Annotated[
+        str, typer.Option(metavar="N", help=f"Tokens a row can hold: {TOKENS}.", rich_help_panel=PACKING)
+    ] = "4096",
     tokenizer: Tokenizer = "bytes",
     column: Column = None,
     chat_template: ChatTemplate = None,
@@ -91,12 +93,13 @@ def pack(
         ),
     ] = "best_fit",
     overlong: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Documents longer than a row: [bold]error[/], split, truncate or drop.",
+            help="Documents longer than a row: split, truncate, drop or error.  "
+            "[dim]\\[default: split; for Megatron-Bridge error, as there][/]",
             rich_help_panel=PACKING,
         ),
-    ] = "error",
+    ] = None,
     in_order: Annotated[
         bool,
         typer.Option(
@@ -167,26 +170,27 @@ def pack(
         "context_parallel": context_parallel,
         "tensor_parallel": tensor_parallel,
         "sequence_parallel": sequence_parallel,
-        "longest": longest,
+        "longest": None if longest is None else as_tokens(longest, "--longest"),
         "pad_id": pad_id,
         "megatron_split": megatron_split,
         "metadata_of": metadata_of or [],
-        "part_tokens": part_tokens,
+        "part_tokens": None if part_tokens is None else as_tokens(part_tokens, "--part-tokens"),
     }
     shared: dict[str, Any] = {
-        "overlong": overlong,
+        **({} if overlong is None else {"overlong": overlong}),
         "max_documents": max_documents,
         "shuffle": not in_order,
         "seed": seed,
     }
     columns = {"position_ids": position_ids, "trace": trace}
+    row_tokens = as_tokens(capacity, "--capacity")
     _check_format(format_)
     if format_ in FORMATS:
         given["megatron_split"] = megatron_split or split_of(split)
-        packer = megatron_packer(capacity, method, format_, given, columns, **shared)
+        packer = megatron_packer(row_tokens, method, format_, given, columns, **shared)
     else:
         refuse_others(given)
-        packer = _packer(capacity=capacity, method=method, format=format_, **columns, **shared)
+        packer = _packer(capacity=row_tokens, method=method, format=format_, **columns, **shared)
     source = as_source(
         data,
         tokenizer=tokenizer,
@@ -264,9 +268,13 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, a
     if are_bytes:
         print(f"  {_BYTES}")
     print_unread(manifest["source"])
+    longer = f"longer than {many(capacity, unit)}, "
+    if "long_tokens" in manifest:  # sets of 0.1.0 don't say it
+        longer += f"{many(manifest['long_tokens'], unit)} in all, "
+    longer = "" if settings.get("method") == "wrapped" or is_megatron else longer
     notes = {
         "empty_documents": "left out: no tokens",
-        "split_documents": "cut into pieces",
+        "split_documents": f"{longer}cut into pieces",
         "truncated_documents": f"cut short ({many(ledger['truncated'], unit)} lost)",
         "dropped_documents": f"dropped ({many(ledger['dropped'], unit)} lost)",
     }

@@ -50,7 +50,7 @@ from varlen.cli.plan_options import (
     Trace,
     VirtualStages,
 )
-from varlen.counts import many
+from varlen.counts import as_tokens, many
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:
@@ -266,9 +266,7 @@ def _capacities(given: list[str] | None, *, sweep: bool) -> list[int]:
     Raises:
         SettingError: one is none, or there are several without a sweep.
     """
-    from varlen.cli.job import tokens_of
-
-    found = [tokens_of(words, "--capacity") for words in given or [_DEFAULT_CAPACITY]]
+    found = [as_tokens(words, "--capacity") for words in given or [_DEFAULT_CAPACITY]]
     if len(found) > 1 and not sweep:
         raise SettingError("--capacity stands several times, which only --sweep compares; name one of them")
     return found

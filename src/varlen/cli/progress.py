@@ -1,21 +1,95 @@
-"""Progress on standard error: a live bar on a terminal, a line every tenth of the way in a log."""
+"""Progress on standard error: one line on a terminal that fits its width, a line every tenth of the way in a log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
+from rich.table import Table
+from rich.text import Text
 
 OnProgress = Callable[[int, int, str], None]
+_BAR = 24
+_GAP = 2
+_SPINNER = 2
+_LEAST = 12
+"""Columns of words that are cut, at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A few words of a line, and how much they matter."""
+
+    words: str
+    rank: int
+    """Where there is no room, those of the highest ranks are left out; those of rank 0 never."""
+    style: str = ""
+    may_be_cut: bool = False
+    """Whether its beginning says something by itself."""
+
+
+def fitted(parts: list[Part], width: int) -> list[Part]:
+    """Return the parts that a line has room for, in their order.
+
+    Args:
+        parts: of the line; those without words are left out.
+        width: columns of the terminal.
+
+    >>> words = [Part(words="step 7", rank=0), Part(words="1.00 % waiting", rank=2), Part(words="left 0:01", rank=1)]
+    >>> [part.words for part in fitted(words, 20)]
+    ['step 7', 'left 0:01']
+    """
+    there = [part for part in parts if part.words]
+    room = width
+    kept: dict[int, Part] = {}
+    for index in sorted(range(len(there)), key=lambda index: there[index].rank):
+        part, gap = there[index], _GAP if kept else 0
+        needed = cell_len(part.words) + gap
+        if part.rank and needed > room:
+            if part.may_be_cut and room - gap >= _LEAST:
+                kept[index] = replace(part, words=set_cell_size(part.words, room - gap - 1).rstrip() + "…")
+            break  # what matters less doesn't take the place of what matters more
+        room -= needed
+        kept[index] = part
+    return [kept[index] for index in sorted(kept)]
+
+
+class FittedLine(ProgressColumn):
+    """A spinner, a bar where there is room, and such words as fit."""
+
+    def __init__(self, console: Console, words: Callable[[Task], list[Part]]) -> None:
+        """Take where it is drawn, and what it says of a task."""
+        super().__init__()
+        self._console, self._words = console, words
+        self._spinner, self._bar = SpinnerColumn(), BarColumn(bar_width=_BAR)
+
+    def render(self, task: Task) -> Table:
+        """Draw the line."""
+        room = self._console.width - _SPINNER - 1
+        parts = self._words(task)
+        kept = fitted(parts, room)
+        used = sum(cell_len(part.words) + _GAP for part in kept)
+        line = Table.grid(padding=(0, _GAP, 0, 0))
+        cells = [Text(part.words, style=part.style, no_wrap=True, overflow="ellipsis") for part in kept]
+        has_bar = len(kept) == sum(bool(part.words) for part in parts) and used + _BAR <= room
+        line.add_row(self._spinner.render(task), *([self._bar.render(task)] if has_bar else []), *cells)
+        return line
+
+
+def clock(seconds: float | None) -> str:
+    """Write a time as h:mm:ss, or dashes for none.
+
+    >>> clock(3_725.4), clock(None)
+    ('1:02:05', '-:--:--')
+    """
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 @contextmanager
@@ -25,22 +99,22 @@ def progress() -> Iterator[OnProgress]:
     if not console.is_terminal:
         yield _log_lines(console)
         return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=32),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", style="dim"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(FittedLine(console, _parts), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(done: int, total: int, text: str) -> None:
             bar.update(task, completed=done, total=total, description=text)
 
         yield show
+
+
+def _parts(task: Task) -> list[Part]:
+    return [
+        Part(words=f"{task.percentage:3.0f} %" if task.total else "", rank=0),
+        Part(words=f"left {clock(task.time_remaining)}" if task.total else "", rank=1),
+        Part(words=task.description, rank=2, style="dim", may_be_cut=True),
+        Part(words=f"{clock(task.finished_time if task.finished else task.elapsed)} so far", rank=3),
+    ]
 
 
 def _log_lines(console: Console) -> OnProgress:

@@ -8,16 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, Task, TaskID
+
+from varlen.cli.progress import FittedLine, Part, clock
 
 if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
@@ -35,16 +28,7 @@ def watching(every: int) -> Iterator[Watcher]:
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield Lines(console, every)
         return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(FittedLine(console, live_parts), console=console, transient=True) as bar:
         yield Live(console, bar)
 
 
@@ -92,6 +76,29 @@ class Lines:
         self._console.print(sentence, markup=False, soft_wrap=True)
 
 
+def live_parts(task: Task) -> list[Part]:
+    """Return what is drawn of a run: step and time left whatever the width, the last step as far as it fits."""
+    metrics: StepMetrics | None = task.fields.get("metrics")
+    total = "" if task.total is None else f"/{task.total:,.0f}"
+    if task.total is None and not task.completed:
+        return [Part(words=task.description, rank=0)]
+    parts = [
+        Part(words=f"step {task.completed:,.0f}{total}", rank=0),
+        Part(words="" if task.total is None else f"left {clock(task.time_remaining)}", rank=0),
+    ]
+    if metrics is None:
+        return [*parts, Part(words=task.description, rank=1)]
+    waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
+    return [
+        *parts,
+        Part(words=f"loss {metrics.loss:.4f}", rank=1),
+        Part(words=f"{metrics.tokens_per_s:,.0f} tokens/s", rank=2),
+        Part(words=f"{waiting:.1f} % waiting", rank=3),
+        Part(words=f"{100 * metrics.fill:.1f} % full", rank=4),
+        Part(words=f"{clock(task.elapsed)} so far", rank=5),
+    ]
+
+
 class Live:
     """Draws a bar with how the last step went."""
 
@@ -107,8 +114,8 @@ class Live:
 
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar."""
-        self._bar.update(self._task, completed=metrics.step, description=step_words(metrics))
+        self._bar.update(self._task, completed=metrics.step, metrics=metrics)
 
     def say(self, sentence: str) -> None:
-        """Say something else."""
-        self._bar.update(self._task, description=sentence)
+        """Say something else, above the bar, where nothing is cut."""
+        self._console.print(sentence, markup=False)

@@ -152,6 +152,20 @@ class Hardware:
     """Attention is looked up at rows x (heads on a GPU / measured_heads)**heads_exponent: 0 for a kernel that few
     heads fill as well as many, 1 for one that needs eight times the rows at an eighth of the heads. Powers of other
     exponents are the machine's C library's, whose last bit another's may not share; nothing else of a price is."""
+    held_out_errors: tuple[float, float] | None = None
+    """Mean absolute error of the rates on shapes that they weren't fitted to, as a share: of attention, and of the
+    rest of a layer. None where nobody measured it."""
+
+    @property
+    def held_out(self) -> str:
+        """How well these rates predict what they weren't fitted to, in a sentence; "" where nobody measured it."""
+        if self.held_out_errors is None:
+            return ""
+        attention, rest = self.held_out_errors
+        return (
+            f"The rates of {self.name} predict shapes that they weren't fitted to within {100 * attention:.1f} % "
+            f"(attention) and {100 * rest:.1f} % (the rest of a layer)."
+        )
 
     def __post_init__(self) -> None:
         for name in ("name", "source"):
@@ -163,6 +177,17 @@ class Hardware:
                 raise SettingError(f"hardware {name}={value!r}; it must be a number above 0")
         if self.gpus_per_node != int(self.gpus_per_node):
             raise SettingError(f"hardware gpus_per_node={self.gpus_per_node!r}; it must be a whole number")
+        errors = self.held_out_errors
+        if errors is not None:
+            if (
+                not isinstance(errors, list | tuple)
+                or len(errors) != 2
+                or not all(is_number(one) and 0 <= one < math.inf for one in errors)
+            ):
+                raise SettingError(
+                    f"hardware held_out_errors={errors!r}; it must be two numbers of at least 0, or none"
+                )
+            object.__setattr__(self, "held_out_errors", tuple(errors))
         for name in ("launch_s", "heads_exponent"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:

@@ -18,6 +18,7 @@ from varlen.types import FloatArray
 
 FORMAT: Final = "varlen hardware 1"
 _LINKS: Final = ("intra", "inter", "host")
+_ERRORS: Final = "held_out_errors"
 _PLAIN: Final = tuple(
     field.name
     for field in fields(Hardware)
@@ -73,6 +74,7 @@ def load_hardware(path: str | Path) -> Hardware:
         raise SettingError(
             f"{path} is of format {seen!r}, not {FORMAT!r}; measure it by varlen plan --calibrate"
         )
+    record = {_ERRORS: None, **record}  # files of 0.1.0 don't say it
     expected = {"format", *_PLAIN, *_LINKS, "attention", "gemm", "gemm_backward"}
     if set(record) != expected:
         raise SettingError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from varlen.counts import many
@@ -10,9 +12,18 @@ from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.vocabulary import check_first_ids
 from varlen.source.store import TokenStore
 from varlen.source.token_documents import TokenDocuments
+from varlen.types import Ledger, Overlong
 
 _CHECKED = 1 << 20
 """Documents whose lengths are looked at in one go."""
+_COUNTED = 1 << 22
+"""Documents whose lengths are looked at for a sentence, in a fraction of a second; of more, windows tell."""
+_BECOME: dict[Overlong, str] = {
+    "split": "cut into pieces that train as documents of their own",
+    "truncate": "cut short",
+    "drop": "left out",
+}
+_log = logging.getLogger(__name__)
 NO_LABEL = (
     "the mixture holds nothing to train on: none of its {count} has a document with a label. A document of one token "
     "has none, nor has one that is dropped as too long, or what a loss mask or `supervise` leaves out"
@@ -83,3 +94,64 @@ def check_lengths(tokens: TokenDocuments, capacity: int, data: str) -> None:
             f"{first}, more than the capacity {capacity:,} ({many(count, 'such document')} in all); pass "
             'overlong="split", "truncate" or "drop", or a larger capacity'
         )
+
+
+def say_cut(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:
+    """Say how many documents, and tokens of theirs, are longer than a pack, and what becomes of them.
+
+    Args:
+        tokens: as far as they are there.
+        data: of the tokens.
+        settings: of the loader, of rank 0 of which the sentence is.
+
+    Returns:
+        Whether it is known by now.
+    """
+    counts = tokens.documents
+    if settings.ranks[0] or settings.method == "wrapped" or settings.overlong == "error":
+        return True
+    if int(counts.sum()) > _COUNTED:
+        return False
+    count = long_tokens = 0
+    try:
+        for shard, documents in enumerate(counts.tolist()):
+            lengths = tokens.lengths(np.full(documents, shard), np.arange(documents))
+            long = lengths[lengths > settings.capacity]
+            count, long_tokens = count + len(long), long_tokens + int(long.sum())
+    except SourceError:  # batches tell of what can't be read
+        return False
+    if count:
+        _say_cut(
+            f"{many(count, 'document')} of {many(int(counts.sum()), 'document')} in {data}, with "
+            f"{many(long_tokens, 'token')}, {'is' if count == 1 else 'are'}",
+            settings,
+        )
+    return True
+
+
+def say_first_cut(ledger: Ledger, settings: LoaderSettings) -> bool:
+    """Say how many documents were longer than a pack so far, where none of that was known before they were read.
+
+    Returns:
+        Whether some were.
+    """
+    count = ledger.split_documents + ledger.truncated_documents + ledger.dropped_documents
+    if count and not settings.ranks[0] and settings.method != "wrapped":
+        _say_cut(
+            f"{many(count, 'document')} of the first {many(ledger.documents_in, 'document')} "
+            f"{'was' if count == 1 else 'were'}",
+            settings,
+        )
+    return count > 0
+
+
+def _say_cut(which: str, settings: LoaderSettings) -> None:
+    """Log it."""
+    others = [name for name in (*_BECOME, "error") if name != settings.overlong]
+    _log.warning(
+        "%s longer than capacity %s, and %s; overlong=%s does otherwise, and stats().ledger counts all",
+        which,
+        f"{settings.capacity:,}",
+        _BECOME[settings.overlong],
+        ", ".join(f'"{name}"' for name in others),
+    )

@@ -7,12 +7,12 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
-from varlen.errors import StateError
+from varlen.errors import SourceError, StateError
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
-from varlen.source.block_reader import BlockReader, Chunk
+from varlen.source.block_reader import Chunk
 from varlen.source.blocks import Blocks
 from varlen.types import IntArray
 
@@ -53,10 +53,31 @@ class Claim:
     chunk: Chunk
 
 
+class Chunks(Protocol):
+    """What is asked of who reads blocks, to know which chunk comes next; as `BlockReader` has it."""
+
+    ends: dict[int, tuple[int, str]]
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is such a chunk."""
+
+    def is_live(self, block: int) -> bool:
+        """Whether a block's rows are given while they are read."""
+
+    def name_of(self, block: int) -> str:
+        """Return what a block's file is called in messages."""
+
+    def error_of(self, block: int) -> SourceError | None:
+        """Return why a block that can't be cut couldn't be read any further."""
+
+    def print_of(self, chunk: Chunk) -> str:
+        """Return the hash of all rows to the end of a chunk."""
+
+
 class ChunkSequence:
     """The chunks of all epochs, one after the other."""
 
-    def __init__(self, blocks: Blocks, reader: BlockReader, seed: int | None, epochs: int | None) -> None:
+    def __init__(self, blocks: Blocks, reader: Chunks, seed: int | None, epochs: int | None) -> None:
         """Take the blocks of an epoch, who reads them, the seed of their order and how many epochs there are."""
         self._blocks, self._reader, self._seed, self._epochs = blocks, reader, seed, epochs
         self._order = lru_cache(2)(blocks.order)

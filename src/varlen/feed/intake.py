@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,22 @@ class Brought:
     """What these stand for, and what chat templates left out."""
     outside: Losses
     """What those stand for for which not the files are to blame: they may be read in one epoch and not in another."""
+
+
+class Reading(Protocol):
+    """What lanes ask of who reads their chunks; as `Intake` has it."""
+
+    def read(self, claims: Sequence[Claim], soon: Sequence[Chunk] = ()) -> list[Brought | Exception]:
+        """Return what each claim brings, or why it brings nothing."""
+
+    def can_wait(self, records: Iterable[LaneRecord]) -> bool:
+        """Whether the documents that wait may be read after others."""
+
+    def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
+        """Return the documents that wait in each lane."""
+
+    def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
+        """Return the chunks that documents are of, each once."""
 
 
 class Intake:

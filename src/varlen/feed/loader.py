@@ -6,11 +6,13 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import SettingError, UnknownLengthError
+from varlen.feed.checks import say_first_cut
 from varlen.feed.feed import Ended
 from varlen.feed.hired import hired
 from varlen.feed.lookup import StepDocuments
@@ -194,7 +196,7 @@ class PackedLoader(OfOneProcess):
         self._opened = open_data(source, tokenizer, settings)
         self._state = self._opened.feed.begun(FeedState())
         self._is_running = self._is_over = self._is_closed = False
-        self._meter = Meter()
+        self._meter = Meter(None if self._opened.has_said_cut else partial(say_first_cut, settings=settings))
         self._noted = self._meter.noted
         self._lookup = self._opened.lookup()
         self._remembers = self._lookup.remembers

@@ -14,7 +14,7 @@ from varlen.feed.agree import Agreement, job_store, name_of
 from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
 from varlen.feed.cached import indexed_in_cache
-from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label
+from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label, say_cut
 from varlen.feed.exchange import Exchanges
 from varlen.feed.given import check_passes, placed_for, placed_in, tell_read_by_all
 from varlen.feed.groups import PARTS_A_GROUP
@@ -59,6 +59,8 @@ class Opened:
     """Whether labels may weigh other than 1: rows are read, or were, with `row_weights`."""
     exchanges: Exchanges | None = None
     """How ranks agree, where they have to."""
+    has_said_cut: bool = False
+    """Whether it was said already how many documents are longer than a pack."""
 
     def losses(self) -> Losses:
         """Return what was lost when tokens were made; documents tell as they are read."""
@@ -146,7 +148,7 @@ def open_mixture(mixture: Mixture, tokenizer: Any, settings: LoaderSettings) -> 
         raise SourceError(NO_LABEL.format(count=many(len(places), "source")))
     spec = MixtureSpec(
         sources=tuple(places),
-        windows=window_settings(settings, settings.window or _WINDOW),
+        windows=window_settings(settings, usual_window(settings)),
         mix=MixSettings(
             shares=mixture.shares, unit=mixture.unit, until=mixture.until, epochs=settings.epochs or 1
         ),
@@ -229,11 +231,12 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
     check_tokens(tokens, settings)
     if settings.overlong == "error" and settings.method != "wrapped":
         check_lengths(tokens, settings.capacity, str(data))
+    has_said = say_cut(tokens, str(data), settings)
     is_all = settings.scope == "all"
     if is_all:
         tokens.wait_for(tokens.num_parts)
     # The data is told by the state itself, part by part: a store may grow, and ranks agree at each epoch on how far.
-    window = max(int(tokens.documents.sum()), 1) if is_all else settings.window or _WINDOW
+    window = max(int(tokens.documents.sum()), 1) if is_all else usual_window(settings)
     mark = made_by(tokens)
     belongs_to = {
         **settings.deciding(None if is_all else window),
@@ -263,6 +266,7 @@ def open_indexed(tokens: TokenDocuments, data: Data, settings: LoaderSettings) -
         belongs_to=belongs_to,
         has_weights=weighs(tokens),
         exchanges=exchanges,
+        has_said_cut=has_said,
     )
 
 
@@ -279,6 +283,26 @@ def window_settings(settings: LoaderSettings, window: int) -> WindowSettings:
     )
 
 
+def usual_window(settings: LoaderSettings) -> int:
+    """Return the documents that are packed together where lengths are known."""
+    return settings.window or _WINDOW
+
+
+def streaming_settings(settings: LoaderSettings) -> StreamingSettings:
+    """Return what packs of documents depend on that are read as they come."""
+    return StreamingSettings(
+        lanes=settings.lanes or settings.batch_sizes[0],
+        seed=settings.order_seed,
+        epochs=settings.epochs,
+        method=settings.method,
+        overlong=settings.overlong,
+        max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
+        window_packs=settings.window or _WINDOW_PACKS,
+        ahead=AheadSettings(seconds=settings.read_ahead_s),
+        threads=min(max(processors(), _FEWEST_THREADS), _MOST_THREADS),
+    )
+
+
 def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     """Return how documents are fed straight from their files.
 
@@ -286,26 +310,14 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         SettingError: sizes that don't divide each other.
         SourceError: a table can't be read.
     """
-    whole = settings.batch_sizes[0]
     rank, world = settings.ranks
-    lanes = settings.lanes or whole
     check_passes(source, settings)
     prints = known_prints(source.files)
     # Who reads them compares with these where a file seems to be another than the one that was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
     spec = StreamingSpec(
         source=source,
-        settings=StreamingSettings(
-            lanes=lanes,
-            seed=settings.order_seed,
-            epochs=settings.epochs,
-            method=settings.method,
-            overlong=settings.overlong,
-            max_documents=1 if settings.scope == "minibatch" else settings.max_documents,
-            window_packs=settings.window or _WINDOW_PACKS,
-            ahead=AheadSettings(seconds=settings.read_ahead_s),
-            threads=min(max(processors(), _FEWEST_THREADS), _MOST_THREADS),
-        ),
+        settings=streaming_settings(settings),
         batches=batch_settings(settings),
         rank=rank,
     )
@@ -315,7 +327,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
         TOKENIZER: None if mark is None else mark.to_json(),
         "data": digest(source.fingerprint + fingerprint_of(source.files, prints))[:32],
         "on_error": source.on_error,
-        "lanes": lanes,
+        "lanes": spec.settings.lanes,
         "epochs": settings.epochs,
         **settings.deciding(spec.settings.window_packs),
     }
@@ -324,7 +336,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
     _log.info(
         "%s over blocks of %s KB; masked packs fill only the end of the last epoch, at most 1 + (a block + the "
         "longest document) / capacity a lane",
-        many(lanes, "lane"),
+        many(spec.settings.lanes, "lane"),
         f"{feed.block_bytes / 1e3:,.0f}",
     )
     store = job_store() if world > 1 else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from varlen.feed.intake import Intake
+from varlen.feed.intake import Reading
 from varlen.feed.lane import Arrival, Counts, LanePacks
 from varlen.feed.record import LaneRecord
 from varlen.types import Int32Array, IntArray
@@ -40,7 +40,7 @@ class _Pieces:
 class Unread:
     """Knows which documents were packed without being read, and reads them."""
 
-    def __init__(self, intake: Intake, records: Mapping[int, LaneRecord]) -> None:
+    def __init__(self, intake: Reading, records: Mapping[int, LaneRecord]) -> None:
         """Take who reads, and what waited in each lane."""
         self._intake = intake
         self._waited = {lane: record.ids for lane, record in records.items()}

@@ -21,7 +21,7 @@ from varlen import errors
 from varlen.errors import SourceError
 from varlen.feed.claims import ChunkSequence, Claim, Claimed, Print, deal_claims
 from varlen.feed.exchange import Exchange
-from varlen.feed.intake import Brought, Intake, by_lane
+from varlen.feed.intake import Brought, Reading, by_lane
 from varlen.feed.lane import (
     Arrival,
     Counts,
@@ -134,7 +134,7 @@ class Rounds:
     def __init__(
         self,
         sequence: ChunkSequence,
-        intake: Intake,
+        intake: Reading,
         exchange: Exchange,
         settings: RoundSettings,
         mine: Sequence[int],

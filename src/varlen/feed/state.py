@@ -149,7 +149,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     >>> merge_states([{"version": 1, "step": 3}, {"version": 1, "step": 3}])
     {'version': 1, 'step': 3}
     """
-    if isinstance(states, Mapping) or not states:
+    if isinstance(states, Mapping | str) or not isinstance(states, Sequence) or not states:
         raise StateError("pass a list of the states of all ranks, at least one")
     first = states[0]
     for number, state in enumerate(states):

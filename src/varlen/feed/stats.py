@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from varlen.feed.feed import BatchCounts, Ended, Worker
@@ -78,8 +79,14 @@ class Meter:
     a loop over many batches. So a batch is only noted, and notes are added up some dozens at a time.
     """
 
-    def __init__(self) -> None:
-        """Begin at nothing."""
+    def __init__(self, say_cut: Callable[[Ledger], bool] | None = None) -> None:
+        """Begin at nothing.
+
+        Args:
+            say_cut: told of what has become of tokens until it returns that it has said how many documents were
+                longer than a pack; None: that was said before.
+        """
+        self._say_cut = say_cut
         names = [field.name for field in fields(LoaderStats) if field.name not in ("ledger", "losses")]
         self._counts: dict[str, float] = dict.fromkeys(names, 0)
         self._ledger, self._losses = Ledger(tokens_in=0, packed=0), Losses()
@@ -109,6 +116,8 @@ class Meter:
     def _enter(self, ledger: Ledger | None, losses: Losses | None) -> None:
         if ledger is not None:
             self._ledger = self._ledger.and_then(ledger)
+            if self._say_cut is not None and self._say_cut(self._ledger):
+                self._say_cut = None
         if losses is not None:
             self._losses += losses
             self._counts["skipped"] += losses.num_rows

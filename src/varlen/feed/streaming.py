@@ -46,7 +46,7 @@ class StreamingSettings:
     epochs: int | None = 1
     """None for no end."""
     method: Method = "best_fit"
-    overlong: Overlong = "error"
+    overlong: Overlong = "split"
     max_documents: int | None = None
     window_packs: int = 32
     """Packs of a lane that are made together, about."""
@@ -101,7 +101,7 @@ class StreamingFeed:
         self._source, self._settings, self._batch, self._rank = source, settings, batch, rank
         self._blocks = cut_blocks(source, settings.lanes)
         self._own = range(rank, settings.lanes, batch.dp_world_size)
-        self._rounds = _round_settings(settings, batch, self._blocks.block_bytes)
+        self._rounds = round_settings(settings, batch, self._blocks.block_bytes)
         self._is_alone = exchanges is None or batch.dp_world_size == 1
         self._exchanges: Exchanges = Solo if self._is_alone or exchanges is None else exchanges
         self._runs = 0
@@ -261,7 +261,7 @@ class StreamingFeed:
         )
 
 
-def _round_settings(settings: StreamingSettings, batch: BatchSettings, block_bytes: int) -> RoundSettings:
+def round_settings(settings: StreamingSettings, batch: BatchSettings, block_bytes: int) -> RoundSettings:
     """Return what rounds depend on."""
     passes = Passes(
         capacity=batch.capacity,

@@ -38,7 +38,7 @@ class WindowSettings:
     window: int = 1 << 16
     """Documents packed at a time."""
     method: Method = "best_fit"
-    overlong: Overlong = "error"
+    overlong: Overlong = "split"
     max_documents: int | None = None
     document_multiple_of: int = 1
     seed: int | None = 0

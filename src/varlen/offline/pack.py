@@ -232,6 +232,7 @@ def _write(
         "num_skipped": int(store.manifest.get("num_skipped", 0)),
         "losses": store.losses.to_json(),
         "ledger": asdict(ledger),
+        "long_tokens": plan.long_tokens,
         "parts": [asdict(p) for p in parts],
     }
 

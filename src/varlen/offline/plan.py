@@ -12,7 +12,7 @@ from varlen.errors import OverlongDocumentError
 from varlen.offline.settings import PackSettings
 from varlen.pack.window import WindowPacker
 from varlen.source.order import STRETCH, DocumentOrder
-from varlen.source.store import TokenStore
+from varlen.source.token_documents import ReadableTokens
 from varlen.types import Int32Array, IntArray, Ledger, Packing
 
 
@@ -35,8 +35,10 @@ class PartPlan:
 class Plan:
     """Iterates over the parts of a packed set; memory is bounded by a window and a part, not by the set."""
 
-    def __init__(self, store: TokenStore, settings: PackSettings) -> None:
+    def __init__(self, store: ReadableTokens, settings: PackSettings) -> None:
         self._store, self._settings = store, settings
+        self.long_tokens = 0
+        """Of documents longer than a row, in the parts that were taken."""
         self._order = DocumentOrder(store.documents, settings.seed if settings.shuffle else None)
         self._packer = WindowPacker(
             capacity=settings.capacity,
@@ -56,7 +58,7 @@ class Plan:
             check_lengths(self._store, self._settings.capacity)
         waiting: list[Packing] = []
         number = 0
-        for packing in self._packings():
+        for packing in self.packings():
             waiting.append(packing)
             while sum(p.num_tokens for p in waiting) >= self._settings.part_tokens:
                 part, waiting = self._cut(waiting, number)
@@ -66,12 +68,14 @@ class Plan:
             for part in self._rest(waiting, number):
                 yield part
 
-    def _packings(self) -> Iterator[Packing]:
+    def packings(self) -> Iterator[Packing]:
         """Yield packs as windows fill, documents named by their places in the order."""
         for stretch in range(self._order.num_stretches):
             shards, documents = self._order.stretch(stretch)
             self._store.will_need(shards, documents)
-            yield self._packer.add(self._store.lengths(shards, documents))
+            lengths = self._store.lengths(shards, documents)
+            self.long_tokens += int(lengths[lengths > self._settings.capacity].sum())
+            yield self._packer.add(lengths)
         yield self._packer.flush()
 
     def _rest(self, waiting: list[Packing], number: int) -> Iterator[PartPlan]:
@@ -86,7 +90,7 @@ class Plan:
         ends = np.cumsum(joined.pack_sums(joined.lengths)) if joined.num_packs else np.zeros(0)
         rows = min(int(np.searchsorted(ends, self._settings.part_tokens)) + 1, joined.num_packs)
         pieces = int(joined.offsets[rows])
-        shards, documents = self._located(joined.document_ids[:pieces])
+        shards, documents = self.located(joined.document_ids[:pieces])
         part = PartPlan(
             number=number,
             shards=shards,
@@ -97,7 +101,7 @@ class Plan:
         )
         return part, [_tail(joined, rows)] if rows < joined.num_packs else []
 
-    def _located(self, places: IntArray) -> tuple[IntArray, IntArray]:
+    def located(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Return shards and numbers of the documents at places."""
         shards, documents = np.empty_like(places), np.empty_like(places)
         for stretch in np.unique(places // STRETCH).tolist():
@@ -108,15 +112,15 @@ class Plan:
         return shards, documents
 
 
-def check_lengths(store: TokenStore, capacity: int) -> None:
+def check_lengths(store: ReadableTokens, capacity: int) -> None:
     """Refuse documents longer than a row.
 
     Raises:
         OverlongDocumentError: there are some; says which is the first and how many there are.
     """
     first, length, count, before = -1, 0, 0, 0
-    for index in range(len(store.shards)):
-        lengths = np.diff(store.shard(index).offsets)
+    for index, documents in enumerate(store.documents.tolist()):
+        lengths = store.lengths(np.full(documents, index), np.arange(documents))
         over = np.flatnonzero(lengths > capacity)
         if len(over) and first < 0:
             first, length = before + int(over[0]), int(lengths[over[0]])

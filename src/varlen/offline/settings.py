@@ -21,8 +21,8 @@ class PackSettings:
     """Tokens a row can hold."""
     method: Method = "best_fit"
     """Of `vl.pack`. Best fit keeps rows nearly random samples of the documents."""
-    overlong: Overlong = "error"
-    """What becomes of documents longer than `capacity`."""
+    overlong: Overlong = "split"
+    """What becomes of documents longer than `capacity`: split, they lose no token."""
     max_documents: int | None = None
     """Most documents of a row; None for no limit."""
     shuffle: bool = True

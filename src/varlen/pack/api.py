@@ -44,7 +44,9 @@ def pack(
 
     Methods, all deterministic; equal lengths keep input order:
 
-    - "best_fit_decreasing": from long to short, each where the least space stays free. The fullest packs.
+    - "best_fit_decreasing": from long to short, each where the least space stays free. The fullest packs, of
+      documents alike in length. The default here; what reads documents (`varlen pack`, `PackedLoader`) shuffles,
+      and packs by "best_fit".
     - "first_fit_decreasing": from long to short, each into the first pack with space.
     - "best_fit", "first_fit": the same in input order; a pack's documents stay a random sample.
     - "next_fit": one open pack; keeps documents in input order.
@@ -58,7 +60,8 @@ def pack(
         capacity: tokens a pack can hold.
         method: see above.
         overlong: what becomes of documents longer than `capacity`: "error", "split" into pieces that train as
-            documents of their own, "truncate" or "drop". What is lost stands in the ledger.
+            documents of their own (the default of what reads documents), "truncate" or "drop". What is lost stands
+            in the ledger.
         max_documents: most pieces a pack may hold; None for no limit.
         document_multiple_of: round the space each piece takes up to this multiple (2·CP, or its least common
             multiple with CP·TP); `capacity` must be a multiple too.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from numbers import Integral
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     """
     array = _as_array(lengths)
     if array.ndim != 1:
-        raise LengthsError(f"lengths must have one dimension, one number a document; got shape {array.shape}")
+        raise _misfit(lengths, f"it has the shape {array.shape}")
     if array.size > LARGEST:
         raise LengthsError(
             f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
@@ -41,6 +43,8 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
         _refuse(array, ~np.isfinite(array), "is not a finite number")
         _refuse(array, array != np.floor(array), "is not a whole number")
     elif array.dtype.kind not in "iu":
+        if (documents := _as_documents(lengths) or _as_documents(array.tolist())) is not None:
+            raise documents
         whole = [isinstance(value, Integral) and not isinstance(value, bool) for value in array.tolist()]
         _refuse(array, ~np.array(whole, np.bool_), "is not a whole number")
     if array.size:
@@ -55,9 +59,73 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
     """Whatever the caller has as an array; an empty one counts as integers."""
     try:
         array = np.asarray(lengths)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise LengthsError(f"lengths can't be read as one number a document: {error}") from None
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        raise _misfit(lengths, "numpy can't read it; a tensor of a GPU: lengths.cpu()") from None
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
+
+
+_INSTEAD = (
+    "pass [len(d) for d in documents] here, and the documents to vl.collate; or give them to vl.PackedLoader, which "
+    "packs and collates by itself"
+)
+_OF_TEXTS = (
+    "texts become tokens first: vl.PackedLoader(rows, tokenizer) or varlen pack tokenizes and packs them"
+)
+
+
+def _misfit(lengths: object, why: str) -> LengthsError:
+    """Return the error of what isn't one number a document."""
+    return _as_documents(lengths) or LengthsError(
+        f"lengths must be a list or an array of one whole number a document; a {_kind(lengths)} was given, and {why}"
+    )
+
+
+def _as_documents(given: object) -> LengthsError | None:
+    """Return the error of documents in place of their lengths; None where it is something else."""
+    if isinstance(given, str | bytes | PathLike):
+        return LengthsError(
+            f"lengths are one whole number a document, and {str(given)[:60]!r} is a text; {_OF_TEXTS}"
+        )
+    if isinstance(given, Mapping) or hasattr(given, "column_names") or hasattr(given, "columns"):
+        return LengthsError(
+            f"lengths are one whole number a document, and a {_kind(given)} of columns was given; {_INSTEAD}"
+        )
+    if isinstance(given, tuple) and len(given) == 2 and all(map(_is_many, given)) and _are_offsets(*given):
+        return LengthsError(
+            "lengths are one whole number a document, and (tokens, offsets) was given; pass np.diff(offsets) here, "
+            "and the pair to vl.collate"
+        )
+    if not isinstance(given, Sequence):
+        return None
+    which = [index for index, one in enumerate(given) if isinstance(one, Mapping) or _is_many(one)]
+    if 2 * len(which) <= len(given):  # a slip among numbers
+        return None
+    first = given[which[0]]
+    is_text = isinstance(first, str | bytes | Mapping) and not (
+        isinstance(first, Mapping) and "input_ids" in first
+    )
+    what = f"a list of {len(first):,}" if isinstance(first, Sequence) and not is_text else f"a {_kind(first)}"
+    return LengthsError(
+        f"lengths are one whole number a document, and documents were given: entry {which[0]:,} is {what} "
+        f"({len(which):,} of {len(given):,} are no numbers); {_OF_TEXTS if is_text else _INSTEAD}"
+    )
+
+
+def _is_many(one: object) -> bool:
+    """Whether something is a document: a list, a text, or an array that isn't one number."""
+    if isinstance(one, str | bytes):
+        return not one.strip().isdigit()  # a number as a text is a slip
+    return isinstance(one, list | tuple) or (hasattr(one, "__len__") and getattr(one, "ndim", 1) > 0)
+
+
+def _are_offsets(tokens: Any, offsets: Any) -> bool:
+    """Whether the second of two rows of numbers is where documents of the first begin."""
+    ends = [offsets[0], offsets[-1]] if len(offsets) else []
+    return len(offsets) > 1 and all(getattr(one, "ndim", 0) == 0 for one in ends) and ends == [0, len(tokens)]
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__
 
 
 def _refuse(array: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:

@@ -13,7 +13,7 @@ from varlen.pack.api import DEFAULT_WORK, as_work
 from varlen.pack.arrange import shuffled
 from varlen.pack.bound import lower_bound
 from varlen.pack.lengths import LARGEST
-from varlen.types import FloatArray, Int32Array, IntArray, Packing
+from varlen.types import FloatArray, Int32Array, IntArray, Packing, as_packing
 
 _SHUFFLES = 8
 _SAMPLE = 200_000  # pieces that the random comparison repacks; enough for a spread of about 0.002
@@ -95,6 +95,7 @@ def score(packing: Packing, work: tuple[float, float] = DEFAULT_WORK) -> Score:
     tokens cut, dropped  0, 0
     length correlation   ...
     """
+    as_packing(packing, "vl.score(packing)")
     linear, quadratic = as_work(work)
     lengths = packing.lengths
     _refuse_impossible(packing)

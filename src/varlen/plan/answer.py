@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.phases import AHEAD, OWN
+from varlen.counts import many
 from varlen.plan.block import BlockWork, blocks_of, pipeline_of_block, work_of
 from varlen.plan.compose import (
     BlockComposition,
@@ -155,10 +156,12 @@ class Answer:
     def label(self) -> str:
         """What was chosen, for people."""
         counts = [composition.num_micropacks for composition in self.forward]
+        few, most = min(counts), max(counts)
+        packs = many(few, "MicroPack") if few == most else f"{few:,} to {most:,} MicroPacks"
         shared = self.groups.num_merged
         apart = sum(block.forward is not block.backward for block in self.blocks)
         return (
-            f"{min(counts)} to {max(counts)} MicroPacks a rank, weight gradients "
+            f"{packs} a rank, weight gradients "
             f"{'apart' if self.costs.splits else 'within'}, {shared} of {self.groups.work.size} documents shared"
             + (f", backward composed apart on {apart} of {len(self.blocks)} blocks of ranks" if apart else "")
         )

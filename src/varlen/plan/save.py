@@ -15,13 +15,14 @@ import json
 import struct
 import zlib
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import PlanError, SourceError, StalledError
+from varlen.errors import PlanError, SettingError, SourceError, StalledError
 from varlen.offline.places import disk_faults, made_whole
 from varlen.regular import read_regular
 from varlen.simulate.form import check_form
@@ -166,9 +167,13 @@ def save_plan(plan: StepPlan, path: str | Path) -> None:
         path: of the file; one that is there is replaced, folders are made.
 
     Raises:
-        SettingError: the file can't be written.
+        SettingError: the file can't be written, or these are no plan and no path.
     """
-    path = Path(path)
+    if not isinstance(plan, StepPlan):
+        raise SettingError(
+            f"vl.save_plan(plan, path) takes what vl.plan_step returned, and a {type(plan).__name__} was given"
+        )
+    path = _as_path(path)
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with made_whole(path) as part:
@@ -184,15 +189,29 @@ def load_plan(path: str | Path) -> StepPlan:
     Raises:
         SourceError: no such file, or one that can't be read.
         PlanError: as `plan_from_bytes`; names the file.
+        SettingError: this is no path.
     """
     try:
-        content = read_regular(path)
+        content = read_regular(_as_path(path))
     except OSError as error:
         raise SourceError(f"the plan {path} can't be read: {error.strerror or error}") from None
     try:
         return plan_from_bytes(content)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
+
+
+def _as_path(path: object) -> Path:
+    """Require a path.
+
+    Raises:
+        SettingError: it is something else.
+    """
+    if isinstance(path, str | PathLike):
+        return Path(path)
+    raise SettingError(
+        f"path must be the path of a file that holds a plan, and a {type(path).__name__} was given"
+    )
 
 
 def broadcast_plan(plan: StepPlan | None, store: Store, step: int, *, name: str = "varlen/plan") -> StepPlan:

@@ -1,16 +1,19 @@
 """What to choose, and why: a capacity, a method and a policy that follow from the figures.
 
-The rules are few and stand here as numbers. A capacity is large enough if it cuts few documents; of those that
-are, the smallest that packs well is taken, for its memory. A method must keep packs even where they wait for
-each other, and random where that costs next to nothing.
+The rules are few and stand here as numbers. Advice never costs anything against the default of the same door:
+another method is advised only if it takes no more packs, keeps lengths as mixed and the heaviest pack as light, and
+is clearly better in one of these; a smaller capacity only if it cuts no more documents and computes no more slots.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from inspect import signature
 
 from varlen.counts import many
+from varlen.offline.settings import PackSettings
+from varlen.pack.api import pack
 from varlen.report.inspected import (
     AdviceFigures,
     CapacityFigures,
@@ -18,6 +21,7 @@ from varlen.report.inspected import (
     PackFigures,
     PaddingFigures,
 )
+from varlen.report.packings import WITH_LENGTHS, WITH_PACK
 from varlen.report.words import fill, share, times
 from varlen.types import Method, Overlong
 
@@ -27,14 +31,21 @@ MOST_BEYOND = 0.05
 """Share of tokens that may lie beyond the capacity."""
 LEAST_FILL = 0.98
 """Fill that a capacity must reach to be chosen for its smallness."""
-MORE_PACKS = 0.005
-"""Share of packs that a method may take more than the fullest, where it is better in another way."""
+FEWER_PACKS = 0.005
+"""Share of packs that a method must save to be advised for it."""
 EVENER = 0.95
 """Packs are evener if the work of all, each as heavy as the heaviest, falls to this part."""
 ALIKE = 0.1
-"""Likeness of lengths within packs above that of shuffled documents, from which their order counts as sorted."""
+"""Likeness of lengths within packs, from which one is told from another."""
 CANDIDATES: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced")
 """The methods that are advised; of equals, the first."""
+DEFAULT_CAPACITY = 4096
+"""Of `varlen pack`."""
+DEFAULTS: dict[str, Method] = {
+    WITH_PACK: PackSettings(capacity=1).method,
+    WITH_LENGTHS: signature(pack).parameters["method"].default,
+}
+"""The method of each door that a user gets without asking for one."""
 
 
 def advise(
@@ -54,30 +65,33 @@ def advise(
         arguments: with which `varlen pack` would read the same documents and write them; none if it can't.
     """
     chosen = choose_capacity(capacities)
-    method = choose_method(chosen)
+    door = WITH_PACK if arguments else WITH_LENGTHS
+    method, of_lengths = choose_method(chosen, door), choose_method(chosen, WITH_LENGTHS)
     overlong: Overlong = "split" if chosen.overlong_documents else "error"
-    packed = chosen.packing(method)
-    random = next(way for way in padding if way.name == "random")
+    packed = chosen.packing(door + method)
+    random, buckets = (next(way for way in padding if way.name == name) for name in ("random", "buckets"))
     policy = f', overlong="{overlong}"' if overlong != "error" else ""
+    why = [
+        _why_capacity(capacities, chosen, distribution, door),
+        _why_method(chosen, door, method),
+        *_why_policy(chosen),
+        *([_of_lengths(chosen, of_lengths)] if arguments else []),
+        f"Padded, random batches compute {times(random.slots_per_token * packed.fill)} the positions of these packs, "
+        f"batches of equal lengths {times(buckets.slots_per_token * packed.fill)}.",
+    ]
     return AdviceFigures(
         capacity=chosen.capacity,
         method=method,
+        packing=packed.name,
         overlong=overlong,
-        call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{method}"{policy})',
+        call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{of_lengths}"{policy})',
         command=pack_command(arguments, chosen.capacity, method, overlong) if arguments else "",
         headline=(
-            f"Packed at {chosen.capacity:,} by {packed.title}: {fill(packed.fill)} full. Padded in random batches "
-            f"of {batch_documents:,}: {share(1 - random.padding_share)} full."
+            f"At {chosen.capacity:,}, {packed.title}: {fill(packed.fill)} full. Padded in batches of "
+            f"{batch_documents:,}: {share(1 - random.padding_share)} full at random, "
+            f"{share(1 - buckets.padding_share)} grouped by length."
         ),
-        why=" ".join(
-            [
-                _why_capacity(capacities, chosen, distribution),
-                _why_method(chosen, method),
-                *_why_policy(chosen),
-                f"Padded random batches compute {times(random.slots_per_token * packed.fill)} the positions of "
-                "these packs.",
-            ]
-        ),
+        why=" ".join(why),
     )
 
 
@@ -93,27 +107,58 @@ def pack_command(arguments: Sequence[str], capacity: int, method: Method, overlo
 
 
 def choose_capacity(capacities: tuple[CapacityFigures, ...]) -> CapacityFigures:
-    """Return the smallest capacity that cuts few documents and packs well, or the one that comes nearest."""
+    """Return the smallest capacity that cuts few documents and packs well, or the one that comes nearest.
+
+    Where the default one was looked at and is large enough, a smaller one must cost nothing against it.
+    """
     enough = [c for c in capacities if _is_enough(c)]
+    default = next((c for c in enough if c.capacity == DEFAULT_CAPACITY), None)
+    if default is not None:
+        enough = [c for c in enough if c.capacity >= DEFAULT_CAPACITY or _costs_nothing(c, default)]
     for capacity in enough:
-        if _fullest(capacity).fill >= LEAST_FILL:
+        if _usual(capacity).fill >= LEAST_FILL or capacity is default:
             return capacity
     if enough:
-        return max(enough, key=lambda c: _fullest(c).fill)
+        return max(enough, key=lambda c: _usual(c).fill)
     return min(capacities, key=lambda c: (c.truncation_share, c.overlong_share))
 
 
-def choose_method(capacity: CapacityFigures) -> Method:
-    """Return, of methods that are full, the evenest if packs are much evener with it, or else the most random."""
-    fullest = _fullest(capacity)
-    full = [
-        name for name in CANDIDATES if capacity.packing(name).packs <= fullest.packs * (1 + MORE_PACKS)
-    ] or ["best_fit_decreasing"]
-    first = min(full, key=lambda name: round(abs(capacity.packing(name).length_correlation) / ALIKE))
-    evenest = min(full, key=lambda name: waiting(capacity.packing(name)))
-    if waiting(capacity.packing(evenest)) <= EVENER * waiting(capacity.packing(first)):
-        return evenest
-    return first
+def _costs_nothing(smaller: CapacityFigures, default: CapacityFigures) -> bool:
+    """Whether a smaller capacity cuts no more documents than the default one, and computes no more slots."""
+    slots = [_usual(at).packs * at.capacity for at in (smaller, default)]
+    return smaller.overlong_documents <= default.overlong_documents and slots[0] <= slots[1]
+
+
+def choose_method(capacity: CapacityFigures, door: str) -> Method:
+    """Return a door's default method, or one that is clearly better in one way and worse in none.
+
+    Args:
+        capacity: what was measured.
+        door: a key of `DEFAULTS`.
+    """
+    default = capacity.packing(door + DEFAULTS[door])
+    better = [name for name in CANDIDATES if _is_better(capacity.packing(door + name), default)]
+    if not better:
+        return DEFAULTS[door]
+
+    def rank(name: Method) -> tuple[int, float]:
+        packing = capacity.packing(door + name)
+        return round(abs(packing.length_correlation) / ALIKE), waiting(packing)
+
+    return min(better, key=rank)
+
+
+def _is_better(packing: PackFigures, default: PackFigures) -> bool:
+    """Whether packs are fewer, more mixed or more even than the default's, and worse in none of these."""
+    likeness, usual = abs(packing.length_correlation), abs(default.length_correlation)
+    is_worse = (
+        packing.packs > default.packs or likeness > usual + ALIKE or waiting(packing) > waiting(default)
+    )
+    return not is_worse and (
+        packing.packs <= default.packs * (1 - FEWER_PACKS)
+        or likeness <= usual - ALIKE
+        or waiting(packing) <= EVENER * waiting(default)
+    )
 
 
 def waiting(packing: PackFigures) -> float:
@@ -128,12 +173,16 @@ def _is_enough(capacity: CapacityFigures) -> bool:
     return capacity.overlong_share <= MOST_CUT and capacity.truncation_share <= MOST_BEYOND
 
 
-def _fullest(capacity: CapacityFigures) -> PackFigures:
-    return max((capacity.packing(name) for name in CANDIDATES), key=lambda packing: packing.fill)
+def _usual(capacity: CapacityFigures) -> PackFigures:
+    """Return what `varlen pack` does unless told otherwise."""
+    return capacity.packing(WITH_PACK + DEFAULTS[WITH_PACK])
 
 
 def _why_capacity(
-    capacities: tuple[CapacityFigures, ...], chosen: CapacityFigures, distribution: DistributionFigures
+    capacities: tuple[CapacityFigures, ...],
+    chosen: CapacityFigures,
+    distribution: DistributionFigures,
+    door: str,
 ) -> str:
     """Say why this capacity and not the next smaller."""
     cut = _cut(chosen, distribution)
@@ -152,9 +201,11 @@ def _why_capacity(
             f"{share(below.overlong_share)} of the documents, with {share(below.truncation_share)} of the tokens "
             "beyond the cut."
         )
+    here, there = (at.packing(door + DEFAULTS[door]) for at in (chosen, below))
+    also = f", and {share(below.overlong_share)} cut" if below.overlong_documents else ""
     return (
-        f"At {chosen.capacity:,}, {cut}, and packs are {fill(_fullest(chosen).fill)} full; at "
-        f"{below.capacity:,} at most {fill(_fullest(below).fill)}."
+        f"At {chosen.capacity:,}, {cut}, and packs are {fill(here.fill)} full; at {below.capacity:,} they would be "
+        f"{fill(there.fill)} full{also}."
     )
 
 
@@ -165,44 +216,44 @@ def _cut(chosen: CapacityFigures, distribution: DistributionFigures) -> str:
     return f"{longer} longer ({share(chosen.overlong_share)})"
 
 
-def _why_method(chosen: CapacityFigures, method: Method) -> str:
-    """Say what the method brings over the others."""
-    packed, fullest = chosen.packing(method), _fullest(chosen)
-    others = [chosen.packing(name) for name in CANDIDATES if name != method]
-    if method == "balanced":
-        other = chosen.packing("best_fit_decreasing")
-        likeness = (
-            f"likeness of lengths within packs {packed.length_correlation:+.2f} against "
-            f"{other.length_correlation:+.2f}"
-        )
-        if waiting(packed) > EVENER * waiting(other):
-            return (
-                f"{method} mixes lengths, so packs stay nearer to random samples than with {other.name} "
-                f"({likeness}), at a fill of {fill(packed.fill)} against {fill(other.fill)}."
-            )
-        return (
-            f"With {method} the heaviest pack does {times(packed.work_imbalance)} the mean work, with "
-            f"{other.name} {times(other.work_imbalance)}; fill is {fill(packed.fill)} against "
-            f"{fill(other.fill)}, {likeness}."
-        )
-    sorted_ = chosen.packing("best_fit_decreasing")
-    if method == "best_fit":
-        more = packed.packs / fullest.packs - 1
-        shuffled = chosen.packing("axolotl_multipack").length_correlation
-        likeness = f"likeness of lengths within packs {packed.length_correlation:+.2f}"
-        order = (
-            f"so shuffle the documents first: in this order neighbours are alike ({likeness}), and "
-            "varlen pack shuffles by itself"
-            if packed.length_correlation > shuffled + ALIKE
-            else f"so they stay a random sample ({likeness}, sorted {sorted_.length_correlation:+.2f})"
-        )
-        return (
-            f"{method} takes {share(more) + ' more' if more > 0 else 'no more'} packs than the fullest method and "
-            f"fills them in input order, {order}."
-        )
-    worst = min(others, key=lambda other: other.fill)
+def _why_method(chosen: CapacityFigures, door: str, method: Method) -> str:
+    """Say what the method brings over the door's default, or over what sorts where it is the default."""
+    packed, default = chosen.packing(door + method), chosen.packing(door + DEFAULTS[door])
+    if packed is default:
+        return _why_default(chosen, door)
     return (
-        f"{method} makes the fullest packs: {fill(packed.fill)} against {fill(worst.fill)} with {worst.name}."
+        f"{method} is worse in nothing here than {default.method}, the default: {many(packed.packs, 'pack')} against "
+        f"{default.packs:,}, likeness of lengths within packs {packed.length_correlation:+.2f} against "
+        f"{default.length_correlation:+.2f}, the heaviest pack {times(packed.work_imbalance)} the mean work against "
+        f"{times(default.work_imbalance)}."
+    )
+
+
+def _why_default(chosen: CapacityFigures, door: str) -> str:
+    """Say what the default method of a door is like."""
+    packed = chosen.packing(door + DEFAULTS[door])
+    if door == WITH_PACK:
+        sorted_ = chosen.packing(door + "best_fit_decreasing")
+        return (
+            f"best_fit, the default, takes documents in random order, so that packs stay a random sample of them "
+            f"(likeness of lengths within packs {packed.length_correlation:+.2f}; sorted, with best_fit_decreasing, "
+            f"{sorted_.length_correlation:+.2f} and {many(sorted_.packs, 'pack')} against {packed.packs:,})."
+        )
+    other, shuffled = chosen.packing(door + "best_fit"), _usual(chosen)
+    return (
+        f"best_fit_decreasing, the default, takes {many(packed.packs, 'pack')}, of documents alike in length "
+        f"(likeness {packed.length_correlation:+.2f}); best_fit takes {other.packs:,}, in the order of the lengths "
+        f"({other.length_correlation:+.2f}), and varlen pack, which shuffles, {shuffled.packs:,} "
+        f"({shuffled.length_correlation:+.2f})."
+    )
+
+
+def _of_lengths(chosen: CapacityFigures, method: Method) -> str:
+    """Say what the line of Python gives, where it isn't what the command gives."""
+    packed = chosen.packing(WITH_LENGTHS + method)
+    return (
+        f"vl.pack, in the order of the lengths, takes {many(packed.packs, 'pack')} by {method}, with a likeness of "
+        f"{packed.length_correlation:+.2f}."
     )
 
 

@@ -19,8 +19,8 @@ _DRAWN = {
     "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
     "trl_bfd": "windows, truncated (TRL)",
     "axolotl_multipack": "first fit, dropped (axolotl)",
-    "best_fit": "best fit",
-    "best_fit_decreasing": "best fit decreasing",
+    "pack_best_fit": "varlen pack",
+    "best_fit_decreasing": "vl.pack, sorted by length",
 }
 """The packings of the line chart besides the advised one, with short names; the others lie on top of these."""
 
@@ -206,7 +206,7 @@ def _known(packing: PackFigures) -> float | None:
 def _fill_table(inspection: Inspection) -> str:
     rows = [
         (
-            _kind(row, inspection.advice.method),
+            _kind(row, inspection.advice.packing),
             (row.title, *(full(figures.packing(row.name)) for figures in inspection.capacities)),
         )
         for row in inspection.capacities[0].packings
@@ -257,13 +257,13 @@ def _loss_table(inspection: Inspection) -> str:
 def _work(inspection: Inspection, at: CapacityFigures) -> str:
     rows = [
         charts.Bar(
-            label=row.title.partition(" (")[0],
+            label=row.title,
             value=row.work_imbalance,
             note=f"{times(row.work_imbalance)} · attention {times(row.attention_imbalance)}",
-            kind=_kind(row, inspection.advice.method),
+            kind=_kind(row, inspection.advice.packing),
         )
         for row in at.packings
-        if row.kind == "method"
+        if row.kind != "policy"
     ]
     label = "work of the heaviest pack over the mean, for each method"
     return figure(
@@ -280,7 +280,7 @@ def _details(inspection: Inspection, at: CapacityFigures) -> str:
     """Every figure of one capacity, folded away unless it is the advised one."""
     rows = [
         (
-            _kind(row, inspection.advice.method),
+            _kind(row, inspection.advice.packing),
             (
                 row.title,
                 f"{row.documents:,}",
@@ -316,8 +316,8 @@ def _details(inspection: Inspection, at: CapacityFigures) -> str:
     return f"<details{is_open}><summary>{escape(title)}</summary>{_wordy(table(head, rows))}</details>"
 
 
-def _kind(row: PackFigures, method: str) -> str:
-    return "varlen" if row.name == method else "baseline" if row.kind == "method" else "control"
+def _kind(row: PackFigures, advised: str) -> str:
+    return "varlen" if row.name == advised else "control" if row.kind == "policy" else "baseline"
 
 
 def _wordy(content: str) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varlen.counts import many
+from varlen.report.doors import MOST_STREAMED, STEP_PACKS
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.words import count, fill, share, times
 
@@ -32,7 +33,7 @@ def inspect_table(inspection: Inspection) -> RenderableType:
         *_titled("What padding computes", _padding(inspection)),
         *_titled("Fill, by capacity", _fill(inspection)),
         *_titled("What a capacity cuts", _losses(inspection)),
-        *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.method)),
+        *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.packing)),
         Text(reading(inspection), style="dim"),
     )
 
@@ -57,12 +58,14 @@ def reading(inspection: Inspection) -> str:
         else ""
     )
     return (
-        f"{measured}Work: that of the heaviest pack over the mean, so how long the others wait for it; attention: "
-        "the same for attention alone, which grows with the square of a document's length. Likeness: of the "
-        "lengths within a pack, 0 where packs are random samples, 1 where each holds documents of one length, as "
-        "sorting makes them. "
-        "Methods of varlen split what is longer than a pack. Rows of peers are computed with varlen's "
-        "packer, which does what the row says; their own code was not run."
+        f"{measured}varlen pack and the loader are measured in their own random order, by their own windows; the "
+        f"loader with steps of {STEP_PACKS} packs, streaming on at most {MOST_STREAMED:,} documents, files cut as "
+        "if tokens had equal sizes, and masked packs at the end not counted; vl.pack in the order of the data. Ours "
+        "split what is longer than a pack. Work: that of the heaviest pack over the mean, so how long the others "
+        "wait for it; attention: the same for attention alone, which grows with the square of a document's length. "
+        "Likeness: of the lengths within a pack, 0 where packs are random samples, 1 where each holds documents of "
+        "one length, as sorting makes them. Rows of peers are computed with varlen's packer, which does what the row "
+        "says; their own code was not run."
     )
 
 
@@ -135,9 +138,12 @@ def full(packing: PackFigures) -> str:
 
 
 def _style(row: PackFigures, inspection: Inspection) -> str:
-    if row.name == inspection.advice.method:
-        return "bold green"
-    return "" if row.kind == "method" else "magenta"
+    return _style_of(row, inspection.advice.packing)
+
+
+def _style_of(row: PackFigures, advised: str) -> str:
+    """The advised packing stands out, peers have a colour of their own."""
+    return "bold green" if row.name == advised else "magenta" if row.kind == "policy" else ""
 
 
 def _losses(inspection: Inspection) -> Table:
@@ -158,7 +164,7 @@ def _losses(inspection: Inspection) -> Table:
     return table
 
 
-def _details(at: CapacityFigures, method: str) -> RenderableType:
+def _details(at: CapacityFigures, advised: str) -> RenderableType:
     """Everything about the packings of one capacity."""
     table = _plain("packs", "fill", "lost", "work", "attention", "likeness", gap=1)
     for row in at.packings:
@@ -170,6 +176,6 @@ def _details(at: CapacityFigures, method: str) -> RenderableType:
             times(row.work_imbalance),
             times(row.attention_imbalance),
             f"{row.length_correlation:+.2f}",
-            style="bold green" if row.name == method else "" if row.kind == "method" else "magenta",
+            style=_style_of(row, advised),
         )
     return table

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from varlen.report.figures import PieceFigures
 from varlen.types import Method, Overlong
 
-Kind = Literal["method", "policy"]
+Kind = Literal["pack", "loader", "method", "policy"]
+"""What packs: `varlen pack`, `vl.PackedLoader`, a method of `vl.pack`, or what a peer does by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +75,11 @@ class PackFigures:
     """What came out of packing at one capacity in one way."""
 
     name: str
-    """The method of `vl.pack`, or a word for a peer's policy."""
+    """Of `vl.pack` the method, of `varlen pack` "pack_" and the method; else a word for a loader or a peer."""
     title: str
+    """What a user would write, or what a peer does."""
     kind: Kind
-    """Whether it is a method of ours with overlong documents split, or what a peer does by default."""
+    method: Method
     overlong: Overlong
     documents: int
     """Documents that were packed to measure this: all, or a sample of them."""
@@ -121,7 +123,7 @@ class CapacityFigures:
     lower_bound: int
     """Packs that the measured documents need, split where they are longer than a pack and cut nowhere else."""
     packings: tuple[PackFigures, ...]
-    """The methods, then the policies of peers."""
+    """Those of `varlen pack`, of the loader and of `vl.pack`, then the policies of peers."""
 
     def packing(self, name: str) -> PackFigures:
         """Return a packing by its name."""
@@ -134,6 +136,9 @@ class AdviceFigures:
 
     capacity: int
     method: Method
+    """Of `varlen pack`; where only lengths are known, of `vl.pack`."""
+    packing: str
+    """The name of the packing that this is."""
     overlong: Overlong
     """"error" where no document is longer than the capacity."""
     call: str
@@ -184,7 +189,7 @@ class Inspection:
     @property
     def advised(self) -> PackFigures:
         """The figures of the packing that is advised."""
-        return self.at(self.advice.capacity).packing(self.advice.method)
+        return self.at(self.advice.capacity).packing(self.advice.packing)
 
     @property
     def is_sampled(self) -> bool:
@@ -200,4 +205,4 @@ class Inspection:
         for values, padding in zip(tree["padding"], self.padding, strict=True):
             values["padding_share"] = padding.padding_share
             values["slots_per_token"] = padding.slots_per_token
-        return {"format": 1, **tree}
+        return {"format": 2, **tree}

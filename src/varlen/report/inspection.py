@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, SettingError
-from varlen.pack.api import as_seed, pack
+from varlen.feed.foreseen import BYTES_A_TOKEN
+from varlen.pack.api import as_seed
 from varlen.pack.lengths import as_count, as_lengths
 from varlen.report.advice import advise
+from varlen.report.doors import Packed, by_lengths, by_pack
 from varlen.report.figures import PieceFigures
 from varlen.report.inspected import (
     AdviceFigures,
@@ -20,7 +23,7 @@ from varlen.report.inspected import (
     Inspection,
     PackPicture,
 )
-from varlen.report.packings import WINDOW, Sample, draw_sample, measure_capacity
+from varlen.report.packings import WINDOW, WITH_PACK, Sample, draw_sample, measure_capacity
 from varlen.report.padding import measure_padding
 from varlen.types import Int32Array, IntArray
 
@@ -50,6 +53,7 @@ def inspect_lengths(
     seed: int = 0,
     name: str = "",
     arguments: Sequence[str] = (),
+    parts: IntArray | None = None,
     are_bytes: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Inspection:
@@ -67,6 +71,7 @@ def inspect_lengths(
         seed: of random batches, shuffles and samples.
         name: what the documents are, for headings.
         arguments: with which `varlen pack` would read these documents and write them, for the advice.
+        parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
         are_bytes: whether the lengths count bytes, since no tokenizer was given; figures then say so.
         on_progress: called with capacities done, all of them, and what is going on.
 
@@ -89,7 +94,7 @@ def inspect_lengths(
     chosen = suitable_capacities(checked) if capacities is None else _as_capacities(capacities)
     say = on_progress or _silent
     say(0, len(chosen), "lengths")
-    sample = draw_sample(checked, supervised, chosen[0], seed)
+    sample = draw_sample(checked, supervised, chosen[0], seed, parts, 1 if are_bytes else BYTES_A_TOKEN)
     measured = []
     for done, capacity in enumerate(chosen):
         say(done, len(chosen), f"packing at {capacity:,}")
@@ -221,19 +226,21 @@ def _printable(text: str) -> str:
 
 def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) -> PackPicture:
     """Take the pack whose number of documents is nearest to a handful, with texts where there are some."""
-    packing = pack(sample.sampled, advice.capacity, advice.method, "split")
+    by_door = by_pack if advice.packing.startswith(WITH_PACK) else by_lengths
+    packing = by_door(sample.given, advice.capacity, advice.method)
+    numbers = packing.document_ids
+    assert numbers is not None
     documents_in = np.diff(packing.offsets)
     longest = np.maximum.reduceat(packing.lengths, packing.offsets[:-1]) / advice.capacity
     # Padded, the documents of a pack take `documents · longest²` squares of the pack's; more than one is no picture.
     off = np.abs(np.log2(documents_in / DRAWN_DOCUMENTS)) + np.log2(np.maximum(documents_in * longest**2, 1))
-    off += np.where(documents_in == 1, 10.0, 8.0 * (1 - packing.pack_sums(packing.lengths) / advice.capacity))
+    off += np.where(documents_in == 1, 10.0, 8.0 * (1 - _sums(packing.lengths, packing) / advice.capacity))
     if excerpts:
-        known = np.isin(sample.ids, np.fromiter(excerpts, np.int64, len(excerpts)))
-        off = off + packing.pack_sums(~known[packing.document_ids]) / documents_in
+        known = np.isin(numbers, np.fromiter(excerpts, np.int64, len(excerpts)))
+        off = off + _sums(~known, packing) / documents_in
     best = int(np.argmin(off))
     inside = slice(int(packing.offsets[best]), int(packing.offsets[best + 1]))
-    documents = sample.ids[packing.document_ids[inside]].tolist()
-    pieces = zip(documents, packing.lengths[inside].tolist(), strict=True)
+    pieces = zip(numbers[inside].tolist(), packing.lengths[inside].tolist(), strict=True)
     return PackPicture(
         capacity=advice.capacity,
         pieces=tuple(
@@ -243,3 +250,9 @@ def _picture(sample: Sample, advice: AdviceFigures, excerpts: dict[int, str]) ->
             for document, tokens in pieces
         ),
     )
+
+
+def _sums(values: npt.NDArray[Any], packing: Packed) -> IntArray:
+    """Sum up values of pieces, pack by pack, each of which has some."""
+    sums: IntArray = np.add.reduceat(values.astype(np.int64), packing.offsets[:-1])
+    return sums

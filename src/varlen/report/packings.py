@@ -1,19 +1,20 @@
-"""Methods of ours and default policies of peers, all measured with our packer, at one capacity."""
+"""What packs documents at one capacity: ours, each under its own name, and what peers do by default."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 
 from varlen.errors import SettingError
+from varlen.feed.foreseen import BYTES_A_TOKEN
 from varlen.pack.api import DEFAULT_WORK, pack
 from varlen.pack.bound import lower_bound
 from varlen.pack.score import length_correlation
-from varlen.report.inspected import CapacityFigures, PackFigures
-from varlen.types import FloatArray, Int32Array, IntArray, Method, Overlong, Packing
+from varlen.report.doors import Given, Packed, by_index, by_lengths, by_pack, by_stream
+from varlen.report.inspected import CapacityFigures, Kind, PackFigures
+from varlen.types import FloatArray, Int32Array, IntArray, Method, Overlong
 
 WINDOW = 1_000
 """Rows that TRL and LLaMA-Factory pack together: the batch that `datasets` maps by default."""
@@ -41,6 +42,8 @@ class Sample:
     """int64: numbers of the sampled documents among the lengths given."""
     sampled: Int32Array
     """int32: lengths of the sampled documents."""
+    given: Given
+    """The same, and the empty ones unless some were left out: what ours are measured on."""
     shuffled: Int32Array
     """int32: the same in random order."""
     windows: tuple[Int32Array, ...]
@@ -106,19 +109,29 @@ POLICIES = (
         parts=_at_once,
     ),
 )
-TITLES: dict[Method, str] = {
-    "best_fit_decreasing": "best fit decreasing",
-    "first_fit_decreasing": "first fit decreasing",
-    "best_fit": "best fit",
-    "first_fit": "first fit",
-    "next_fit": "next fit",
-    "balanced": "balanced",
-    "wrapped": "wrapped (cut at every pack's end)",
-}
-METHODS: tuple[Method, ...] = tuple(sorted(get_args(Method), key=list(TITLES).index))
+METHODS: tuple[Method, ...] = (
+    "best_fit",
+    "best_fit_decreasing",
+    "balanced",
+    "first_fit",
+    "first_fit_decreasing",
+    "next_fit",
+    "wrapped",
+)
+PACK_METHODS: tuple[Method, ...] = ("best_fit", "best_fit_decreasing", "balanced", "wrapped")
+"""Those of `varlen pack` that are measured: its others are as these are, or for comparison with other packers."""
+WITH_PACK, WITH_LENGTHS = "pack_", ""
+"""Before a method in the names of packings: of `varlen pack`, and of `vl.pack`."""
 
 
-def draw_sample(lengths: Int32Array, targets: IntArray | None, smallest_capacity: int, seed: int) -> Sample:
+def draw_sample(
+    lengths: Int32Array,
+    targets: IntArray | None,
+    smallest_capacity: int,
+    seed: int,
+    parts: IntArray | None = None,
+    bytes_a_token: int = BYTES_A_TOKEN,
+) -> Sample:
     """Choose what is packed: all documents that hold a token, or as many as take a second or two.
 
     Args:
@@ -126,6 +139,8 @@ def draw_sample(lengths: Int32Array, targets: IntArray | None, smallest_capacity
         targets: int64 `[num_documents]`, or None.
         smallest_capacity: at which documents are cut into the most pieces.
         seed: of the sample and of the shuffled order.
+        parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
+        bytes_a_token: of the files, about.
 
     Raises:
         SettingError: the smallest capacity would cut even a sample into far too many pieces.
@@ -152,6 +167,9 @@ def draw_sample(lengths: Int32Array, targets: IntArray | None, smallest_capacity
         targets=None if targets is None else targets[ids],
         ids=ids[chosen],
         sampled=sampled,
+        given=Given(lengths=lengths, ids=np.arange(lengths.size), parts=parts, bytes_a_token=bytes_a_token)
+        if most >= full.size
+        else Given(lengths=sampled, ids=ids[chosen], parts=None, bytes_a_token=bytes_a_token),
         shuffled=rng.permutation(sampled),
         windows=tuple(full[start : start + WINDOW] for start in starts.tolist()),
     )
@@ -161,7 +179,7 @@ def measure_capacity(sample: Sample, capacity: int) -> CapacityFigures:
     """Pack a sample by every method and every policy, and count over all documents what is lost."""
     loss = _loss(sample, capacity)
     tokens = int(sample.lengths.sum(dtype=np.int64))
-    packings = [_measure_method(sample, capacity, method, loss) for method in METHODS]
+    packings = _measure_ours(sample, capacity, loss)
     packings += [_measure_policy(sample, capacity, policy, loss) for policy in POLICIES]
     pieces = pack(sample.sampled, capacity, "next_fit", "split").lengths
     return CapacityFigures(
@@ -196,16 +214,39 @@ def _loss(sample: Sample, capacity: int) -> _Loss:
     )
 
 
-def _measure_method(sample: Sample, capacity: int, method: Method, loss: _Loss) -> PackFigures:
-    packing = pack(sample.sampled, capacity, method, "split")
-    return _figures(
-        name=method,
-        title=TITLES[method],
-        packings=[packing],
-        sample=sample,
-        loss=loss,
-        documents=sample.sampled.size,
-    )
+def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigures]:
+    """Pack as `varlen pack`, the loader and `vl.pack` do."""
+    given, size = sample.given, sample.sampled.size
+    measured: list[tuple[str, str, Kind, Method, Packed, int]] = []
+    for method in PACK_METHODS:
+        found = by_pack(given, capacity, method, is_named=False)
+        measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, found, size))
+    streamed = int(np.count_nonzero(given.streamed()))
+    for name, found, documents in (
+        ("indexed", by_index(given, capacity), size),
+        ("streaming", by_stream(given, capacity), streamed),
+    ):
+        title = f"vl.PackedLoader ({name})"
+        measured.append((f"loader_{name}", title, "loader", "best_fit", found, documents))
+    for method in METHODS:
+        title = f"vl.pack ({method})"
+        measured.append(
+            (WITH_LENGTHS + method, title, "method", method, by_lengths(given, capacity, method), size)
+        )
+    return [
+        _figures(
+            name=name,
+            title=title,
+            kind=kind,
+            method=method,
+            capacity=capacity,
+            packings=[found],
+            sample=sample,
+            loss=loss,
+            documents=documents,
+        )
+        for name, title, kind, method, found, documents in measured
+    ]
 
 
 def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) -> PackFigures:
@@ -217,7 +258,13 @@ def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) 
     return _figures(
         name=policy.name,
         title=policy.title,
-        packings=packings,
+        kind="policy",
+        method=policy.method,
+        capacity=capacity,
+        packings=[
+            Packed(overlong=policy.overlong, lengths=packing.lengths, offsets=packing.offsets)
+            for packing in packings
+        ],
         sample=sample,
         loss=loss,
         documents=sum(part.size for part in parts),
@@ -225,23 +272,33 @@ def _measure_policy(sample: Sample, capacity: int, policy: Policy, loss: _Loss) 
 
 
 def _figures(
-    *, name: str, title: str, packings: list[Packing], sample: Sample, loss: _Loss, documents: int
+    *,
+    name: str,
+    title: str,
+    kind: Kind,
+    method: Method,
+    capacity: int,
+    packings: list[Packed],
+    sample: Sample,
+    loss: _Loss,
+    documents: int,
 ) -> PackFigures:
     """Put packings of parts of the documents into figures, as if they were one."""
-    overlong, capacity = packings[0].overlong, packings[0].capacity
-    packs, tokens = sum(p.num_packs for p in packings), sum(p.num_tokens for p in packings)
+    overlong = packings[0].overlong
     lengths = np.concatenate([packing.lengths for packing in packings])
     sizes = np.concatenate([np.diff(packing.offsets) for packing in packings])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
+    packs, tokens = sizes.size, int(lengths.sum(dtype=np.int64))
     wide = lengths.astype(np.float64)
     lost = {"truncate": loss.truncated, "drop": loss.dropped}.get(overlong, 0)
     targets = {"truncate": None if loss.truncated else 0, "drop": loss.dropped_targets}.get(overlong, 0)
-    cut = sum(packing.ledger.split_documents for packing in packings) / documents
+    cut = sum(packing.split_documents for packing in packings) / documents if documents else 0.0
     share = loss.documents / sample.lengths.size
     return PackFigures(
         name=name,
         title=title,
-        kind="method" if name in TITLES else "policy",
+        kind=kind,
+        method=method,
         overlong=overlong,
         documents=documents,
         packs=packs,
@@ -250,7 +307,7 @@ def _figures(
         lost_tokens=lost,
         lost_share=lost / int(sample.lengths.sum(dtype=np.int64)),
         lost_targets=targets,
-        cut_share=cut if name == "wrapped" else 0.0 if overlong == "drop" else share,
+        cut_share=cut if method == "wrapped" else 0.0 if overlong == "drop" else share,
         dropped_share=share if overlong == "drop" else 0.0,
         attention_imbalance=_imbalance(wide * wide, offsets),
         work_imbalance=_imbalance(DEFAULT_WORK[0] * wide + DEFAULT_WORK[1] * wide * wide, offsets),

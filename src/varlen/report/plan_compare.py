@@ -77,6 +77,7 @@ def compare(
         limit_bytes=float(cost.memory(mesh).limit_bytes),
         methods=tuple(rows),
         are_bytes=are_bytes,
+        estimated=cost.hardware.held_out,
         stretched=stretched(cost.model, longest),
     )
 

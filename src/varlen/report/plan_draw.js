@@ -35,7 +35,9 @@ const plans = data.plans.map((plan) => {
   });
   return read;
 });
-const longest = Math.max(...plans.map((plan) => plan.makespan));
+// The axis spans what is shown, so that a fast method alone fills it.
+const reach = () => Math.max(...(plans.some((plan) => plan.isShown) ? plans.filter((plan) => plan.isShown) : plans).map((plan) => plan.makespan));
+let longest = reach();
 const view = { from: 0, to: longest };
 let pointed = null, byDocument = false, colours = {}, isAsked = false, isPrinting = false;
 

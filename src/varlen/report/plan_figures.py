@@ -85,7 +85,7 @@ class PlanComparison:
     are_bytes: bool = False
     """Whether lengths are of bytes, since no tokenizer was given."""
     estimated: str = ""
-    """A sentence about rates that weren't measured on the hardware, or ""."""
+    """A sentence about how well measured rates predict, or ""."""
     stretched: str = ""
     """A sentence about documents beyond the positions that the model was published with, or ""."""
 

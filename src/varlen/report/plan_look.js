@@ -170,7 +170,9 @@ function build() {
     toggle.addEventListener("change", () => {
       plan.isShown = toggle.checked;
       box.hidden = !plan.isShown;
-      redraw();
+      const was = longest, isWhole = view.from <= 0 && view.to >= was;
+      longest = reach();
+      look(isWhole ? 0 : view.from, isWhole ? longest : view.to);
     });
   }
   const does = { in: () => zoom(ZOOM), out: () => zoom(1 / ZOOM), whole: () => look(0, longest), left: () => pan(-0.25), right: () => pan(0.25) };

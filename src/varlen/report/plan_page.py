@@ -13,6 +13,7 @@ from varlen.report.plan_lanes import MOST_TASKS, Lanes, lanes
 from varlen.report.plan_table import cells
 from varlen.report.plan_words import (
     BYTES,
+    UNFAIR,
     baseline,
     duration,
     headline,
@@ -50,7 +51,7 @@ def plan_page(found: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     parts = [
         _style(),
         _opening(found),
-        section("Methods", _methods(found), paragraph(reading(found)) if planned else ""),
+        section("Methods", *_unfair(found), _methods(found), paragraph(reading(found)) if planned else ""),
     ]
     if planned:
         drawn = [
@@ -98,6 +99,11 @@ def _opening(found: PlanComparison) -> str:
             ),
         )
     )
+
+
+def _unfair(found: PlanComparison) -> list[str]:
+    """What is to be known before methods are compared."""
+    return [paragraph(UNFAIR, "warning")] if len(found.methods) > 1 and found.best is not None else []
 
 
 def _methods(found: PlanComparison) -> str:

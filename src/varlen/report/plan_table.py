@@ -10,6 +10,7 @@ from rich.text import Text
 from varlen.report.plan_figures import MethodFigures, PlanComparison
 from varlen.report.plan_words import (
     BYTES,
+    UNFAIR,
     duration,
     headline,
     ratio,
@@ -28,13 +29,18 @@ def plan_table(found: PlanComparison) -> RenderableType:
     notes = [note for note in said if note]
     parts: list[RenderableType] = ["", Text(headline(found), style="bold"), Text(setting(found))]
     if found.best is not None:
-        parts += ["", Padding(_methods(found), (0, 0, 0, 2))]
+        parts += ["", *_unfair(found), Padding(_methods(found), (0, 0, 0, 2))]
     parts += _refusals(found)
     if notes:
         parts += ["", *(Text(note, style="yellow") for note in notes)]
     if found.best is not None:
         parts += ["", Text(reading(found), style="dim")]
     return Group(*parts)
+
+
+def _unfair(found: PlanComparison) -> list[RenderableType]:
+    """What is to be known before methods are compared."""
+    return [Text(UNFAIR, style="yellow"), ""] if len(found.methods) > 1 else []
 
 
 def _methods(found: PlanComparison) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -68,16 +68,12 @@ class Calibration:
     @property
     def mape_attention(self) -> float:
         """Mean absolute error of held-out attention, both passes, as a share of the measured time."""
-        return self._mape("attention")
+        return _error(self.held_out, "attention")
 
     @property
     def mape_gemm(self) -> float:
         """Likewise of layers without their attention."""
-        return self._mape("layer")
-
-    def _mape(self, kind: str) -> float:
-        rows = [row for row in self.held_out if row.kind == kind]
-        return mape(np.array([row.predicted_s for row in rows]), np.array([row.measured_s for row in rows]))
+        return _error(self.held_out, "layer")
 
     def table(self) -> list[dict[str, str | int | float]]:
         """Return a row for each held-out shape and pass: what, rows, keys, predicted, measured, error."""
@@ -212,9 +208,16 @@ class Bench:
         hardware = _hardware(self, seconds[:known])
         apart = quiet(rounds[::2]), quiet(rounds[1::2] if len(rounds) > 1 else rounds)
         held = _predictions(self.model, hardware, self.probes[known:], seconds[known:])
+        hardware = replace(hardware, held_out_errors=(_error(held, "attention"), _error(held, "layer")))
         return Calibration(
             hardware=hardware, held_out=tuple(held), rounds=len(rounds), repeat_mape=mape(*apart)
         )
+
+
+def _error(held: Sequence[Predicted], kind: str) -> float:
+    """Return the mean absolute error of held-out shapes of a kind, as a share of the measured time."""
+    rows = [row for row in held if row.kind == kind]
+    return mape(np.array([row.predicted_s for row in rows]), np.array([row.measured_s for row in rows]))
 
 
 def _check_memory(model: ModelShape, device: torch.device, dtype: torch.dtype) -> None:

@@ -135,7 +135,7 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
     """
     stretches = [_stretches(source, file) for file in source.files]
     sizes = [_size(file, some) for file, some in zip(source.files, stretches)]
-    block_bytes = min(MOST_BLOCK_BYTES, max(FEWEST_BLOCK_BYTES, sum(sizes) // (BLOCKS_OF_A_LANE * lanes)))
+    block_bytes = block_bytes_for(sum(sizes), lanes)
     rows: list[tuple[int, int, int, int, int, int]] = []
     for index, file in enumerate(source.files):
         cuts = _cut(file, sizes[index], stretches[index], block_bytes, source.text_cut == "file")
@@ -153,6 +153,16 @@ def cut_blocks(source: Source, lanes: int) -> Blocks:
         is_kept=table_bytes <= KEPT_BYTES,
         lanes=lanes,
     )
+
+
+def block_bytes_for(total_bytes: int, lanes: int) -> int:
+    """Return the most bytes of a block.
+
+    Args:
+        total_bytes: of all files, unpacked.
+        lanes: among which the blocks are to be dealt.
+    """
+    return min(MOST_BLOCK_BYTES, max(FEWEST_BLOCK_BYTES, total_bytes // (BLOCKS_OF_A_LANE * lanes)))
 
 
 def read_by_all(source: Source, blocks: Blocks) -> list[str]:

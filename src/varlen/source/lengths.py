@@ -55,6 +55,8 @@ class Lengths:
     """What these stand for, and what chat templates left out."""
     unread: str | None = None
     """Which split was read, and what of folders wasn't."""
+    parts: IntArray | None = None
+    """int64: documents of each part that is tokenized by itself; None: it isn't known, or there is one."""
     are_bytes: bool = False
     """Whether bytes were counted, since no tokenizer was given."""
     are_counted: bool = False
@@ -80,6 +82,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0
+    documents_in = np.zeros(len(parts), np.int64)
     watch = Watch([source.part_bytes(part) for part in parts], on_progress)
     watched = source.watched(watch.read)
     for number, part in enumerate(parts):
@@ -87,6 +90,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
             if count < excerpts_wanted:
                 excerpts |= _excerpts(source, documents, count, excerpts_wanted - count)
             count += len(documents)
+            documents_in[number] += len(documents)
             lengths.append(documents.lengths)
             targets.append(targets_of(documents))
             has_mask |= documents.loss_mask is not None
@@ -103,6 +107,7 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
         skipped=skipped,
         losses=losses,
         unread=source.unread(),
+        parts=documents_in,
         are_bytes=source.counts_bytes(),
     )
 
@@ -128,6 +133,7 @@ def stored_lengths(store: TokenStore) -> Lengths:
         excerpts={},
         skipped=(),
         losses=store.losses,
+        parts=np.bincount(store.parts, store.documents).astype(np.int64),
     )
 
 

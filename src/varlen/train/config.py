@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from varlen.counts import as_tokens
 from varlen.errors import SettingError, SourceError
 from varlen.train.settings import TrainSettings
 
@@ -59,7 +60,7 @@ def as_settings(kind: type[_Settings], table: Mapping[str, Any], name: str) -> _
     Raises:
         SettingError: a key that is none, a value of another type or out of its range, or one that is missing.
     """
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
@@ -97,6 +98,8 @@ def _as_value(hint: Any, value: Any, key: str) -> Any:
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     options = tuple(option for option in options if option is not NoneType)
     for option in options:
+        if get_origin(option) is Annotated:
+            return as_tokens(value, key)
         if is_dataclass(option):
             if isinstance(value, Mapping):
                 return as_settings(option, value, key)  # type: ignore[arg-type]

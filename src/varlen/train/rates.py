@@ -54,7 +54,7 @@ def hardware_of(
     """
     named = settings.hardware
     if named != "auto":
-        return _named(named)
+        return _said(_named(named), say)
     card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
     known = next((name for name in MACHINES if name in card), None)
     if known is not None:
@@ -63,14 +63,21 @@ def hardware_of(
         return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
     kept = folder / MEASURED
     if kept.is_file():
-        return load_hardware(kept)
+        return _said(load_hardware(kept), say)
     say(
         f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
     )
     measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
     folder.mkdir(parents=True, exist_ok=True)
     save_hardware(measured, kept)
-    return measured
+    return _said(measured, say)
+
+
+def _said(hardware: Hardware, say: Callable[[str], object]) -> Hardware:
+    """Say how well rates predict, where it was measured."""
+    if hardware.held_out:
+        say(hardware.held_out)
+    return hardware
 
 
 def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
+from varlen.counts import TOKENS
 from varlen.errors import SettingError
 from varlen.source.files import Format
 from varlen.source.retry import Retry
 from varlen.step_plan import PlanMethod
 from varlen.types import Method, Overlong
 
+Tokens: TypeAlias = Annotated[int, TOKENS]
+"""A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
 _TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json"}
@@ -25,8 +28,8 @@ class DataSettings:
 
     source: str | tuple[str, ...]
     """A token store of `varlen index`; or files, folders, globs or URLs of documents."""
-    capacity: int
-    """Tokens of a pack."""
+    capacity: Tokens
+    """Of a pack."""
     global_batch_size: int
     """Packs of an optimizer step, over all processes."""
     micro_batch_size: int | None = None
@@ -234,7 +237,7 @@ class PlanSettings:
 
     method: PlanMethod | None = None
     """As `vl.plan_step` has them; left out: "micropack", or slices of `slice_tokens` for one process."""
-    slice_tokens: int | None = None
+    slice_tokens: Tokens | None = None
     """Rows that one process runs at once at most, without hardware; left out: 8,192."""
     pp: int = 1
     """Pipeline stages; must divide the number of processes."""
@@ -255,7 +258,7 @@ class PlanSettings:
     """Whether data-parallel ranks share documents where that is faster, or the only way to hold them."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that plans may use."""
-    least_rows: int = 2048
+    least_rows: Tokens = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
     quick: PlanMethod = "sliced"
     """Method of the answer where a plan isn't there in time. By the same as `method` it is the same plan, so that

@@ -37,7 +37,7 @@ class VarlenSettings(BaseModel):
     """The attention that the model is set to, or varlen's own, which computes each document by itself."""
     loss_weighting: Weighting = "token"
     """As `PackedTraining` takes it."""
-    overlong: Overlong = "error"
+    overlong: Overlong = "split"
     """What becomes of documents longer than a pack, where `capacity` is less than `sequence_len`."""
     method: Method = "best_fit"
     window: int | None = None

@@ -1,0 +1,172 @@
+"""The packs that a loader makes of documents, known from their lengths before anything is tokenized.
+
+Both modes run as they do in training, over documents of blank tokens: the windows and groups of a token store, or the
+lanes and rounds of documents that are read as they come. Only where a file is cut into blocks isn't known; blocks are
+cut here after as many tokens as hold a block's share of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.feed.claims import ChunkSequence, Claim
+from varlen.feed.exchange import Solo
+from varlen.feed.groups import PARTS_A_GROUP
+from varlen.feed.intake import Brought
+from varlen.feed.lane import RECORD_BITS, Arrival, chunk_of, document_ids
+from varlen.feed.opening import batch_settings, streaming_settings, usual_window, window_settings
+from varlen.feed.record import LaneRecord
+from varlen.feed.resumed import unread
+from varlen.feed.rounds import Rounds
+from varlen.feed.settings import LoaderSettings
+from varlen.feed.spec import grouped
+from varlen.feed.stream import PackStream, Position
+from varlen.feed.streaming import round_settings
+from varlen.pack.lengths import LARGEST
+from varlen.source.blank_tokens import BlankTokens
+from varlen.source.block_reader import Chunk
+from varlen.source.blocks import Blocks, block_bytes_for
+from varlen.source.losses import Losses
+from varlen.types import Int32Array, IntArray
+
+Pieces = tuple[IntArray, IntArray]
+"""int64 `[pieces]`: the length of each; and `[packs + 1]`: pack p holds the pieces `offsets[p]:offsets[p + 1]`."""
+BYTES_A_TOKEN = 4
+"""Of text, about."""
+
+
+def indexed_packs(lengths: Int32Array, shards: IntArray | None, settings: LoaderSettings) -> Pieces:
+    """Return the packs of an epoch of a token store.
+
+    Args:
+        lengths: int32 `[documents]`, empty ones too.
+        shards: int64 `[parts]`: documents of each part of the store; None: all are in one.
+        settings: of the loader.
+    """
+    tokens = BlankTokens(lengths, shards)
+    windows = grouped(tokens, window_settings(settings, usual_window(settings)), PARTS_A_GROUP)
+    packs = PackStream(windows, 1).take(Position(), LARGEST)[0]
+    return packs.stops - packs.starts, packs.offsets
+
+
+def streamed_packs(
+    lengths: Int32Array, settings: LoaderSettings, bytes_a_token: int = BYTES_A_TOKEN
+) -> Pieces:
+    """Return the packs of an epoch of documents that are read as they come, without the masked ones at its end.
+
+    Args:
+        lengths: int32 `[documents]`, empty ones too.
+        settings: of the loader.
+        bytes_a_token: of the files.
+    """
+    chosen = streaming_settings(settings)
+    chunks = _Chunks(lengths, bytes_a_token, chosen.lanes)
+    sequence = ChunkSequence(chunks.blocks, chunks, chosen.seed, chosen.epochs)
+    rounds = Rounds(
+        sequence,
+        chunks,
+        Solo(),
+        round_settings(chosen, batch_settings(settings), chunks.blocks.block_bytes),
+        range(chosen.lanes),
+    )
+    pieces: list[IntArray] = [np.zeros(0, np.int64)]
+    sizes: list[IntArray] = [np.zeros(0, np.int64)]
+    for one in rounds.run({}, 0):
+        for packs in one.packs.values():
+            pieces.append(packs.stops - packs.starts)
+            sizes.append(np.diff(packs.offsets))
+    counts = np.concatenate(sizes)
+    return np.concatenate(pieces), np.concatenate([[0], np.cumsum(counts[counts > 0])]).astype(np.int64)
+
+
+class _Chunks:
+    """Blocks of documents of known lengths, and who reads them."""
+
+    def __init__(self, lengths: Int32Array, bytes_a_token: int, lanes: int) -> None:
+        """Cut documents into blocks."""
+        ends = np.cumsum(lengths, dtype=np.int64) * bytes_a_token
+        total = int(ends[-1]) if ends.size else 0
+        block_bytes = block_bytes_for(total, lanes)
+        count = -(-total // block_bytes)
+        # A document is of the block in which it begins, as a line is.
+        begins = np.concatenate([[0], ends[:-1]]) if ends.size else ends
+        cuts = np.searchsorted(begins, np.arange(count + 1) * block_bytes)
+        cuts[-1:] = lengths.size
+        self._lengths, self._cuts = lengths, cuts
+        self.ends: dict[int, tuple[int, str]] = {}
+        numbers = np.arange(count)
+        self.blocks = Blocks(
+            files=np.zeros(count, np.int64),
+            starts=numbers * block_bytes,
+            stops=(numbers + 1) * block_bytes,
+            parts=np.zeros(count, np.int64),
+            of_parts=np.ones(count, np.int64),
+            sizes=np.full(count, block_bytes),
+            block_bytes=block_bytes,
+            is_kept=True,
+            lanes=lanes,
+        )
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is such a chunk: each block is one."""
+        return chunk.number == 0
+
+    def is_live(self, block: int) -> bool:  # noqa: ARG002 - none is
+        """Whether rows come while they are read: none do."""
+        return False
+
+    def name_of(self, block: int) -> str:
+        """Name a block."""
+        return f"block {block:,}"
+
+    def error_of(self, block: int) -> SourceError | None:  # noqa: ARG002 - all can be read
+        """Return why a block can't be read: each can."""
+        return None
+
+    def print_of(self, chunk: Chunk) -> str:  # noqa: ARG002 - none has rows that come while they are read
+        """Return the hash of rows: none is needed."""
+        return ""
+
+    def read(
+        self,
+        claims: Sequence[Claim],
+        soon: Sequence[Chunk] = (),  # noqa: ARG002 - nothing has to be read ahead
+    ) -> list[Brought | Exception]:
+        """Return what each claim brings."""
+        return [self._bring(claim) for claim in claims]
+
+    def _bring(self, claim: Claim) -> Brought:
+        block = claim.chunk.block
+        some = self._lengths[self._cuts[block] : self._cuts[block + 1]].astype(np.int64)
+        arrival = Arrival(
+            ids=document_ids(block, 0, np.arange(some.size), is_alone=len(self.blocks) == 1),
+            firsts=np.zeros(some.size, np.int64),
+            ages=np.zeros(some.size, np.int32),
+            offsets=np.concatenate([[0], np.cumsum(some)]).astype(np.int64),
+            tokens=np.zeros(int(some.sum()), np.int32),
+            mask=None,
+        )
+        return Brought(
+            claim=claim,
+            path=self.name_of(block),
+            arrival=arrival,
+            faults=(),
+            losses=Losses(),
+            outside=Losses(),
+        )
+
+    def can_wait(self, records: Iterable[LaneRecord]) -> bool:  # noqa: ARG002 - there are none
+        """Whether documents that wait may be read later: none wait where training begins."""
+        return True
+
+    def waiting(self, records: Mapping[int, LaneRecord]) -> dict[int, Arrival]:
+        """Return the documents that wait, as blanks: their lengths are known."""
+        return {lane: unread(record) for lane, record in records.items()}
+
+    def chunks_of(self, ids: Sequence[IntArray]) -> list[Chunk]:
+        """Return the chunks that documents are of."""
+        found = np.unique(np.concatenate([np.zeros(0, np.int64), *ids]) >> RECORD_BITS)
+        return [chunk_of(one << RECORD_BITS, is_alone=len(self.blocks) == 1) for one in found.tolist()]
