@@ -124,7 +124,9 @@ def _race_trl(form: str) -> list[Row]:
     from varlen.adapters.trl.collator import DataCollatorForLanguageModeling
 
     batch = Batch.of("log-normal", MEDIUM)
-    ours = partial(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), _features(batch, form, False))
+    ours = partial(
+        DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), _features(batch, form, False)
+    )
     theirs = trl.collator(_documents(batch, form))
     target, note = (FROM_LISTS, "") if form == "lists" else (FROM_ARRAYS, "the other copies arrays as arrays")
     return [
