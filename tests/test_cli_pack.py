@@ -295,9 +295,11 @@ def test_a_log_shows_every_phase(tmp_path):
     assert len(said) < 25
 
 
-def test_a_manifest_that_is_nearly_one_of_varlens_is_no_bug(pack, tmp_path):
+def test_a_manifest_that_is_nearly_one_of_varlens_is_read_over_or_a_damaged_one(pack, tmp_path):
     (tmp_path / "in").mkdir()
     write_texts(tmp_path / "in" / "a.jsonl")
-    for content in ('{"varlen": "1", "kind": "packed"}', '{"varlen": "1", "kind": "packed", "ledger": [1]}'):
-        (tmp_path / "in" / "manifest.json").write_text(content)
-        assert pack("in", "-o", "out", "--overwrite")[0] == 0
+    (tmp_path / "in" / "manifest.json").write_text('{"varlen": "1", "kind": "packed"}')
+    assert pack("in", "-o", "out")[0] == 0
+
+    (tmp_path / "in" / "manifest.json").write_text('{"varlen": "1", "kind": "packed", "ledger": [1]}')
+    assert "in has a damaged manifest: `settings` is missing" in one_sentence(pack("in", "-o", "other"))
