@@ -47,6 +47,8 @@ class Compiler(CodeGenerator):
             if open_terms > MOST_UNASKED:
                 groups, open_terms = groups + 1, 1
         is_asked = (open_terms > 1 or groups > 0) and not (id(node) in self._written and groups == 0)
+        if is_asked:
+            self._written.update(id(term) for term in terms if isinstance(term, nodes.List))
         self.write("environment.within(" * (groups + is_asked) + "(" * len(terms))
         open_terms = 0
         for number, term in enumerate(terms):
@@ -98,7 +100,7 @@ class Compiler(CodeGenerator):
         )
 
     def _made(self, node: nodes.Expr, frame: Frame, items: list[nodes.Expr], visit: Any) -> None:
-        is_asked = any(not isinstance(item, nodes.Const) for item in items)
+        is_asked = id(node) not in self._written and any(not isinstance(item, nodes.Const) for item in items)
         self.write("environment.made(" if is_asked else "")
         visit(node, frame)
         self.write(")" if is_asked else "")

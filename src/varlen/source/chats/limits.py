@@ -399,12 +399,15 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_sum(iterable: Iterable[Any], start: Any) -> Any:
-    """Return a sum as Python's, of lists too, in a time that grows with what is summed up."""
-    if not isinstance(start, list):
+    """Return a sum as Python's, of lists and tuples too, in a time that grows with what is summed up."""
+    kind = type(start)
+    if kind not in (list, tuple):
         return sum(iterable, start)
     total = list(start)
     for one in iterable:
-        if not isinstance(one, list):
-            raise TypeError(f'can only concatenate list (not "{type(one).__name__}") to list')
+        if not isinstance(one, kind):
+            raise TypeError(
+                f'can only concatenate {kind.__name__} (not "{type(one).__name__}") to {kind.__name__}'
+            )
         total += one
-    return made(total)
+    return made(kind(total))
