@@ -80,7 +80,7 @@ def balanced_candidates(
                 )
 
 
-def micro_batch_counts(lengths: Int32Array, mesh: Mesh) -> tuple[int, ...]:
+def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS) -> tuple[int, ...]:
     """Return the numbers of micro-batches a rank that may be tried, at least one, rising.
 
     The last is one document a micro-batch, or micro-batches of `LEAST_TOKENS`; of very many documents, as many as can
@@ -89,10 +89,11 @@ def micro_batch_counts(lengths: Int32Array, mesh: Mesh) -> tuple[int, ...]:
     Args:
         lengths: int32 `[num_documents]`.
         mesh: where it runs.
+        steps: documents times micro-batches of all ranks that may be looked at for one of these numbers.
     """
     most = int(lengths.sum(dtype=np.int64)) // (mesh.dp * LEAST_TOKENS)
     held = int(np.count_nonzero(lengths))
-    in_time = max(_MOST_STEPS // max(held * mesh.dp, 1), _LEAST_ROUNDS * mesh.num_chunks)
+    in_time = max(steps // max(held * mesh.dp, 1), _LEAST_ROUNDS * mesh.num_chunks)
     most = min(most, held, in_time)
     tried = {round(times * mesh.num_chunks) for times in COUNTS}
     return (*sorted(count for count in tried if count < most), max(most, 1))
