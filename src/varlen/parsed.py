@@ -8,6 +8,7 @@ text.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import Any
 
@@ -17,6 +18,7 @@ _DEEPEST = 100
 _LONGEST_NUMBER = 320
 """Characters of a number: a little more than the largest that floating point holds."""
 _MOST_VALUES = 1_000_000
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \t]*){100}""")
 _DEEP = "brackets, tables or blocks nested too deeply"
 
 
@@ -52,6 +54,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         UnreadableError: it isn't TOML, or is too long or nested too deeply, or has an integer of over 64 bits.
     """
     _check_size(text, "TOML")
+    if _LONG_KEY.search(text):  # which takes tomllib a time that grows with its square
+        raise UnreadableError("a key of over 100 parts")
     try:
         table = tomllib.loads(text)
     except RecursionError:
@@ -75,8 +79,9 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     _check_size(text, "YAML")
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -95,7 +100,8 @@ def parse_yaml(text: str) -> Any:
     ) as error:  # PyYAML's constructors let what they call raise: a date of month 99, an empty !!int
         raise UnreadableError(f"a value that its tag doesn't allow ({_first_line(error)})") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _check_node(node: Any, known: dict[int, int], depth: int) -> int:
