@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_what_is_usual_is_read() -> None:
         "a": {"x": 1, "y": [1, 2]},
         "b": {"x": 1, "y": [1, 2], "z": 0.0015},
         "c": {"x": 1, "y": [1, 2]},
-        "d": __import__("datetime").date(2026, 11, 26),
+        "d": datetime.date(2026, 11, 26),
         "e": 16,
     }
     assert parse_yaml("") is None
@@ -122,9 +123,11 @@ def test_every_door_says_it_in_a_sentence(door: str, tmp_path: Path) -> None:
             if "\n" in texts[name].strip() or len(text) > 10**6:
                 continue
         (tmp_path / file).write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(VarlenError):
+        try:
             open_it(tmp_path / file)
-            raise AssertionError(name)
+        except VarlenError:
+            continue
+        pytest.fail(name)
 
 
 OWN = {

@@ -286,8 +286,8 @@ def refuse_negative(
     wrong = np.flatnonzero(values[places] < 0)
     first = int(wrong[0])
     raise DocumentsError(
-        f"document {int(documents[owners[first]]):,} has the token id {int(values[places[first]])}; ids are 0 or more "
-        f"({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained, ids "
+        f"document {int(documents[owners[first]]):,} has the token id {int(values[places[first]])}; ids are 0 or "
+        f"more ({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained, ids "
         "may not"
     )
 

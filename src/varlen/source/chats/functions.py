@@ -12,6 +12,7 @@ from jinja2.filters import make_attrgetter
 from jinja2.utils import Cycler, pass_environment
 
 from varlen.source.chats import limits
+from varlen.source.chats.asking import plain_sum
 from varlen.source.chats.limits import TooLongError, check_text
 
 _MOST_CHUNKS = 2**12
@@ -31,7 +32,7 @@ def sum_up(environment: Any, iterable: Any, attribute: Any = None, start: Any = 
     """Sum up, as jinja does."""
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
-    return limits.plain_sum(iterable, start)
+    return plain_sum(iterable, start)
 
 
 def make_cycler(*items: Any) -> Cycler:
@@ -40,7 +41,11 @@ def make_cycler(*items: Any) -> Cycler:
 
 
 def strftime_now(form: str) -> str:
-    """Return the time of day in a form."""
+    """Return the time of day in a form.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
     if len(form) > _LONGEST_FORM:
         raise TooLongError(f"the form of a time has {len(form):,} characters; {_LONGEST_FORM:,} at most")
     return datetime.now().strftime(form)
@@ -58,7 +63,11 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters."""
+    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
     for option in (indent, *(separators or ())):
         if (len(option) if isinstance(option, str) else option or 0) > _LONGEST_FORM:
             raise TooLongError(

@@ -21,10 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chats import limits
+from varlen.source.chats import asking, limits
+from varlen.source.chats.asking import METHODS
 from varlen.source.chats.compiling import Compiler
 from varlen.source.chats.functions import concat, make_cycler, make_dict, strftime_now, sum_up, to_json
-from varlen.source.chats.limits import METHODS, TooLongError, check_number
+from varlen.source.chats.limits import TooLongError, check_number
 from varlen.source.chats.watch import StoppedError, current, watched
 
 _LONGEST_TEXT = 2**26
@@ -232,7 +233,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.has_generation = False
         self._known: set[tuple[type, str]] = set()
         filters = self.filters | {"tojson": to_json, "sum": sum_up}
-        self.filters = {name: limits.bounded(name, function) for name, function in filters.items()}
+        self.filters = {name: asking.bounded(name, function) for name, function in filters.items()}
         self.concat = concat
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -281,7 +282,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "**":
             check_number(_bits(left) * (right if isinstance(right, int) else 1))
         elif isinstance(left, (str, bytes)):
-            limits.check_percent(left if isinstance(left, str) else left.decode("latin-1"), right)
+            asking.check_percent(left if isinstance(left, str) else left.decode("latin-1"), right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
@@ -300,14 +301,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     kwargs.pop(own, None)
                 if check is None:
                     return __obj(*args, **kwargs)  # a method that `getattr` let pass
-                args = limits.asked(check, __obj.__self__, args, kwargs)
+                args = asking.asked(check, __obj.__self__, args, kwargs)
                 return limits.within(__obj(*args, **kwargs))
         elif __obj is _Notes or __obj is make_dict:
             return super().call(__context, __obj, *args, **kwargs)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes, type)) and (check := METHODS.get(__obj.__name__)) is not None:
             given = {name: value for name, value in kwargs.items() if name not in _OWN}
-            args = limits.asked(check, owner, args, given)
+            args = asking.asked(check, owner, args, given)
         if not isinstance(owner, dict):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, int):
@@ -323,7 +324,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         def asked(*args: Any, **kwargs: Any) -> str:
             values = [*args, *kwargs.values()]
             given = values[0].values() if len(values) == 1 and isinstance(values[0], Mapping) else ()
-            limits.check_braces(value.__self__, [*values, *given])
+            asking.check_braces(value.__self__, [*values, *given])
             return wrapped(*args, **kwargs)
 
         return asked
