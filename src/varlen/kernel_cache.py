@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ def _cache_type() -> Any:
     """Return numba's cache in a folder that is given, whatever a configuration file of the current folder names."""
     from numba.core import caching
 
-    class Locator(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):  # type: ignore[misc]
+    class Locator(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
         def __init__(self, function: Any, folder: str, source: str) -> None:
             self._py_file, self._folder = source, folder
             self._lineno = function.__code__.co_firstlineno
@@ -215,16 +215,17 @@ def _cache_type() -> Any:
         def get_cache_path(self) -> str:
             return self._folder
 
-    class Contents(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    class Contents(caching.CompileResultCacheImpl):
         def __init__(self, function: Any, folder: str, source: str) -> None:
             self._lineno = function.__code__.co_firstlineno
             self._locator = Locator(function, folder, source)
             name = f"{Path(source).stem}.{function.__qualname__}"
-            self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
+            self._filename_base = cast(Any, self).get_filename_base(name, getattr(sys, "abiflags", ""))
 
-    class Kept(caching.FunctionCache):  # type: ignore[misc]
+    class Kept(caching.FunctionCache):
         def __init__(self, function: Any, folder: str, source: str) -> None:
-            self._impl_class = lambda function: Contents(function, folder, source)
-            super().__init__(function)
+            own = cast(Any, self)
+            own._impl_class = lambda function: Contents(function, folder, source)
+            cast(Any, super()).__init__(function)
 
     return Kept

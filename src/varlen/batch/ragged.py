@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from varlen.batch.int_lists import read_int_lists
 from varlen.errors import DocumentsError
-from varlen.types import IntArray
+from varlen.types import Int32Array, IntArray
 
 Documents: TypeAlias = Any
 """A list of lists, arrays or tensors; a tuple (values, offsets); or an Arrow list array, chunked or not."""
@@ -266,7 +266,7 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
 
 
 def refuse_negative(
-    values: npt.NDArray[Any], starts: IntArray, lengths: IntArray, documents: IntArray
+    values: npt.NDArray[Any], starts: IntArray, lengths: Int32Array | IntArray, documents: IntArray
 ) -> NoReturn:
     """Refuse token ids below 0.
 
@@ -287,8 +287,8 @@ def refuse_negative(
     first = int(wrong[0])
     raise DocumentsError(
         f"document {int(documents[owners[first]]):,} has the token id {int(values[places[first]])}; ids are 0 or "
-        f"more ({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained, ids "
-        "may not"
+        f"more ({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained; "
+        "ids may not"
     )
 
 

@@ -32,7 +32,7 @@ class Compiler(CodeGenerator):
             self._written.add(id(node))
 
     @optimizeconst
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:  # noqa: N802
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write a sum, with a question unless little is added up and written at once."""
         terms: list[nodes.Expr] = []
         left: nodes.Expr = node

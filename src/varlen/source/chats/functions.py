@@ -53,7 +53,8 @@ def strftime_now(form: str) -> str:
 
 def make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     """Stand for `dict` without being the class, whose methods a template could reach."""
-    return limits.made(dict(*args, **kwargs))
+    made: dict[Any, Any] = limits.made(dict(*args, **kwargs))
+    return made
 
 
 def to_json(

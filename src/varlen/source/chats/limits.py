@@ -29,7 +29,7 @@ MOST_UNASKED = 4
 LARGE = 2**12
 """Characters from which on it is counted what a template makes."""
 _DEEPEST = 200
-_VIEWS = (type({}.items()), type({}.keys()), type({}.values()))
+_VIEWS: tuple[type, ...] = (type({}.items()), type({}.keys()), type({}.values()))
 _CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
 
 

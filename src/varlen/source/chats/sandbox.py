@@ -225,7 +225,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("*", "**", "%"))
     code_generator_class = Compiler
-    within, made, joined = map(staticmethod, (limits.within, limits.made, limits.joined))
+    within, made, joined = staticmethod(limits.within), staticmethod(limits.made), staticmethod(limits.joined)
     """What compiled templates ask."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._known: set[tuple[type, str]] = set()
         filters = self.filters | {"tojson": to_json, "sum": sum_up}
         self.filters = {name: asking.bounded(name, function) for name, function in filters.items()}
-        self.concat = concat
+        self.concat = concat  # type: ignore[method-assign]
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": strftime_now,
