@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -27,8 +28,8 @@ from varlen.jit import compiled
 messages = []
 handler = logging.Handler()
 handler.emit = lambda record: messages.append(record.getMessage())
-logging.getLogger("varlen.jit").addHandler(handler)
-logging.getLogger("varlen.jit").setLevel(logging.INFO)
+logging.getLogger("varlen").addHandler(handler)
+logging.getLogger("varlen").setLevel(logging.INFO)
 
 @compiled
 def add(a, b):
@@ -56,7 +57,7 @@ class Machine:
     folder: Path
 
     def __post_init__(self) -> None:
-        for place in (self.source, self.home, self.work):
+        for place in (self.source, self.home, self.work, self.temporary):
             place.mkdir()
         (self.source / "kernel.py").write_text(KERNEL)
 
@@ -72,6 +73,10 @@ class Machine:
     def work(self) -> Path:
         return self.folder / "work"
 
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
     def make_source_read_only(self) -> None:
         # A file in the place of the cache folder stops root too, whom no permission stops.
         (self.source / "__pycache__").write_text("")
@@ -81,12 +86,17 @@ class Machine:
         self.home.rmdir()
         self.home.write_text("")
 
+    def make_temporary_read_only(self) -> None:
+        self.temporary.rmdir()
+        self.temporary.write_text("")
+
     def run(
         self, script: str = "import kernel; kernel.report()", **environment: str | None
     ) -> dict[str, object]:
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("NUMBA", "XDG", "VARLEN"))}
         places = [self.source, Path(varlen.__file__).parent.parent]
         variables |= {"HOME": str(self.home), "PYTHONPATH": os.pathsep.join(map(str, places))}
+        variables["TMPDIR"] = str(self.temporary)
         variables = {k: v for k, v in (variables | environment).items() if v is not None}
         command = [sys.executable, "-B", "-W", "error", "-c", script]
         run = subprocess.run(
@@ -141,17 +151,40 @@ def test_a_named_cache_folder_that_cannot_be_written_is_no_error(machine: Machin
     machine.make_source_read_only()
     machine.make_home_read_only()
 
+    machine.run(**{variable: str(machine.home / "cache")})
     report = machine.run(**{variable: str(machine.home / "cache")})
 
-    assert "compiled once a process" in str(report["messages"])
-    assert machine.kept() == []
+    assert (report["hits"], report["messages"]) == (1, [])
+    assert machine.temporary in Path(str(report["path"])).parents
 
 
-def test_a_kernel_runs_where_neither_package_nor_home_can_be_written(machine: Machine) -> None:
+def test_a_kernel_is_kept_among_temporary_files_where_neither_package_nor_home_can_be_written(
+    machine: Machine,
+) -> None:
     machine.make_source_read_only()
     machine.make_home_read_only()
 
-    report = machine.run()
+    first, second = machine.run(), machine.run()
+
+    assert (first["hits"], second["hits"]) == (0, 1)
+    folder = machine.temporary / f"varlen-kernels-{os.geteuid()}"
+    assert folder in Path(str(first["path"])).parents
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+NOWHERE = """
+from varlen import kernel_cache
+def fail(*_, **__): raise FileNotFoundError
+class tempfile:
+    gettempdir = mkdtemp = TemporaryFile = fail
+kernel_cache.tempfile = tempfile
+import kernel
+kernel.report()
+"""
+
+
+def test_a_kernel_runs_where_no_folder_can_be_written(machine: Machine) -> None:
+    report = machine.run(NOWHERE)
 
     assert report["messages"] == ["no folder can hold compiled kernels; add is compiled once a process"]
     assert machine.kept() == []

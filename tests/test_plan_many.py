@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 import varlen as vl
 from varlen.cost import kernels as cost_kernels
 from varlen.plan import kernels, kernels_compose, micropack
+from varlen.plan.baselines import balanced, dynamic_cp
 from varlen.plan.check import check_plan
 from varlen.plan.groups import Groups, documents_of_ranks
 
@@ -94,3 +97,28 @@ def test_a_million_documents_are_planned(sigma: float) -> None:
 
     check_plan(plan, COST)
     assert plan.num_documents == 1_000_000
+
+
+@pytest.mark.parametrize("method", ["balanced", "dynamic_cp"])
+def test_micro_batches_of_many_documents_are_as_many_as_can_be_filled_in_time(method: str) -> None:
+    steps = {"balanced": balanced._MOST_STEPS, "dynamic_cp": dynamic_cp.MOST_STEPS}[method]
+    mesh = vl.Mesh(dp=4, pp=4, tp=4)
+
+    many = balanced.micro_batch_counts(short_ones(100_000), mesh, steps)
+    few = balanced.micro_batch_counts(short_ones(4_000), mesh, steps)
+
+    assert many[-1] * 4 * 100_000 <= steps
+    assert few[-1] == short_ones(4_000).sum() // (4 * balanced.LEAST_TOKENS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["packed", "balanced", "sliced", "dynamic_cp", "micropack"])
+@pytest.mark.parametrize("mesh", [vl.Mesh(dp=4, pp=4, tp=4), vl.Mesh(dp=16, pp=4, tp=8)], ids=str)
+def test_a_step_of_100_000_documents_is_planned_by_every_method(method: Any, mesh: vl.Mesh) -> None:
+    begun = time.process_time()
+
+    plan = vl.plan_step(short_ones(100_000), cost=COST, mesh=mesh, method=method)
+
+    check_plan(plan, COST)
+    assert time.process_time() - begun < 240
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3_000_000

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
+
+from varlen import kernel_cache
 
 _log = logging.getLogger(__name__)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -25,6 +29,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 PATIENCE_S = 0.5
 """Seconds that a process packs by references before numba is worth its import, which takes about as long."""
 
+_LOOK_S = 0.5
+_loaded = threading.Event()
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
 
@@ -35,9 +41,24 @@ def is_enabled() -> bool:
 
 
 def load() -> None:
-    """Import numba now, in a process that will need it, while it waits for something else."""
-    if is_enabled():
+    """Import numba now, in a process that will need it, while it waits for something else.
+
+    Ctrl-C interrupts the wait and not the import: a package that is imported by half can't be imported again.
+    """
+    if not is_enabled():
+        return
+    if threading.current_thread() is threading.main_thread() and not _loaded.is_set():
+        importing = threading.Thread(target=_load, name="varlen imports numba", daemon=True)
+        importing.start()
+        while not _loaded.wait(_LOOK_S) and importing.is_alive():
+            pass
+    importlib.import_module("numba")
+
+
+def _load() -> None:
+    with suppress(ImportError):  # it is raised by the import that follows
         importlib.import_module("numba")
+    _loaded.set()
 
 
 @contextmanager
@@ -78,16 +99,40 @@ def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
 @functools.cache
 def _found(room: str, file: str, name: str) -> Callable[..., Any]:
     home = file if is_enabled() else "reference"
-    return getattr(importlib.import_module(f"{room}.{home}"), name)  # type: ignore[no-any-return]
+    if home != "reference":
+        load()
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{room}.{home}"), name)
+    return found if home == "reference" else _interruptible(found)
+
+
+def _interruptible(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what a signal raises during a call leave it as it is.
+
+    numba calls Python to load, box and unbox. What a signal's handler raises there, such as KeyboardInterrupt, comes
+    out of numba's own code as SystemError ("returned a result with an exception set"), whose cause it is.
+    """
+
+    @functools.wraps(kernel)
+    def called(*arguments: Any) -> Any:
+        try:
+            return kernel(*arguments)
+        except SystemError as error:
+            raised: BaseException | None = error
+            while isinstance(raised, SystemError):
+                raised = raised.__cause__ or raised.__context__
+            if raised is None:
+                raise
+        raise raised
+
+    return called
 
 
 def compiled(function: _Function) -> _Function:
     """Compile a kernel on its first call, and keep the machine code on disk where that is possible.
 
-    numba looks for a folder it can write: beside the source, then in the user's cache folder. Where
-    neither can be written (a read-only install run by a user without a home), the kernel is compiled
-    once a process instead. A cache that breaks later (a full disk, a file cut short) is left aside or
-    begun anew in the same way: it costs time and a log line, never the call.
+    It is kept beside the source, or in the user's cache folder, or in a folder of the user's own, whichever can be
+    written by this user and by nobody else (see `kernel_cache`). A cache that breaks later (a full disk, a file cut
+    short) is left aside or begun anew: it costs time and a log line, never the call.
 
     The GIL is released while the kernel runs.
 
@@ -104,11 +149,10 @@ def compiled(function: _Function) -> _Function:
     # a fifth of the compile time.
     options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_rewrites": True}
     kernel: Any = numba.njit(**options)(function)
-    if kernel is not function and _has_home():
-        try:
-            kernel.enable_caching()
+    if kernel is not function:
+        if kernel_cache.keep(kernel, inspect.getfile(function)):
             _forgive(kernel._cache)
-        except RuntimeError:
+        else:
             _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
     return cast(_Function, kernel)
 
@@ -124,12 +168,6 @@ def inlined(function: _Function) -> _Function:
     import numba
 
     return cast(_Function, numba.njit(inline="always", error_model="numpy")(function))
-
-
-def _has_home() -> bool:
-    """Return whether the user has a home folder; without one numba would make a folder called `~`."""
-    named = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
-    return any(os.environ.get(name) for name in named) or os.path.expanduser("~") != "~"  # noqa: PTH111
 
 
 def _forgive(cache: Any) -> None:

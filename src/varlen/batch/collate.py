@@ -16,7 +16,7 @@ from varlen import jit
 from varlen.batch.layout import Segments, lay_out
 from varlen.batch.packed import TARGET_WEIGHTS, Layout, PackedBatch
 from varlen.batch.plain import plain_fields
-from varlen.batch.ragged import Documents, as_pack_ids
+from varlen.batch.ragged import Documents, as_pack_ids, refuse_negative
 from varlen.batch.source import Column, Source, Targets, check_columns, check_weights
 from varlen.errors import OutputBufferError, SettingError
 from varlen.types import IntArray, Packing, as_packing
@@ -165,6 +165,8 @@ def _fields(
     largest = _kernel("assemble")(
         *tokens, segments.lengths, segments.places, pad_id, *(arrays[name] for name in _NAMES)
     )
+    if largest >= 2**31:
+        refuse_negative(*tokens, segments.lengths, segments.documents)
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from varlen import jit
 from varlen.batch.joined import Joined, as_whole, holds_ones_only, join
 from varlen.batch.layout import padding_segment
+from varlen.batch.ragged import refuse_negative
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
 
@@ -83,7 +84,7 @@ def flatten(
         The row; a document without tokens has no segment, and is counted.
 
     Raises:
-        DocumentsError: no token at all, values that aren't whole numbers, or of which there aren't as many.
+        DocumentsError: no token at all, values that aren't whole numbers, ids below 0, or not as many of them.
         SettingError: more positions than int32 boundaries can count.
 
     Cost: one pass over the tokens, and about 0.1 us for each document; from lists, 4 ns for each int.
@@ -115,7 +116,7 @@ def flatten(
     place = np.empty(width, np.int64) if positions else _NOWHERE64
     numbers = np.empty(width, np.int32) if owners else _NOWHERE32
     ends = np.empty(pieces.size + 1 - (tokens - width) // each, np.int32)
-    segments, longest = _kernel("fill_flat_row")(
+    segments, longest, is_negative = _kernel("fill_flat_row")(
         ids.values,
         ids.values if targets is None else targets.values,
         pieces,
@@ -131,6 +132,8 @@ def flatten(
         numbers,
         ends,
     )
+    if is_negative:
+        refuse_negative(ids.values, np.cumsum(ids.sizes) - ids.sizes, ids.sizes, np.arange(ids.sizes.size))
     ends = ends[: segments + 1]
     return FlatRow(
         input_ids=input_ids,

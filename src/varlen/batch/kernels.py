@@ -255,7 +255,7 @@ def assemble(
     position_ids: Int32,
     segment_ids: Int32,
 ) -> int:
-    """Fill ids, labels (every token but a segment's first), positions and segment ids; returns the largest id.
+    """Fill ids, labels (every token but a segment's first), positions and segment ids.
 
     Args:
         tokens: any integers, one-dimensional.
@@ -267,11 +267,15 @@ def assemble(
         labels: int32, written.
         position_ids: int32, written.
         segment_ids: int32, written: the number of a segment within the row in which it begins.
+
+    Returns:
+        The largest id; -1 where there is none, and 2^31 or more where one is below 0 (read as unsigned, they are the
+        largest, so that looking for them costs nothing).
     """
     size, width = input_ids.size, input_ids.shape[1]
     all_ids, all_labels = input_ids.reshape(size), labels.reshape(size)
     all_positions, all_owners = position_ids.reshape(size), segment_ids.reshape(size)
-    largest = np.int32(-1)
+    largest = np.uint32(0)
     done = 0
     row_end = 0
     number = np.int32(0)
@@ -295,7 +299,7 @@ def assemble(
             token = np.int32(source[index])
             ids[index] = token
             targets[index] = token
-            largest = max(largest, token)
+            largest = max(largest, np.uint32(token))
         targets[0] = IGNORE
         positions = all_positions[at : at + length]
         owners = all_owners[at : at + length]
@@ -304,7 +308,7 @@ def assemble(
             owners[index] = number
         number += np.int32(1)
         done = at + length
-    return largest
+    return np.int64(largest) if sources.size else np.int64(-1)
 
 
 @compiled
@@ -379,4 +383,5 @@ def plain_batch(
     if fits:
         arrays = (block[0], block[1], block[2], block[3])
         largest = assemble(tokens, sources, narrow[1], places, pad_id, *arrays)
+        fits = largest < 2**31
     return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest

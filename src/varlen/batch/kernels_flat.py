@@ -35,7 +35,7 @@ def fill_flat_row(
     position_ids: Int64,
     owners: Int32,
     ends: Int32,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Write labels, positions, the number of each segment and the boundaries of documents end to end, then padding.
 
     Args:
@@ -55,7 +55,7 @@ def fill_flat_row(
         ends: int32, written: where each segment ends, from 0; of a size that is enough for all.
 
     Returns:
-        Segments, and the longest of them, padding included.
+        Segments, the longest of them, padding included, and whether an id is below 0.
     """
     tokens, width = ids.size, input_ids.size
     # Plain loops over whole arrays run at the speed of memory; a loop a document takes half as long again.
@@ -65,6 +65,7 @@ def fill_flat_row(
     if with_labels:
         for index in range(tokens):
             labels[index] = targets[index]
+    bits = np.int64(0)  # the sign of all ids is that of any
     begin, segments, longest = 0, 0, 0
     ends[0] = 0
     for size in sizes:
@@ -72,9 +73,13 @@ def fill_flat_row(
             continue
         labels[begin] = separator
         if position_ids.size:
-            positions = position_ids[begin : begin + size]
-            for index in range(size):
+            positions, own = position_ids[begin : begin + size], ids[begin : begin + size]
+            for index in range(size):  # bound by what it writes, so that it reads for nothing
                 positions[index] = first_position + index
+                bits |= np.int64(own[index])
+        else:
+            for index in range(begin, begin + size):
+                bits |= np.int64(ids[index])
         if owners.size:
             owners[begin : begin + size] = segments
         begin += size
@@ -93,4 +98,4 @@ def fill_flat_row(
         begin = end
         segments += 1
         ends[segments] = end
-    return segments, longest
+    return segments, longest, int(bits < 0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.int_lists import read_int_lists
 from varlen.errors import DocumentsError
-from varlen.types import IntArray
+from varlen.types import Int32Array, IntArray
 
 Documents: TypeAlias = Any
 """A list of lists, arrays or tensors; a tuple (values, offsets); or an Arrow list array, chunked or not."""
@@ -263,6 +263,33 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
     """
     if values.dtype.kind not in "iu":
         raise DocumentsError(f"{name} must be whole numbers, got dtype {values.dtype}")
+
+
+def refuse_negative(
+    values: npt.NDArray[Any], starts: IntArray, lengths: Int32Array | IntArray, documents: IntArray
+) -> NoReturn:
+    """Refuse token ids below 0.
+
+    Args:
+        values: token ids.
+        starts: index of each segment's first.
+        lengths: tokens of each segment.
+        documents: the document of each.
+
+    Raises:
+        DocumentsError: says how many, and where the first stands.
+    """
+    owners = np.repeat(np.arange(lengths.size), lengths)
+    places = (
+        np.arange(owners.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + np.repeat(starts, lengths)
+    )
+    wrong = np.flatnonzero(values[places] < 0)
+    first = int(wrong[0])
+    raise DocumentsError(
+        f"document {int(documents[owners[first]]):,} has the token id {int(values[places[first]])}; ids are 0 or "
+        f"more ({wrong.size:,} of {owners.size:,} tokens are below 0). Labels may be -100 where nothing is trained; "
+        "ids may not"
+    )
 
 
 def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:

@@ -156,7 +156,10 @@ def assemble(
     position_ids: Int32,
     segment_ids: Int32,
 ) -> int:
-    """Fill ids, labels (every token but a segment's first), positions and segment ids; returns the largest id."""
+    """Fill ids, labels (every token but a segment's first), positions and segment ids.
+
+    Returns the largest id as `kernels.assemble` does: as if it were unsigned.
+    """
     outputs = (input_ids, labels, position_ids, segment_ids)
     for output, padding in zip(outputs, (pad_id, IGNORE, 0, -1)):
         output[...] = padding
@@ -169,7 +172,7 @@ def assemble(
         targets[place] = IGNORE
         positions[here] = range(length)
         owners[here] = np.count_nonzero(rows[:segment] == rows[segment])
-        largest = max(largest, int(ids[here].max()))
+        largest = max(largest, int(ids[here].view(np.uint32).max()))
     return largest
 
 
@@ -250,6 +253,8 @@ def plain_batch(
         return wrong
     block = np.empty((4, len(pack_ids) if width else 1, width or positions), np.int32)
     largest = assemble(tokens, sources, narrow[1], places, pad_id, *block)
+    if largest >= 2**31:
+        return wrong
     rows = 2 if multiple > 1 else 1
     return True, wide, narrow, bounds[:rows], block, targets, longest, shortest, largest
 
@@ -269,7 +274,7 @@ def fill_flat_row(
     position_ids: Int64,
     owners: Int32,
     ends: Int32,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Write labels, positions, segments and boundaries of documents end to end, then the padding."""
     done, width = ids.size, input_ids.size
     lengths = [size for size in sizes.tolist() if size]
@@ -290,4 +295,4 @@ def fill_flat_row(
             ]
         if owners.size:
             owners[begin:end] = number
-    return len(bounds) - 1, max(np.diff(bounds).tolist(), default=0)
+    return len(bounds) - 1, max(np.diff(bounds).tolist(), default=0), int((ids < 0).any())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from varlen.errors import SettingError
+from varlen.parsed import parse_json
 
 if TYPE_CHECKING:
     from varlen.cost.hardware import Hardware
@@ -81,7 +81,7 @@ def model_of(words: str) -> ModelShape:
             raise SettingError(f"--model {words}: there is no configuration at {path}")
         return ModelShape.named(words)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SettingError(f"--model {words}: {path} can't be read as JSON: {error}") from error
     if not isinstance(config, dict):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SettingError
+from varlen.parsed import parse_json
 
 if TYPE_CHECKING:
     from varlen.offline.crew import Crew
@@ -174,7 +174,7 @@ def _as_variables(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
         raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r} ({error})") from error
     if not isinstance(found, dict):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from varlen.source.retry import await_end
+
 
 class Sized(Protocol):
     """What takes memory, and lasts a while."""
@@ -94,7 +96,7 @@ class Ahead(Generic[_Item]):
             self._is_closed = True
             self._changed.notify_all()
         self._stop()
-        self._thread.join()
+        await_end(self._thread)
         self._ready.clear()
 
     def _work(self) -> None:

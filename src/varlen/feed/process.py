@@ -34,6 +34,7 @@ from varlen.feed.state import FeedState
 from varlen.feed.wire import read_ended, read_made
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import NOT_FOUND, receive, send
+from varlen.source.retry import await_end
 
 _log = logging.getLogger(__name__)
 _MOST_DEATHS = 3
@@ -182,7 +183,7 @@ class ProcessWorker:
         close_line(self._line)
         for thread in (self._keeper, self._reader, self._asker):
             if thread is not None:
-                thread.join(_PATIENCE_S)
+                await_end(thread, _PATIENCE_S)
 
     def closer(self) -> Callable[[], None]:
         """Return what ends it, and doesn't keep it alive."""

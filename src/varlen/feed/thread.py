@@ -13,6 +13,7 @@ from varlen.feed.exchange import Exchange, Exchanges
 from varlen.feed.feed import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
+from varlen.source.retry import await_end
 
 _LOOK_S = 0.1
 """A thread that waits looks so often whether it is still wanted."""
@@ -138,7 +139,7 @@ class ThreadWorker:
         runs = self._current[0]
         runs.end()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE_S)
+            await_end(self._thread, _PATIENCE_S)
             if self._thread.is_alive():
                 self._feed, self._current[0] = None, _Runs(self._exchanges, runs.number)
         self._thread = None

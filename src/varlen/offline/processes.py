@@ -13,6 +13,7 @@ from varlen.errors import SettingError, WorkerDiedError
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.processors import processors
 from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
+from varlen.source.retry import await_end
 
 Result = TypeVar("Result")
 _AHEAD = 8
@@ -107,7 +108,7 @@ class Workers:
                 room.release()
             for thread in threads:
                 if thread.ident is not None:
-                    thread.join()
+                    await_end(thread)
 
     def _kill(self) -> None:
         """Stop everybody, whatever they do."""

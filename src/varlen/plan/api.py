@@ -18,7 +18,7 @@ from varlen.cost.model import CostModel
 from varlen.errors import LengthsError, OverlongDocumentError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.plan.baselines.balanced import balanced_candidates, micro_batch_counts
-from varlen.plan.baselines.dynamic_cp import WAYS, Way, dynamic_cp_candidates
+from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.candidate import Candidate
@@ -280,7 +280,12 @@ def _dynamic_cp(
     for way in WAYS:
         candidates_of = functools.partial(_of_count, lengths, work, mesh, capacity, way)
         plan = best_plan(
-            candidates_of, counts or micro_batch_counts(lengths, mesh), lengths, cost, mesh, method
+            candidates_of,
+            counts or micro_batch_counts(lengths, mesh, MOST_STEPS),
+            lengths,
+            cost,
+            mesh,
+            method,
         )
         best = _faster(best, _Planned(plan, True) if plan else None, cost)
     return best
@@ -307,7 +312,9 @@ def _whole(
     if method != "micropack":
         return None
     if search.merges:
-        finest = _dynamic_cp(lengths, cost, mesh, capacity, method, micro_batch_counts(lengths, mesh)[-1:])
+        finest = _dynamic_cp(
+            lengths, cost, mesh, capacity, method, micro_batch_counts(lengths, mesh, MOST_STEPS)[-1:]
+        )
         return finest and _dynamic_cp(lengths, cost, mesh, capacity, method)
     return _planned(lengths, cost, mesh, "balanced", capacity, True, search)
 

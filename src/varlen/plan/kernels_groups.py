@@ -168,6 +168,44 @@ def share(
 
 
 @compiled
+def _first_that_fits(
+    waiting: Int32,
+    turn: int,
+    left: int,
+    room_s: float,
+    room: float,
+    is_falling: bool,
+    least_levels: Int32,
+    lengths: Int32,
+    work: Floats,
+) -> int:
+    """The next document, of those of one level that wait, which a group with so much room could take, or of another.
+
+    Args:
+        waiting: int32 `[any]`: documents, from high levels to low and from much work to little.
+        turn: place of one that didn't fit.
+        left: how many wait.
+        room_s: seconds that are left on the group with the most of them.
+        room: tokens that are left on the group with the most of them.
+        is_falling: the documents of a level stand from long to short, too.
+        least_levels: int32 `[num_documents]`.
+        lengths: int32 `[num_documents]`.
+        work: float64 `[num_documents, num_levels]`.
+    """
+    level = least_levels[waiting[turn]]
+    low, high = turn + 1, left
+    while low < high:
+        middle = (low + high) // 2
+        item = waiting[middle]
+        is_out = work[item, level] > room_s or (is_falling and lengths[item] / 2.0**level > room)
+        if least_levels[item] == level and is_out:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def fill(
     order: Int32,
     least_levels: Int32,
@@ -185,10 +223,16 @@ def fill(
     left, num_batches, num_groups = order.size, 0, 0
     waiting, placed = order.copy(), order.copy()
     loads, tokens = np.zeros(order.size + dp), np.zeros(order.size + dp)
+    is_falling = True
+    for turn in range(1, left):
+        before, item = order[turn - 1], order[turn]
+        if least_levels[before] == least_levels[item] and lengths[before] < lengths[item]:
+            is_falling = False
     while left > 0:
         begin, used, limit_s = num_groups, 0, target_s
-        now, later = 0, 0
-        for turn in range(left):
+        now, later, turn = 0, 0, -1
+        while turn + 1 < left:
+            turn += 1
             item = waiting[turn]
             level = least_levels[item]
             limit_s = max(limit_s, work[item, level])
@@ -210,9 +254,19 @@ def fill(
                     loads[begin:],
                     tokens[begin:],
                 )
-                if found < 0:
-                    waiting[later] = item
-                    later += 1
+                if found < 0:  # nor does any that is larger than the roomiest group of its level
+                    room_s, room = -1.0, -1.0
+                    for group in range(begin, num_groups):
+                        if levels[group] == level:
+                            room_s = max(room_s, limit_s - loads[group] + 1e-9 * limit_s)
+                            room = max(room, token_limit - tokens[group] + 1e-6)
+                    rooms = (room_s, room, is_falling)
+                    following = _first_that_fits(waiting, turn, left, *rooms, least_levels, lengths, work)
+                    while turn < following:
+                        waiting[later] = waiting[turn]
+                        later += 1
+                        turn += 1
+                    turn -= 1
                     continue
                 group = begin + found
             batch_of[item], group_of[item] = num_batches, group

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from varlen.errors import SourceError
+from varlen.parsed import UnreadableError, parse_yaml
 from varlen.source.splits import Groups
 
 CARD, MORE = "README.md", ".huggingface.yaml"
@@ -108,8 +109,6 @@ def _yaml_of(content: bytes) -> str | None:
 
 def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
     """Return the entries under `configs`; the rest of a card, which may be long, isn't parsed."""
-    import yaml
-
     begun = re.search(r"^configs\s*:.*$", block, re.MULTILINE)
     if begun is None:
         return []
@@ -117,13 +116,10 @@ def _entries(block: str, path: str) -> list[Mapping[str, Any]]:
     ended = re.search(r"^[^\s#-]", after, re.MULTILINE)
     text = block[begun.start() : begun.end()] + after[: ended.start() if ended else None]
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise yaml.YAMLError("aliases, which could stand for any amount of text")
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        said = str(getattr(error, "problem", None) or error).splitlines()[0]
+        found = parse_yaml(text)
+    except UnreadableError as error:
         raise SourceError(
-            f"{path} lists configurations that can't be read ({said}); mend it, or name the files by a glob"
+            f"{path} lists configurations that can't be read ({error}); mend it, or name the files by a glob"
         ) from error
     entries = found.get("configs") if isinstance(found, dict) else None
     if not isinstance(entries, list) or not all(

@@ -31,6 +31,7 @@ from varlen.counts import many
 from varlen.errors import SourceError
 from varlen.source.held import Held
 from varlen.source.live import END, FAILED, Live
+from varlen.source.retry import await_end
 from varlen.source.row_text import first_rows, raised_by_rows, row_line, used_columns
 
 _SENT_BYTES, _SENT_S = 64 << 10, 0.05
@@ -233,6 +234,6 @@ def _stop(passes: _Passes, folder: Path, process: int) -> None:
     until = time.monotonic() + _PATIENCE_S
     for thread in passes.threads:
         if thread is not threading.current_thread():
-            thread.join(max(until - time.monotonic(), 0))
+            await_end(thread, max(until - time.monotonic(), 0))
     passes.waiting = passes.last = None
     shutil.rmtree(folder, ignore_errors=True)

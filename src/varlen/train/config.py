@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from varlen.counts import as_tokens
 from varlen.errors import SettingError, SourceError
+from varlen.parsed import UnreadableError, parse_toml
 from varlen.train.settings import TrainSettings
 
 _Settings = TypeVar("_Settings")
@@ -37,12 +37,12 @@ def read_config(path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
         SettingError: a key that is none, a value of another type or out of its range, or one that is missing.
     """
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SourceError(
             f"{path} can't be read: {error.strerror}; varlen train --init {path} writes an example"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise SourceError(f"{path} is no TOML: {error}") from None
     for change in changes:
         _put(table, change)
@@ -164,6 +164,6 @@ def _put(table: dict[str, Any], change: str) -> None:
             raise SettingError(f"--set {change}: {part} is no table")
         table = inner
     try:
-        table[last] = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        table[last] = parse_toml(f"value = {text.strip()}")["value"]
+    except UnreadableError:
         table[last] = text.strip()

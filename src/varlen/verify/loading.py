@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from varlen.adapters import hf
 from varlen.errors import ModelError, VarlenError
+from varlen.parsed import parse_json
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import FastTokenizer
 from varlen.verify.families import tiny_model
@@ -215,7 +215,7 @@ def _check_code(path: Path) -> None:
     if not place.is_file():
         raise ModelError(f"{path} holds no config.json, so it is no checkpoint folder")
     try:
-        config = json.loads(place.read_text(encoding="utf-8"))
+        config = parse_json(place.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ModelError(f"{place} can't be read as JSON: {error}") from error
     family = config.get("model_type") if isinstance(config, dict) else None
@@ -321,7 +321,7 @@ def _listed(path: Path) -> _Vocabulary | None:
     try:
         for name in ("vocab.json", "added_tokens.json"):
             if (path / name).is_file():
-                told = json.loads((path / name).read_text(encoding="utf-8"))
+                told = parse_json((path / name).read_text(encoding="utf-8"))
                 ids |= {str(token): index for token, index in told.items() if isinstance(index, int)}
         if (path / "vocab.txt").is_file():
             lines = (path / "vocab.txt").read_text(encoding="utf-8").rstrip("\n").split("\n")

@@ -14,6 +14,7 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
 from varlen.pack.lengths import as_count
+from varlen.parsed import parse_json
 from varlen.source.identity import check_same, made_by, mark_of
 from varlen.source.memory import placed
 from varlen.source.mixture import Mixture
@@ -196,7 +197,7 @@ class PackedDataLoader(BaseDataLoader):
                 "checkpoint.exclude_from_loading"
             )
         try:
-            state = json.loads(told)
+            state = parse_json(told)
         except ValueError as error:
             raise StateError(
                 f"the state of the data loader is no JSON: {error}; load it as it was saved"

@@ -33,6 +33,9 @@ COUNTS = (
 """Micro-batches a rank that may be tried, times the pipeline's stages: as long as more of them help."""
 LEAST_TOKENS = 1024
 """Tokens of a micro-batch, on average, below which more of them are not tried."""
+_MOST_STEPS, _LEAST_ROUNDS = 2**29, 4
+"""Documents times micro-batches of all ranks that are looked at, about a second; but this many micro-batches for each
+of the pipeline's stages are always tried. Steps of less than some 20,000 documents are never held back by it."""
 SLACK = 2.0
 """Times its even share of tokens that a micro-batch may hold, as WLB-LLM has it."""
 
@@ -77,17 +80,21 @@ def balanced_candidates(
                 )
 
 
-def micro_batch_counts(lengths: Int32Array, mesh: Mesh) -> tuple[int, ...]:
+def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS) -> tuple[int, ...]:
     """Return the numbers of micro-batches a rank that may be tried, at least one, rising.
 
-    The last is one document a micro-batch, or micro-batches of `LEAST_TOKENS`.
+    The last is one document a micro-batch, or micro-batches of `LEAST_TOKENS`; of very many documents, as many as can
+    be filled in about a second.
 
     Args:
         lengths: int32 `[num_documents]`.
         mesh: where it runs.
+        steps: documents times micro-batches of all ranks that may be looked at for one of these numbers.
     """
     most = int(lengths.sum(dtype=np.int64)) // (mesh.dp * LEAST_TOKENS)
-    most = min(most, int(np.count_nonzero(lengths)))
+    held = int(np.count_nonzero(lengths))
+    in_time = max(steps // max(held * mesh.dp, 1), _LEAST_ROUNDS * mesh.num_chunks)
+    most = min(most, held, in_time)
     tried = {round(times * mesh.num_chunks) for times in COUNTS}
     return (*sorted(count for count in tried if count < most), max(most, 1))
 

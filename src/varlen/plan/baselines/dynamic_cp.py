@@ -23,6 +23,8 @@ _kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 SHARED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle")
 Way = Literal["Megatron", "FlexSP"]
 WAYS: tuple[Way, ...] = ("Megatron", "FlexSP")
+MOST_STEPS = 2**26
+"""Documents times micro-batches of all ranks that are looked at, each of them by many groups."""
 SLACK = 1.05
 """Times its even share of work that a micro-batch of Megatron's may take."""
 
@@ -74,7 +76,7 @@ def _shared(
     ways: tuple[Way, ...],
 ) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
     """Yield a label, and what `by_need` and `by_speed` return."""
-    for count in micro_batch_counts(lengths, mesh) if counts is None else counts:
+    for count in micro_batch_counts(lengths, mesh, MOST_STEPS) if counts is None else counts:
         for tried in capacities(capacity) if "Megatron" in ways else ():
             label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
             yield label, *by_need(lengths, work, mesh.dp, tried, count)

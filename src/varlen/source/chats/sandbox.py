@@ -1,37 +1,37 @@
 """Run the chat templates of Hugging Face's tokenizers, which are programs of strangers, in a sandbox.
 
 A template comes with a model, so it is held to text: it sees the messages as plain data, reaches no attribute
-that begins with an underscore, no file and no other template, and can't ask for gigabytes by one expression. What
-it does wrong becomes a sentence. It can still loop for long or double a text step by step, which nothing here stops.
+that begins with an underscore, no file and no other template. Its values can't grow beyond `limits`, and `watch`
+stops it where it computes for long or takes much memory all the same. What it does wrong becomes a sentence.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import wraps
 from types import BuiltinMethodType, MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, LoopControlExtension
-from jinja2.filters import do_format
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from varlen.errors import SettingError, SourceError
+from varlen.source.chats import asking, limits
+from varlen.source.chats.asking import METHODS
+from varlen.source.chats.compiling import Compiler
+from varlen.source.chats.functions import concat, make_cycler, make_dict, strftime_now, sum_up, to_json
+from varlen.source.chats.limits import TooLongError, check_number
+from varlen.source.chats.watch import StoppedError, current, watched
 
-_LONGEST = 2**20
-"""Characters or items that one expression of a template may ask for; more is a mistake or an attack."""
-
-_LONGEST_TEXT = 2**28
+_LONGEST_TEXT = 2**26
 """Characters that a template may write in all: beyond any context, below what breaks a machine."""
+_LONGEST_SOURCE = 2**20
+"""Characters of a template itself."""
 
 _OWN = ("_loop_vars", "_block_vars")
 """Arguments that jinja adds to every call, for its own functions."""
@@ -40,11 +40,7 @@ _BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _ABSENT = object()
 _KINDS = (str, list, dict, LoopContext)
-_TAKE_VALUES = frozenset(("default", "d", "select", "reject", "selectattr", "rejectattr"))
-"""Filters whose numbers are values, and never sizes of what they make."""
 """Types whose attributes may be reached for every object, or for none."""
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
-_WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +48,7 @@ class Program:
     """A compiled template: messages in, text out."""
 
     template: Template
+    source: str
     variables: Mapping[str, Any]
     """What it sees beside the chat: jinja's globals and the special tokens."""
     has_generation: bool
@@ -91,16 +88,10 @@ class Program:
             _BEGIN: marks[:1],
             _END: marks[1:],
         }
-        template, pieces, length = self.template, [], 0
-        # `Template.new_context` would merge the globals anew, which takes long beside a short chat.
-        context = Context(template.environment, seen, template.name, template.blocks)
         try:
-            for piece in template.root_render_func(context):
-                pieces.append(piece)
-                length += len(piece)
-                if length > _LONGEST_TEXT:
-                    raise _TooLongError(f"it writes more than {_LONGEST_TEXT:,} characters")
-            return "".join(pieces)
+            return watched(self.source, self._text, seen)
+        except StoppedError as error:
+            raise SourceError(f"the chat template was stopped on this chat: {_line(error)}") from None
         except _RefusalError as error:
             raise SourceError(f"the chat template refuses this chat: {_line(error)}") from error
         except SecurityError as error:
@@ -110,6 +101,17 @@ class Program:
         except Exception as error:  # a template's own mistakes come as any error there is
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise SourceError(f"the chat template fails on this chat: {kind}{_line(error)}") from error
+
+    def _text(self, seen: dict[str, Any]) -> str:
+        template, pieces, length = self.template, [], 0
+        # `Template.new_context` would merge the globals anew, which takes long beside a short chat.
+        context = Context(template.environment, seen, template.name, template.blocks)
+        for piece in template.root_render_func(context):
+            pieces.append(piece)
+            length += len(piece)
+            if length > _LONGEST_TEXT:
+                raise TooLongError(f"it writes more than {_LONGEST_TEXT:,} characters")
+        return "".join(pieces)
 
 
 def compile_template(source: str, variables: Mapping[str, str]) -> Program:
@@ -122,9 +124,13 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
     Raises:
         SettingError: it does not compile; the line is named.
     """
+    if len(source) > _LONGEST_SOURCE:
+        raise SettingError(f"the chat template has {len(source):,} characters; {_LONGEST_SOURCE:,} at most")
     environment = _Sandbox()
     try:
-        template = environment.from_string(source)
+        template = watched(source, environment.compiled, source)
+    except StoppedError as error:
+        raise SettingError(f"the chat template does not compile: {_line(error)}") from None
     except TemplateSyntaxError as error:
         raise SettingError(
             f"the chat template does not compile: line {error.lineno}: {_line(error).rstrip('.')}; "
@@ -136,6 +142,7 @@ def compile_template(source: str, variables: Mapping[str, str]) -> Program:
         ) from error
     program = Program(
         template=template,
+        source=source,
         variables={**template.globals, **variables},
         has_generation=environment.has_generation,
         has_bare_generation=environment.has_generation and _are_bare(environment.parse(source)),
@@ -189,10 +196,6 @@ class _RefusalError(TemplateError):
     """A template called `raise_exception`."""
 
 
-class _TooLongError(TemplateError):
-    """A template asked for more text than a chat can have."""
-
-
 class _Generation(Extension):
     """`{% generation %} ... {% endgeneration %}`, which says what of the text the assistant writes."""
 
@@ -221,23 +224,31 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     """The environment that templates of tokenizers expect, within narrower limits than jinja's sandbox."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
+    code_generator_class = Compiler
+    within, made, joined = staticmethod(limits.within), staticmethod(limits.made), staticmethod(limits.joined)
+    """What compiled templates ask."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation])
         self.has_generation = False
         self._known: set[tuple[type, str]] = set()
-        self.filters["tojson"] = _to_json
-        self.filters = {
-            name: function if name in _TAKE_VALUES else _bounded(function)
-            for name, function in self.filters.items()
-        }
+        filters = self.filters | {"tojson": to_json, "sum": sum_up}
+        self.filters = {name: asking.bounded(name, function) for name, function in filters.items()}
+        self.concat = concat  # type: ignore[method-assign]
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "dict": _make_dict,
+            "strftime_now": strftime_now,
+            "dict": make_dict,
             "namespace": _Notes,
+            "cycler": make_cycler,
         }
         del self.globals["lipsum"]
+
+    def compiled(self, source: str) -> Template:
+        """Compile a template, and leave what its filters make of constants to its runs."""
+        if (run := current()) is not None:
+            run.is_compiling = True
+        return self.from_string(source)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return what a template calls `obj.attribute`; of a dict at once where that is no method of it."""
@@ -265,40 +276,58 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, (str, bytes, list, tuple)) and isinstance(times, int):
-                    _check_length(len(text) * times)
-            _check_length(_bits(left) + _bits(right))
+                    check_number(len(text) * times)
+                    return limits.repeated(super().call_binop(context, operator, left, right), text, times)
+            check_number(_bits(left) + _bits(right))
         elif operator == "**":
-            _check_length(_bits(left) * (right if isinstance(right, int) else 1))
-        elif isinstance(left, str) and _WIDE_PERCENT.search(left):
-            raise _TooLongError(f"{left[:40]!r} asks for a text of more than {_LONGEST:,} characters")
+            check_number(_bits(left) * (right if isinstance(right, int) else 1))
+        elif isinstance(left, (str, bytes)):
+            asking.check_percent(left if isinstance(left, str) else left.decode("latin-1"), right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call a function or method with numbers that aren't very large, where they could be sizes."""
+        """Call a function or method with what can't make it write very much."""
         # What a row says, such as a time, is no size for a macro, and for what keeps it.
         if type(__obj) is Macro:
             for own in _OWN:
                 kwargs.pop(own, None)
+            if __obj.catch_varargs or __obj.catch_kwargs:
+                limits.made((*args, *kwargs.values()))
             return __obj(__context.eval_ctx, *args, **kwargs)
-        is_kept = __obj is _Notes or __obj is _make_dict
-        if not (is_kept or type(getattr(__obj, "__self__", None)) in (dict, list)):
+        if type(__obj) is BuiltinMethodType:
+            check, kind = METHODS.get(__obj.__name__), type(__obj.__self__)
+            if kind in _KINDS:
+                for own in _OWN:
+                    kwargs.pop(own, None)
+                if check is None:
+                    return __obj(*args, **kwargs)  # a method that `getattr` let pass
+                args = asking.asked(check, __obj.__self__, args, kwargs)
+                return limits.within(__obj(*args, **kwargs))
+        elif __obj is _Notes or __obj is make_dict:
+            return super().call(__context, __obj, *args, **kwargs)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, (str, bytes, type)) and (check := METHODS.get(__obj.__name__)) is not None:
+            given = {name: value for name, value in kwargs.items() if name not in _OWN}
+            args = asking.asked(check, owner, args, given)
+        if not isinstance(owner, dict):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, int):
-                    _check_length(value)
-        if type(__obj) is BuiltinMethodType and type(__obj.__self__) in _KINDS:
-            for own in _OWN:
-                kwargs.pop(own, None)
-            return __obj(*args, **kwargs)  # a method that `getattr` let pass
+                    check_number(value)
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Take `str.format` with widths that aren't very large."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _WIDE_BRACES.search(value.__self__):
-            raise _TooLongError(
-                f"{value.__self__[:40]!r} asks for a text of more than {_LONGEST:,} characters"
-            )
-        return wrapped
+        if wrapped is None:
+            return None
+
+        def asked(*args: Any, **kwargs: Any) -> str:
+            values = [*args, *kwargs.values()]
+            given = values[0].values() if len(values) == 1 and isinstance(values[0], Mapping) else ()
+            asking.check_braces(value.__self__, [*values, *given])
+            return wrapped(*args, **kwargs)
+
+        return asked
 
 
 class _Notes(Namespace):
@@ -313,6 +342,10 @@ class _Notes(Namespace):
         _check_name(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        """Write what it holds, which may be another one, twice."""
+        return str(limits.within(super().__repr__()))
+
 
 def _check_name(name: object) -> None:
     if (name if type(name) is str else str(name))[:1] == "_":
@@ -323,50 +356,5 @@ def _bits(value: object) -> int:
     return value.bit_length() if isinstance(value, int) else 0
 
 
-def _check_length(length: int) -> None:
-    if length > _LONGEST:
-        raise _TooLongError(
-            f"one expression asks for {length:.3g} characters, items or bits; {_LONGEST:,} at most"
-        )
-
-
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a filter take no very large number as an option, such as a width."""
-
-    @wraps(function)  # jinja's notes on what to pass it are attributes of the function
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        skip = 2 if hasattr(function, "jinja_pass_arg") else 1
-        for value in (*args[skip:], *kwargs.values()):
-            if isinstance(value, int):
-                _check_length(value)
-        if function is do_format and _WIDE_PERCENT.search(str(args[0])):
-            raise _TooLongError(f"{str(args[0])[:40]!r} asks for a text of more than {_LONGEST:,} characters")
-        return function(*args, **kwargs)
-
-    return bounded
-
-
 def _raise_exception(message: object) -> NoReturn:
     raise _RefusalError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Stand for `dict` without being the class, whose methods a template could reach."""
-    return dict(*args, **kwargs)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON for a reader that is a model: no HTML escapes, every script in its own letters."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -26,10 +26,11 @@ def prepare() -> None:
     """Start importing torch in the background; the first `Worker` then starts at once.
 
     In all runs, threads that wait for one another sleep instead of spinning, so that CPU seconds count
-    work; and Ctrl-C is the parent's to answer.
+    work; and Ctrl-C is the parent's to answer. The server imports nothing from the current folder.
     """
-    before = os.environ.get("OMP_WAIT_POLICY")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    settings = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update({name: before[name] or value for name, value in settings.items()})
     resource_tracker.ensure_running()  # else the server starts it, and that unblocks the signal again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process inherits the mask
     try:
@@ -37,8 +38,9 @@ def prepare() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if before is None:
-            del os.environ["OMP_WAIT_POLICY"]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
 
 
 class Worker:

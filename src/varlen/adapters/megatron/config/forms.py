@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from varlen.counts import many
 from varlen.errors import MissingExtraError, SettingError, SourceError
+from varlen.parsed import UnreadableError, parse_yaml
 
 NOT_SAID = "???"
 """What OmegaConf and Hydra write where a value must still be given."""
@@ -139,16 +139,12 @@ def _text_of(path: Path) -> str:
 def _parsed(text: str, origin: str) -> dict[str, Any]:
     """Return the mapping that YAML holds; nothing that it names is imported or run."""
     try:
-        yaml = import_module("yaml")
+        found = parse_yaml(text)
     except ModuleNotFoundError:
         raise MissingExtraError("PyYAML is not installed; `pip install pyyaml` installs it") from None
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SourceError(f"{origin}{where}: not YAML that can be read safely: {problem}") from None
+    except UnreadableError as error:
+        where = "" if error.line is None else f", line {error.line}"
+        raise SourceError(f"{origin}{where}: not YAML that can be read safely: {error}") from None
     if found is None:
         raise SourceError(f"{origin} is empty; it must hold the settings of a training")
     if not isinstance(found, dict):

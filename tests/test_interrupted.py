@@ -1,0 +1,76 @@
+"""What a signal raises within a kernel leaves it as it is: Ctrl-C is a KeyboardInterrupt, whatever runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from varlen import jit
+
+JOB = Path(__file__).with_name("interrupted_job.py")
+
+
+def outcomes(what: str, times: int, seed: int = 0) -> Counter[str]:
+    command = [sys.executable, "-W", "ignore", JOB, what, str(times), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return Counter(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_an_interrupt_within_kernels_arrives_as_such() -> None:
+    assert outcomes("plan_step", 60) == {"KeyboardInterrupt": 60}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["plan_step", "pack", "collate", "simulate", "loader"])
+@pytest.mark.parametrize("seed", range(3))
+def test_hundreds_of_interrupts_arrive_as_such(what: str, seed: int) -> None:
+    assert outcomes(what, 200, seed) == {"KeyboardInterrupt": 200}
+
+
+def failing_with(*raised: BaseException):
+    """A kernel as numba's: an exception in Python that it calls comes out as SystemError, perhaps of another one."""
+
+    def kernel() -> None:
+        try:
+            raise raised[0]
+        except BaseException as error:
+            if len(raised) == 1:
+                raise SystemError("returned a result with an exception set") from error
+            try:
+                raise raised[1] from error
+            except SystemError as outer:
+                raise SystemError("returned a result with an exception set") from outer
+
+    return jit._interruptible(kernel)
+
+
+class Stopped(Exception):
+    """Raised by the handler of a signal."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        ((KeyboardInterrupt(),), KeyboardInterrupt),
+        ((Stopped(),), Stopped),
+        ((SystemExit(143),), SystemExit),
+        ((KeyboardInterrupt(), SystemError("of another call")), KeyboardInterrupt),
+    ],
+)
+def test_what_a_handler_raises_is_found_below_numbas_error(raised, kind) -> None:
+    with pytest.raises(kind):
+        failing_with(*raised)()
+
+
+def test_a_fault_of_the_interpreter_itself_stays_one() -> None:
+    def broken() -> None:
+        raise SystemError("bad")
+
+    with pytest.raises(SystemError, match="bad"):
+        jit._interruptible(broken)()
