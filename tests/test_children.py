@@ -209,6 +209,8 @@ if __name__ == "__main__":
 
 def test_varlen_that_is_found_only_in_the_current_folder_works(here) -> None:
     code = LOADER.format(tokenizer="'bytes'").replace("../t.jsonl", str(here.root / "t.jsonl"))
-    hidden = f"import os, sys; os.chdir({SOURCES!r}); sys.path[:] = [p for p in sys.path if p != {SOURCES!r}]\n"
+    hidden = (
+        f"import os, sys; os.chdir({SOURCES!r}); sys.path[:] = [p for p in sys.path if p != {SOURCES!r}]\n"
+    )
 
     assert "sum 160" in here.run("-c", hidden + code)

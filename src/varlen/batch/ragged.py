@@ -266,7 +266,7 @@ def check_integers(values: npt.NDArray[Any], name: str) -> None:
 
 
 def refuse_negative(
-    values: npt.NDArray[Any], starts: IntArray, lengths: Int32Array | IntArray, documents: IntArray
+    values: npt.NDArray[Any], starts: IntArray, lengths: npt.NDArray[Any], documents: IntArray
 ) -> NoReturn:
     """Refuse token ids below 0.
 
