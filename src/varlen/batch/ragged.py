@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from varlen.batch.int_lists import read_int_lists
 from varlen.errors import DocumentsError
-from varlen.types import Int32Array, IntArray
+from varlen.types import IntArray
 
 Documents: TypeAlias = Any
 """A list of lists, arrays or tensors; a tuple (values, offsets); or an Arrow list array, chunked or not."""
