@@ -58,6 +58,7 @@ class Bucket:
 @contextmanager
 def served() -> Iterator[Bucket]:
     """Serve a bucket with the objects as long as the context lasts."""
+    from moto.moto_api._internal import moto_api_backend
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -80,3 +81,4 @@ def served() -> Iterator[Bucket]:
         fs.clear_instance_cache()
     proxy.close()
     server.stop()
+    moto_api_backend.reset()  # the next server of this process would have the same buckets

@@ -10,8 +10,8 @@ import numpy as np
 from varlen.source.tokenizer import FastTokenizer, Tokenizer, backend_faults
 from varlen.types import Int32Array, IntArray
 
-_DIVIDERS: dict[str, tuple[str, int]] = {}
-"""By the tokenizer's fingerprint."""
+_DIVIDERS: dict[tuple[str, frozenset[str]], tuple[str, int]] = {}
+"""By the tokenizer's fingerprint and its special tokens."""
 _MOST_TRIED = 16
 _BESIDE = ("Hi there", "user\n", " and", "  ", "\n\n", "1", ".", "<|", "é")
 """Texts that are tried on either side of a special token."""
@@ -104,7 +104,7 @@ def dividing_id(tokenizer: FastTokenizer, mark: str) -> int | None:
 
 def _divider(tokenizer: FastTokenizer) -> tuple[str, int]:
     """Return a special token that surely parts what stands on either side, and its id; "" where none is known."""
-    key = tokenizer.fingerprint
+    key = tokenizer.fingerprint, tokenizer.specials.end_marks
     if key not in _DIVIDERS:
         marks = sorted(tokenizer.specials.end_marks)[:_MOST_TRIED]
         found = ((mark, dividing_id(tokenizer, mark)) for mark in marks)

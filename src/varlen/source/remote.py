@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from glob import has_magic
 from operator import itemgetter
 from typing import Any, Literal
@@ -235,10 +236,15 @@ def said_of(info: Mapping[str, Any]) -> str | None:
     what both say counts.
     """
     said = {
-        kind: {name.lower(): str(info[name]) for name in names if info.get(name)}
+        kind: {name.lower(): _spelled(info[name]) for name in names if info.get(name)}
         for kind, names in (("mark", _MARKS), ("time", _TIMES))
     }
     return json.dumps(said, sort_keys=True) if any(said.values()) else None
+
+
+def _spelled(value: Any) -> str:
+    """Return what is said as text; a time is told as a number by some answers, and as a date by others."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
 
 
 def etag_of(said: str | None) -> str | None:
