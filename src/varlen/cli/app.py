@@ -90,7 +90,7 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
         if launch is not None:
             raise SettingError(
                 f"{launch.said}, all of which would write the same folder; run the command once, before the job or "
-                f"as a step of one task (srun --ntasks=1), or unset {launch.said_by} where this process is alone"
+                f"as a step of one task (srun -n 1), or unset {launch.said_by} where this process is alone"
             )
         function(*arguments, **settings)
 
