@@ -48,8 +48,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        raise_stopped()
-        app()
+        try:
+            raise_stopped()
+            app()
+        finally:
+            ignore()
     except (KeyboardInterrupt, SystemExit) as error:  # which typer takes for Ctrl-C where no verb has begun
         if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _told):
             raise
