@@ -11,6 +11,7 @@ from varlen.errors import StateError
 from varlen.offline.index import index_source
 from varlen.source.source import open_source
 from varlen.train.config import as_settings
+from varlen.train.manifest import WITHOUT_CHECKSUMS, checksum_of
 from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
@@ -91,7 +92,8 @@ def test_what_makes_it_another_run_is_refused_by_both_values_unless_it_is_allowe
         changes = {"model__path": str(weights)}
     if name == "weights":
         manifest = copy / "checkpoints/step-00000002/checkpoint.json"
-        manifest.write_text(manifest.read_text().replace(given["model__path"], str(weights)))
+        notes = json.loads(manifest.read_text().replace(given["model__path"], str(weights)))
+        manifest.write_text(json.dumps({**notes, "checksum": checksum_of(notes)}))
         changes = {"model__path": str(weights)}
     if name == "data":
         store = other_store(store, tmp_path)
@@ -125,8 +127,9 @@ def test_a_checkpoint_of_an_earlier_version_is_accepted_with_a_sentence(base, tm
     copy = shutil.copytree(run, tmp_path / "run")
     path = copy / "checkpoints/step-00000002/checkpoint.json"
     manifest = json.loads(path.read_text())
-    for name in ("settings", "weights", "data_begun_at"):
+    for name in ("settings", "weights", "data_begun_at", "sha256", "checksum"):
         del manifest[name]
+    manifest["format"] = WITHOUT_CHECKSUMS
     path.write_text(json.dumps(manifest))
     notes = Notes()
 

@@ -48,8 +48,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        raise_stopped()
-        app()
+        try:
+            raise_stopped()
+            app()
+        finally:
+            ignore()
     except (KeyboardInterrupt, SystemExit) as error:  # which typer takes for Ctrl-C where no verb has begun
         if isinstance(error, SystemExit) and (error.code != INTERRUPTED or _told):
             raise
@@ -90,7 +93,7 @@ def _once(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
         if launch is not None:
             raise SettingError(
                 f"{launch.said}, all of which would write the same folder; run the command once, before the job or "
-                f"as a step of one task (srun --ntasks=1), or unset {launch.said_by} where this process is alone"
+                f"as a step of one task (srun -n 1), or unset {launch.said_by} where this process is alone"
             )
         function(*arguments, **settings)
 

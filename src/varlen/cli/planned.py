@@ -45,10 +45,10 @@ def check_outputs(outputs: dict[str, Path | None], data: list[str], *, sweep: bo
                 "you choose with it"
             )
         if path is not None:
-            check_writable(path)
             whole = path.resolve()
             if whole in taken:
                 raise SettingError(f"{_OPTIONS[name]} {path} is {taken[whole]} already; name another file")
+            check_writable(path)
             taken[whole] = f"written by {_OPTIONS[name]}"
 
 
