@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from rarely import mostly
 
 from varlen import jit
 
@@ -74,3 +76,33 @@ def test_a_fault_of_the_interpreter_itself_stays_one() -> None:
 
     with pytest.raises(SystemError, match="bad"):
         jit._interruptible(broken)()
+
+
+FIRST = """
+import os, signal, sys, threading, time
+import varlen as vl
+lengths = range(1, 3000)
+send = lambda: (time.sleep(float(sys.argv[1])), os.kill(os.getpid(), signal.SIGINT))
+threading.Thread(target=send, daemon=True).start()
+try:
+    vl.pack(lengths, 8192)
+    time.sleep(9)
+except KeyboardInterrupt:
+    pass
+print(vl.pack(lengths, 8192, "balanced").num_packs)
+"""
+
+
+@pytest.mark.parametrize("after_s", mostly([0.1, 0.3], [0.1, 0.3, *(0.04 * n for n in range(1, 40))]))
+def test_an_interrupt_of_the_first_call_leaves_the_next_ones_whole(after_s: float) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FIRST, str(after_s)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"VARLEN_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+    assert done.stdout.strip().isdigit(), done.stderr[-2000:]

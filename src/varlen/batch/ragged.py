@@ -279,10 +279,9 @@ def refuse_negative(
     Raises:
         DocumentsError: says how many, and where the first stands.
     """
-    owners = np.repeat(np.arange(lengths.size), lengths)
-    places = (
-        np.arange(owners.size) - np.repeat(np.cumsum(lengths) - lengths, lengths) + np.repeat(starts, lengths)
-    )
+    sizes = np.asarray(lengths, np.int64)
+    owners = np.repeat(np.arange(sizes.size), sizes)
+    places = np.arange(owners.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     wrong = np.flatnonzero(values[places] < 0)
     first = int(wrong[0])
     raise DocumentsError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.utils import logging as hf_logging
 from varlen import __version__
 from varlen.errors import SettingError, VarlenError
 from varlen.offline.places import free_words, write_json
+from varlen.parsed import parse_json
 from varlen.source.ours import is_there, mark_of_folder, refuse_link, remove_marked
 from varlen.source.writing import sync, unfinished
 from varlen.train.ranks import Ranks
@@ -125,7 +125,7 @@ def check_model(folder: Path) -> None:
             f"would be replaced; {out}"
         )
     try:
-        written: Mapping[str, Any] = json.loads((folder / _MARK).read_bytes())["files"]
+        written: Mapping[str, Any] = parse_json((folder / _MARK).read_bytes())["files"]
     except (OSError, ValueError, KeyError):
         written = {}  # it has just been made
     for path in sorted(folder.rglob("*")):
