@@ -166,9 +166,9 @@ def test_documents_longer_than_a_row_are_refused_with_the_first_of_them_and_thei
     )
 
     with pytest.raises(OverlongDocumentError, match=f"^{re.escape(said)}$"):
-        planned([[1, 10], [], [3, 12, 4, 11]], capacity=10)
+        planned([[1, 10], [], [3, 12, 4, 11]], capacity=10, overlong="error")
     with pytest.raises(OverlongDocumentError, match="document 0 "):
-        planned([[11]], capacity=10)
+        planned([[11]], capacity=10, overlong="error")
 
 
 def test_what_was_cut_and_dropped_is_counted():

@@ -55,7 +55,7 @@ def test_a_cluster_writes_the_same_bytes_and_goes_on_like_processes(tmp_path, mo
 
     pack("a.jsonl", tmp_path.relative_to(tmp_path) / "over", crew=Crew(ray=True))
     with pytest.raises(OverlongDocumentError, match="pass --overlong split"):
-        pack("a.jsonl", tmp_path / "short", crew=Crew(ray=True), capacity=20)
+        pack("a.jsonl", tmp_path / "short", crew=Crew(ray=True), capacity=20, overlong="error")
 
     assert contents(tmp_path / "over") == contents(tmp_path / "out")
     assert len(contents(tmp_path / "out")) > 3
