@@ -23,7 +23,10 @@ FORMS: dict[str, Callable[[list[list[int]]], Any]] = {
         for kind in ("int8", "int16", "int32", "int64")
     },
     **{
-        f"flat {kind}": lambda given, kind=kind: (np.array(sum(given, []), kind), np.array([0, 3, 6, 7]))
+        f"flat {kind}": lambda given, kind=kind: (
+            np.array([token for one in given for token in one], kind),
+            np.array([0, 3, 6, 7]),
+        )
         for kind in ("int8", "int32", "int64")
     },
     "tensors": lambda given: [torch.tensor(one) for one in given],
