@@ -24,7 +24,7 @@ FORMS: dict[str, Callable[[list[list[int]]], Any]] = {
     },
     **{
         f"flat {kind}": lambda given, kind=kind: (
-            np.array([id_ for ids in given for id_ in ids], kind),
+            np.array([token for one in given for token in one], kind),
             np.array([0, 3, 6, 7]),
         )
         for kind in ("int8", "int32", "int64")
