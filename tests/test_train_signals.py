@@ -110,6 +110,34 @@ def test_ranks_with_a_plan_and_stages_save_together(store, tmp_path):
     assert steps_of(tmp_path / "run") == ["step-00000002"]
 
 
+LOST = """
+import os, signal, threading
+from varlen import signals
+signals._PATIENCE_S = 1.0
+signals.raise_stopped()
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000): pass
+Dropping()
+print("goes on", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_process_all_the_same():
+    done = subprocess.run(
+        [sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert "goes on" in done.stdout
+    assert "Exception ignored" in done.stderr
+    assert done.returncode == 143
+    assert done.stderr.endswith("varlen: stopped by SIGTERM; the same command goes on\n")
+
+
 def test_of_several_signals_all_ranks_follow_the_same_one():
     assert agreed([0, 0]) == 0
     assert agreed([0, INT]) == INT

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they kill; of several that came, the first here counts."""
 
+_PATIENCE_S = 10.0
+"""How long a process that has nothing to save may take to end in good order."""
 _raised: list[Stopped] = []
+_said = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
@@ -58,8 +62,36 @@ def _passed(_number: int, _frame: FrameType | None) -> None:
     """Do nothing."""
 
 
+def end_soon(number: int) -> Callable[[], None]:
+    """End this process by a signal's exit code in a while, whatever it does then; returns what takes that back.
+
+    `Stopped` may be lost: Python drops what is raised in a finalizer, and libraries hold locks of their own.
+
+    Args:
+        number: of the signal.
+    """
+    timer = threading.Timer(_PATIENCE_S, _end, (number,))
+    timer.daemon = True
+    timer.start()
+    return timer.cancel
+
+
+def _end(number: int) -> None:
+    if not _said.is_set():
+        said = f"varlen: stopped by {signal.Signals(number).name}; the same command goes on\n"
+        with suppress(OSError):
+            os.write(2, said.encode())
+    os._exit(128 + number)
+
+
+def is_said() -> None:
+    """Note that whoever watches knows of the signal."""
+    _said.set()
+
+
 def _stop(number: int, _frame: FrameType | None) -> None:
     ignore()
+    end_soon(number)
     _raised.append(Stopped(number))
     raise _raised[0]
 

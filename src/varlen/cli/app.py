@@ -21,7 +21,7 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
-from varlen.signals import Stopped, ignore, last_stopped, raise_stopped
+from varlen.signals import Stopped, ignore, is_said, last_stopped, raise_stopped
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
@@ -58,6 +58,7 @@ def main() -> None:
             raise
         stopped = last_stopped()
         how = "interrupted" if stopped is None else f"stopped by {stopped.name}"
+        is_said()
         print(f"varlen: {how}; nothing was written", file=sys.stderr)
         sys.exit(INTERRUPTED if stopped is None else stopped.code)
 
@@ -77,6 +78,7 @@ def _verb(
             _stop(str(error), FAILED)
         except Stopped as error:
             ignore()
+            is_said()
             _stop(f"stopped by {error.name}; {error.said or interrupted}", error.code)
         except KeyboardInterrupt as error:
             _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)

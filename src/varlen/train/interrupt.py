@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-from varlen.signals import SCHEDULERS, Stopped, is_main_thread
+from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread
 
 _AT_ONCE_S = 1.0
 """A terminal and torchrun both hand on the same Ctrl-C; signals within this time are one."""
@@ -28,6 +28,7 @@ class Interrupt:
         self._defers = False
         self._first_s = 0.0
         self._before: dict[signal.Signals, Any] = {}
+        self._take_back: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Interrupt:
         """Take the signals over, where that is possible: in the main thread, and those that aren't ignored."""
@@ -41,19 +42,23 @@ class Interrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back."""
+        """Give them back; what a signal has raised has arrived."""
+        self._take_back()
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def defer(self) -> None:
-        """Note signals from now on, until a step ends."""
+        """Note signals from now on, until a step ends; one that came before and was lost is among them."""
         self._defers = True
+        self._take_back()
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         is_first, self.asked = not self.asked, self.asked or number
         if is_first:
             self._first_s = time.monotonic()
             if not self._defers:
+                if number != signal.SIGINT:
+                    self._take_back = end_soon(number)
                 raise raised(number)
         elif number == signal.SIGINT and time.monotonic() - self._first_s > _AT_ONCE_S:
             raise KeyboardInterrupt
