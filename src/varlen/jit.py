@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
@@ -29,8 +29,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 PATIENCE_S = 0.5
 """Seconds that a process packs by references before numba is worth its import, which takes about as long."""
 
-_LOOK_S = 0.5
-_loaded = threading.Event()
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
 
@@ -41,24 +39,33 @@ def is_enabled() -> bool:
 
 
 def load() -> None:
-    """Import numba now, in a process that will need it, while it waits for something else.
+    """Import numba now, in a process that will need it, while it waits for something else."""
+    if is_enabled():
+        _apart(importlib.import_module, "numba")
 
-    Ctrl-C interrupts the wait and not the import: a package that is imported by half can't be imported again.
+
+def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Import or compile in a thread of its own, so that Ctrl-C interrupts the wait for it and not the work.
+
+    What is imported or registered by half can't be done again in the same process.
     """
-    if not is_enabled():
-        return
-    if threading.current_thread() is threading.main_thread() and not _loaded.is_set():
-        importing = threading.Thread(target=_load, name="varlen imports numba", daemon=True)
-        importing.start()
-        while not _loaded.wait(_LOOK_S) and importing.is_alive():
-            pass
-    importlib.import_module("numba")
+    if threading.current_thread() is not threading.main_thread():
+        return call(*arguments)
+    results: list[Any] = []
+    errors: list[BaseException] = []
 
+    def work() -> None:
+        try:
+            results.append(call(*arguments))
+        except BaseException as error:
+            errors.append(error)
 
-def _load() -> None:
-    with suppress(ImportError):  # it is raised by the import that follows
-        importlib.import_module("numba")
-    _loaded.set()
+    thread = threading.Thread(target=work, name="varlen compiles", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 @contextmanager
@@ -99,23 +106,29 @@ def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
 @functools.cache
 def _found(room: str, file: str, name: str) -> Callable[..., Any]:
     home = file if is_enabled() else "reference"
-    if home != "reference":
-        load()
-    found: Callable[..., Any] = getattr(importlib.import_module(f"{room}.{home}"), name)
-    return found if home == "reference" else _interruptible(found)
+    if home == "reference":
+        return getattr(importlib.import_module(f"{room}.{home}"), name)  # type: ignore[no-any-return]
+    return _interruptible(getattr(_apart(importlib.import_module, f"{room}.{home}"), name))
 
 
 def _interruptible(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Let what a signal raises during a call leave it as it is.
 
     numba calls Python to load, box and unbox. What a signal's handler raises there, such as KeyboardInterrupt, comes
-    out of numba's own code as SystemError ("returned a result with an exception set"), whose cause it is.
+    out of numba's own code as SystemError ("returned a result with an exception set"), whose cause it is. The first
+    call, which compiles the kernel or loads it from disk, is made apart.
     """
+    is_compiled = False
 
     @functools.wraps(kernel)
     def called(*arguments: Any) -> Any:
+        nonlocal is_compiled
         try:
-            return kernel(*arguments)
+            if is_compiled:
+                return kernel(*arguments)
+            result = _apart(kernel, *arguments)
+            is_compiled = True
+            return result
         except SystemError as error:
             raised: BaseException | None = error
             while isinstance(raised, SystemError):
