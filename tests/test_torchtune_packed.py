@@ -60,7 +60,8 @@ def test_the_grid_of_torchtune_s_own_test_gives_what_it_expects(
 
 
 def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects() -> None:
-    texts = [[0, 4, 2, 1, 7, 4, -1], [0, 1, 9, 5, 2, 6, 4, 3, 8, -1], [0, 4, 3, 4, 3, 2, 5, 7, -1]]
+    # Where torchtune has -1 for the end of a text, which is refused as no id, there is 11.
+    texts = [[0, 4, 2, 1, 7, 4, 11], [0, 1, 9, 5, 2, 6, 4, 3, 8, 11], [0, 4, 3, 4, 3, 2, 5, 7, 11]]
 
     packed = PackedDataset(
         [{"tokens": ids, "labels": ids} for ids in texts], max_seq_len=10, split_across_pack=True
@@ -68,9 +69,9 @@ def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects() -> None:
 
     rows = [{name: values.tolist() for name, values in row.items()} for row in packed]  # type: ignore[attr-defined]
     assert [row["tokens"] for row in rows] == [
-        [0, 4, 2, 1, 7, 4, -1, 0, 1, 9],
-        [5, 2, 6, 4, 3, 8, -1, 0, 4, 3],
-        [4, 3, 2, 5, 7, -1, 0, 0, 0, 0],
+        [0, 4, 2, 1, 7, 4, 11, 0, 1, 9],
+        [5, 2, 6, 4, 3, 8, 11, 0, 4, 3],
+        [4, 3, 2, 5, 7, 11, 0, 0, 0, 0],
     ]
     assert [row["seq_lens"] for row in rows] == [[7, 3], [7, 3], [6, 4]]
     assert [row["input_pos"] for row in rows] == [
@@ -80,9 +81,9 @@ def test_samples_that_are_cut_give_what_torchtune_s_own_test_expects() -> None:
     ]
     # torchtune has the tokens themselves where documents begin: the target of the document before.
     assert [row["labels"] for row in rows] == [
-        [-100, 4, 2, 1, 7, 4, -1, -100, 1, 9],
-        [-100, 2, 6, 4, 3, 8, -1, -100, 4, 3],
-        [-100, 3, 2, 5, 7, -1, -100, -100, -100, -100],
+        [-100, 4, 2, 1, 7, 4, 11, -100, 1, 9],
+        [-100, 2, 6, 4, 3, 8, 11, -100, 4, 3],
+        [-100, 3, 2, 5, 7, 11, -100, -100, -100, -100],
     ]
 
 
