@@ -40,7 +40,7 @@ PLACES = {
         "run/hardware.json",
     ),
 }
-OFTEN = {"folder", "link to a folder"}
+OFTEN = {"folder", "file", "link to a folder"}
 
 
 def lay(place: Path, form: str, elsewhere: Path) -> None:

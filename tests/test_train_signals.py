@@ -145,6 +145,11 @@ def test_of_several_signals_all_ranks_follow_the_same_one():
     assert agreed([USR1, TERM]) == TERM
 
 
+def children_of(process):
+    told = ["ps", "-o", "pid=", "--ppid", str(process.pid)]
+    return subprocess.run(told, capture_output=True, text=True, check=False).stdout.split()
+
+
 @pytest.mark.parametrize("number", mostly([TERM], SCHEDULERS))
 def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_the_end(
     tmp_path, store, number
@@ -159,13 +164,12 @@ def test_a_signal_to_all_processes_of_a_job_leaves_the_loaders_worker_alive_to_t
     while not (metrics.exists() and metrics.read_text().count("\n") > 2):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
+    children = children_of(process)
     assert children, "no worker runs"
     for child in children:
         subprocess.run(["kill", f"-{int(number)}", child], check=False)
     time.sleep(0.5)
+    assert children_of(process) == children, "a worker has died, and another took its place"
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
 
