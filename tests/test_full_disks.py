@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,10 @@ def fill(patch, folder):
     patch.setattr(shutil, "disk_usage", usage)
 
 
-def raising(*_, **__):
+def raising(*given, **_):
+    for one in given:
+        if isinstance(one, Path):
+            one.touch()  # what is in the making is there when the disk is full
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
