@@ -49,10 +49,10 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         return (
             None,
-            f"has a head that couldn't be tried alone ({said}), so nobody knows which tokens it mixes",
+            f"has a head that couldn't be tried alone ({said}), so it may mix tokens of different documents",
         )
     if not found:
-        return None, "gives no numbers that could be looked at, so nobody knows which tokens its head mixes"
+        return None, "gives no numbers to compare, so its head may mix tokens of different documents"
     for name, values in found.items():
         if not _is_of_tokens(values):
             return (

@@ -1,6 +1,6 @@
 """What mixes the tokens of a row in a model, judged on the modules that are there.
 
-Causal attention passes; what no argument keeps apart is refused by name; what nobody knows is refused until
+Causal attention passes; what no argument keeps apart is refused by name; what is unknown is refused until
 `vl.verify` has tried it.
 """
 
@@ -71,7 +71,7 @@ def check_family(model: Any) -> None:
     Raises:
         ModelError: encoder-decoders, models that attend in both directions, models that mix tokens outside
             attention (recurrence, convolution, pooling heads) or number positions in their own way, models that take
-            masks of padding alone, soft prompts in front of rows, and code of which nobody knows what it mixes,
+            masks of padding alone, soft prompts in front of rows, and unknown code, which may mix tokens,
             unless `vl.verify` has found it to keep documents apart.
     """
     base, config = unwrap(model), text_config(model)
@@ -88,7 +88,7 @@ def check_family(model: Any) -> None:
 
 @contextlib.contextmanager
 def trying() -> Iterator[None]:
-    """Let models through of which nobody knows what mixes their tokens, to be tried."""
+    """Let models through that hold unknown code, to be tried."""
     token = _TRYING.set(True)
     try:
         yield
@@ -164,7 +164,7 @@ def _looked_through(base: Any, *, told: bool) -> tuple[str | None, str | None]:
         told: its convolutions and recurrences are told boundaries.
 
     Returns:
-        The first reason to refuse it, and the first thing of which nobody knows whether it mixes tokens.
+        The first reason to refuse it, and the first thing that is unknown, which may mix tokens.
     """
     if base not in _LOOKED_THROUGH:
         decoder = _mixer(base)
@@ -226,7 +226,7 @@ def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
             None,
         )
     return None, (
-        "makes no causal masks and isn't among transformers' causal models, so nobody knows which tokens it mixes"
+        "makes no causal masks and isn't among transformers' causal models, so it may mix tokens of different documents"
     )
 
 
@@ -257,7 +257,7 @@ def _names_in(kind: Any) -> frozenset[str]:
 
 
 def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
-    """Return why a decoder's modules are unfit, and the first of which nobody knows."""
+    """Return why a decoder's modules are unfit, and the first that is unknown."""
     unknown, passed = None, None
     hidden = getattr(getattr(decoder, "config", None), "hidden_size", None)
     for name, module in decoder.named_modules():
