@@ -226,7 +226,7 @@ def _no_sign_of_causality(decoder: Any) -> tuple[str | None, str | None]:
             None,
         )
     return None, (
-        "makes no causal masks and isn't among transformers' causal models, so it may mix tokens of different documents"
+        "makes no causal masks and isn't among transformers' causal models, so it may mix documents"
     )
 
 
