@@ -255,3 +255,19 @@ def test_labels_of_tensors_of_bytes_are_not_wrapped_around() -> None:
 
     assert columns.input_ids.dtype == torch.uint8
     assert columns.labels.tolist() == [[-100, 2, 3, -100, -100]]
+
+
+def test_packed_columns_are_a_mapping_in_every_use_but_iteration_and_unpacking() -> None:
+    packed = concatenate_and_pack(
+        [[1, 2]], [[1, 2]], [[1, 1]], max_length=4, pad_token_id=0, label_pad_id=-100
+    )
+    columns = {"input_ids": [[1, 2, 0, 0]], "labels": [[1, 2, -100, -100]], "attention_mask": [[1, 1, 0, 0]]}
+
+    assert packed == columns
+    assert "labels" in packed
+    assert "count" not in packed
+    assert packed.get("count", 3) == 3
+    assert list(packed.values()) == list(columns.values())
+    assert list(packed.items()) == list(columns.items())
+    assert {**packed} == columns
+    assert [*packed] == list(columns.values())

@@ -282,3 +282,11 @@ def test_averages_of_an_array_are_those_of_parquet(tmp_path):
 
     found = calculate_avg_seqlen(str(tmp_path / "rows.npy"), gbs=1, max_seq_len=8, drop_remainder=True)
     assert found == (3 / 2, 10 / 2, 34 / 3, 34 / 2)
+
+
+def test_averages_need_no_mask(tmp_path):
+    names = ("input_ids", "seq_start_id")
+    pq.write_table(pa.table({name: [row[name] for row in ROWS] for name in names}), tmp_path / "rows.parquet")
+
+    found = calculate_avg_seqlen(str(tmp_path / "rows.parquet"), gbs=1, max_seq_len=8, drop_remainder=True)
+    assert found == (3 / 2, 10 / 2, 34 / 3, 34 / 2)

@@ -61,8 +61,9 @@ def test_log_probs_of_inference_lie_one_before_their_tokens(
     assert int(known.sum()) == sum(int(found.sum()) for found in told.values())  # none between sequences
 
 
-def test_log_probs_of_other_ranks_are_left_out_and_padding_behind_too() -> None:
-    info = PackingInfo([[1], []], {0: [0, 3], 1: []}, [2, 3], [0, 1])
+@pytest.mark.parametrize("starts", [[0, 3], [0]], ids=["with the end", "without"])
+def test_log_probs_of_other_ranks_are_left_out_and_padding_behind_too(starts: list[int]) -> None:
+    info = PackingInfo([[1], []], {0: starts, 1: []}, [2, 3], [0, 1])
     padded = torch.tensor([[9.0, 9.0, 9.0], [-1.0, -2.0, 7.0]])
 
     values, known = pack_inference_logprobs(padded, info, torch.tensor([[1, 1, 0], [0, 1, 1]]), 4)
