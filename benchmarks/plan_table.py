@@ -50,8 +50,8 @@ _CHIEF = "micropack"
 _UNFAIR = (
     "**Not yet a fair comparison.** Methods other than micropack were not given static context parallelism. "
     "On the same GPUs, they may be faster on a mesh whose ranks share the rows of every document. Until each one is "
-    "tuned over such meshes, the ratios below hold for this mesh only. The strongest other methods stand in the first "
-    "columns, and packs as users run them, which are not tuned, in the last."
+    "tuned over such meshes, the ratios below hold for this mesh only. The strongest other methods stand in the "
+    "first columns, and packs as users run them, which are not tuned, in the last."
 )
 _PLANNING = (
     "Processor time of one thread: each step is planned three times, and its median counts. 512 documents on 4x4 are "
