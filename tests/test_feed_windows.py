@@ -152,8 +152,8 @@ def test_packs_stand_in_the_order_of_their_first_document():
     assert pieces_of(part) == pieces_of(packs)[packs.offsets[3] : packs.offsets[7]]
 
 
-def test_overlong_documents_are_refused_unless_told_what_becomes_of_them():
-    windows = grouped([[5, 50]], [1], WindowSettings(capacity=10))
+def test_overlong_documents_are_refused_where_they_are_errors():
+    windows = grouped([[5, 50]], [1], WindowSettings(capacity=10, overlong="error"))
     with pytest.raises(OverlongDocumentError, match="50"):
         window_of(windows, 0, (0, 0))
 

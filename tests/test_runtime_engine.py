@@ -245,7 +245,6 @@ def test_what_has_no_config_is_no_model() -> None:
             None,
             "token 1 of document 1 is id 61, and the model knows 0 to 60 (2 tokens are so)",
         ),
-        ([3, -1, 4], None, "token 1 of document 1 is id -1, and the model knows 0 to 60 (1 token is so)"),
         ([3, 5, 4], [-100, 5, 61], "has label 61, and the model knows 0 to 60 (1 token is so)"),
     ],
 )
@@ -255,4 +254,12 @@ def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any,
     batch = vl.collate(documents, vl.pack([2, 3], capacity=8), **given)
 
     with pytest.raises(DocumentsError, match=re.escape(said)):
+        vl.SliceEngine(tiny("llama")).step(batch)
+
+
+def test_negative_ids_that_collate_did_not_see_are_named() -> None:
+    batch = vl.collate([np.array([1, 2], np.int32), np.array([3, 60, 4], np.int32)], vl.pack([2, 3], capacity=8))
+    batch = replace(batch, input_ids=np.where(batch.input_ids == 60, -1, batch.input_ids))
+
+    with pytest.raises(DocumentsError, match=r"token 1 of document 1 is id -1, .* 0 to 60 \(1 token is so\)"):
         vl.SliceEngine(tiny("llama")).step(batch)
