@@ -16,7 +16,7 @@ from varlen.adapters.megatron.config.read import read
 from varlen.cli.job import model_of
 from varlen.cost.saved import load_hardware
 from varlen.errors import VarlenError
-from varlen.parsed import UnreadableError, parse_json, parse_toml, parse_yaml
+from varlen.parsed import UnreadableError, parse_json, parse_python, parse_toml, parse_yaml
 from varlen.train.config import read_config
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
@@ -163,8 +163,24 @@ def test_parsers_are_called_by_one_file_or_where_deep_nesting_is_answered_for() 
         for call in ast.walk(tree):
             parses = isinstance(call, ast.Call) and ast.unparse(call.func) in (
                 *("json.loads", "json.load", "tomllib.loads", "tomllib.load"),
-                *("yaml.safe_load", "yaml.load", "yaml.parse"),
+                *("yaml.safe_load", "yaml.load", "yaml.parse", "ast.parse"),
             )
             if parses and id(call) not in answered and "json.dumps" not in ast.unparse(call):
                 found.append(f"{name}:{call.lineno} {ast.unparse(call)}")
     assert found == []
+
+
+def test_python_is_parsed_while_other_threads_parse(monkeypatch):
+    parse, calls = ast.parse, []
+
+    def failing(source):
+        calls.append(source)
+        if len(calls) < 3:
+            raise SystemError("AST constructor recursion depth mismatch (before=201, after=50)")
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", failing)
+    assert ast.dump(parse_python("f(1)")) == ast.dump(parse("f(1)"))
+    assert len(calls) == 3
+    with pytest.raises(SyntaxError):
+        parse_python("f(")

@@ -35,7 +35,7 @@ def finished(process):
 def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(whole, store, tmp_path):
     made = table(store, tmp_path / "run", **SHORT)
     kills, found = 0, set()
-    for kill_at in range(3, 40, 3):  # further and further, each time from what the last one left
+    for kill_at in range(3, 120, 6):  # further and further, each time from what the last one left
         code = finished(start_training(made, kill_at))
         if (tmp_path / "run/checkpoints").is_dir():
             found |= {name for name in steps_of(tmp_path / "run") if name.startswith(".")}

@@ -257,7 +257,7 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
             "plan.pp = 2 stages, and there is 1 process; start 2, or set a plan.pp that divides 1",
         ),
         ({"pp": 0}, {}, "plan.pp must be at least 1"),
-        ({"slice_tokens": 0}, {}, "plan.slice_tokens must be at least 1"),
+        ({"slice_tokens": 0}, {}, "plan.slice_tokens must be a whole number of tokens from 1"),
         (
             {"slice_tokens": 8, "hardware": "h100"},
             {},

@@ -1,4 +1,4 @@
-"""JSON, TOML and YAML of strangers as plain values: what can't be read, or stands for too much, is a `ValueError`.
+"""JSON, TOML, YAML and Python of strangers: what can't be read, or stands for too much, is a `ValueError`.
 
 The parsers that this wraps recurse, build numbers of any size and follow aliases. Here, brackets nested too deeply,
 numbers of hundreds of digits and aliases that stand for a million values are refused, in a time that grows with the
@@ -7,6 +7,7 @@ text.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
@@ -15,6 +16,7 @@ from typing import Any
 LARGEST_CONFIGURATION = 2**22
 """Characters of a configuration in TOML or YAML, whose parsers are slow."""
 _DEEPEST = 100
+_TRIES = 20
 _LONGEST_NUMBER = 320
 """Characters of a number: a little more than the largest that floating point holds."""
 _MOST_VALUES = 1_000_000
@@ -102,6 +104,23 @@ def parse_yaml(text: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def parse_python(source: str) -> ast.Module:
+    """Return the syntax of Python source.
+
+    CPython counts how deeply it nests in one place for all threads, and until 3.13 fails at random where two of them
+    parse at once; it is tried again then.
+
+    Raises:
+        SyntaxError: it isn't Python.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return ast.parse(source)
+        except SystemError:  # "AST constructor recursion depth mismatch"
+            continue
+    return ast.parse(source)
 
 
 def _check_node(node: Any, known: dict[int, int], depth: int) -> int:

@@ -46,11 +46,12 @@ class KeptTable:
         told = json.dumps([__version__, marks, *num_parts, depends_on], sort_keys=True)
         self._paths = [folder / f"{digest(told)}.table" for folder in folders if folder is not None]
 
-    def read(self, is_right: Callable[[IntArray], bool]) -> IntArray | None:
+    def read(self, is_right: Callable[[IntArray], bool], columns: int | None = None) -> IntArray | None:
         """Return the table; None where there is none, or a damaged one.
 
         Args:
             is_right: whether an array can be it.
+            columns: of a table of two dimensions.
         """
         for path in self._paths:
             try:
@@ -59,9 +60,11 @@ class KeptTable:
             except (OSError, MemoryError):
                 continue
             said, body = content[:_HEAD_BYTES], content[_HEAD_BYTES:]
-            if len(body) % 8 or _MARK + hashlib.sha256(body).digest() != said:
+            if len(body) % (8 * (columns or 1)) or _MARK + hashlib.sha256(body).digest() != said:
                 continue
             table: IntArray = np.frombuffer(body, dtype="<i8").astype(np.int64)
+            if columns is not None:
+                table = table.reshape(-1, columns)
             if is_right(table):
                 return table
         return None

@@ -157,7 +157,7 @@ class MixedTable:
                 asdict(stream.mix),
             ],
         )
-        kept = self._kept.read(self._is_right)
+        kept = self._kept.read(self._is_right, self._width)
         rows = [self._row(0, stream.begin(grown))] if kept is None else kept.tolist()
         for packs, window, *places in rows:
             if window >= 0:
@@ -167,7 +167,7 @@ class MixedTable:
 
     def _is_right(self, table: IntArray) -> bool:
         """Return whether a table can be one of this mixture: windows from the first on, and maybe the end."""
-        if table.ndim != 2 or table.shape[1] != self._width or len(table) == 0:
+        if len(table) == 0:
             return False
         windows, packs = table[:, 1], table[:, 0]
         last = len(table) - bool(windows[-1] < 0)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from varlen.errors import SourceError
+from varlen.parsed import parse_python
 
 _LEFT_OUT_FOLDERS = {
     "test",
@@ -63,7 +64,7 @@ def _module_texts(path: Path, name: str) -> Iterator[str]:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the library's own invalid escapes are not the user's business
-            tree = ast.parse(source)
+            tree = parse_python(source)
     except (OSError, SyntaxError, UnicodeDecodeError, ValueError):
         return
     if _stays_whole(name):

@@ -29,6 +29,7 @@ from varlen.adapters.hf.model import (
 )
 from varlen.adapters.hf.recurrent import BY_ENDS_TOO, TOLD
 from varlen.errors import ModelError
+from varlen.parsed import parse_python
 from varlen.verify.batch_facts import Detector, ModelFacts, MRope
 
 INFERRED_FROM_POSITIONS = ("eager", "sdpa", "flex_attention")
@@ -123,7 +124,7 @@ def _code(decoder: Any) -> _Code:
     if "text_position_ids" in forward:
         mrope = "text_row_or_plain" if "expand(4, position_ids" in forward else "text_row"
     return _Code(
-        reads_positions=_hands_positions_on(ast.parse(textwrap.dedent(forward))),
+        reads_positions=_hands_positions_on(parse_python(textwrap.dedent(forward))),
         mrope=mrope,
         reads_boundaries="seq_idx" in module or "cu_seq_lens_q" in module,
     )

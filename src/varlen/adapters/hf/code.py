@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from varlen.adapters.hf.model import text_decoder
+from varlen.parsed import parse_python
 
 _READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
 """Decoders whose code was read, each with what was found."""
@@ -70,8 +71,11 @@ def _passes_over(kind: Any) -> bool:
     if not kind.__module__.startswith("transformers."):
         return False
     phrase = "not isinstance(attention_mask, BlockMask)"
-    try:  # finding a class parses its whole file, so look first whether that says it anywhere
-        return phrase in inspect.getsource(sys.modules[kind.__module__]) and phrase in inspect.getsource(kind)
+    try:
+        if phrase not in inspect.getsource(sys.modules[kind.__module__]):
+            return False
+        functions = [inspect.unwrap(each) for each in vars(kind).values() if inspect.isfunction(each)]
+        return any(phrase in inspect.getsource(function) for function in functions)
     except (OSError, TypeError, KeyError):
         return False
 
@@ -80,7 +84,7 @@ def _forward(kind: Any) -> ast.FunctionDef | None:
     """Return the syntax of a module's forward; None where there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
-        found = ast.parse(source).body[0]
+        found = parse_python(source).body[0]
     except (OSError, TypeError, SyntaxError, AttributeError, IndexError):
         return None
     return found if isinstance(found, ast.FunctionDef) else None

@@ -6,13 +6,12 @@ Causal attention passes; what no argument keeps apart is refused by name; what i
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
-import textwrap
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -237,23 +236,33 @@ def _names_of(module: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _names_in(kind: Any) -> frozenset[str]:
-    """Return the names and attributes that stand in the code of a class and of those that it is made of."""
-    found: set[str] = set()
+    """Return the globals and attributes that the code of a class, and of those that it derives from, refers to.
+
+    Code objects are read: sources may be absent, and finding a class in one parses the whole file.
+    """
+    codes: list[CodeType] = []
     for each in kind.__mro__:
-        if each.__module__ in ("transformers.modeling_utils", "builtins") or each.__module__.startswith(
-            "torch."
-        ):
-            continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                found.add(node.attr)
+        if each.__module__ not in (
+            "transformers.modeling_utils",
+            "builtins",
+        ) and not each.__module__.startswith("torch."):
+            for member in vars(each).values():
+                codes += _codes_of(member)
+    found: set[str] = set()
+    while codes:
+        code = codes.pop()
+        found.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(found)
+
+
+def _codes_of(member: Any) -> list[CodeType]:
+    """Return the code of a member of a class: of a method, behind its decorators, or of a property's functions."""
+    if isinstance(member, property):
+        return [code for each in (member.fget, member.fset, member.fdel) if each for code in _codes_of(each)]
+    function: Any = getattr(member, "__func__", member)
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return [code] if isinstance(code, CodeType) else []
 
 
 def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
