@@ -12,7 +12,9 @@ import varlen as vl
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.report.doors import Given, by_index, by_lengths, by_pack, by_stream
+from varlen.report.doors import MOST_STREAMED, MOST_STREAMED_PACKS, Given, by_index, by_lengths, by_pack, by_stream
+from varlen.report.inspect_table import packs_of as written_packs
+from varlen.report.inspection import inspect_lengths
 from varlen.report.packings import METHODS
 from varlen.source.source import open_source
 
@@ -95,6 +97,31 @@ def test_a_loader_that_streams_makes_about_as_many_packs_as_were_foretold(name, 
     assert found.lengths.sum() == lengths.sum() == sum(batch.num_tokens for batch in batches)
     assert found.lengths.max() <= CAPACITY
     assert abs(found.num_packs - made) <= max(8, 0.02 * made)
+
+
+@pytest.mark.parametrize(("documents", "capacity"), [(30_000, 100_000), (30_000, 256), (40, 8), (3, 100_000)])
+def test_streaming_is_measured_on_bounded_samples(documents, capacity):
+    some = given(RNG.integers(1, 200, documents)).streamed(capacity)
+
+    filled = some.sum() / capacity
+    assert some.size <= MOST_STREAMED
+    assert filled <= MOST_STREAMED_PACKS * 1.1
+    assert some.size == documents or some.size == MOST_STREAMED or filled > MOST_STREAMED_PACKS * 0.9
+
+
+def test_packs_of_a_sample_are_estimated_for_all_documents(monkeypatch):
+    lengths = RNG.lognormal(4, 0.6, 1_500).astype(int)
+    whole = inspect_lengths(lengths, capacities=[CAPACITY]).capacities[0]
+    monkeypatch.setattr("varlen.report.doors.MOST_STREAMED_PACKS", 120)
+
+    part = inspect_lengths(lengths, capacities=[CAPACITY]).capacities[0]
+
+    told = {row.name: written_packs(row, part) for row in part.packings}
+    sampled, exact = part.packing("loader_streaming"), whole.packing("loader_streaming")
+    assert sampled.packs < 0.5 * exact.packs
+    assert told["loader_streaming"][0] == "\u2248"
+    assert abs(int(told["loader_streaming"][1:].replace(",", "")) / exact.packs - 1) < 0.1
+    assert [name for name, text in told.items() if text[0] == "\u2248"] == ["loader_streaming"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,8 +21,8 @@ from varlen.types import Int32Array, IntArray, Method, Overlong
 
 STEP_PACKS = 8
 """Packs of a step that a loader is measured with: streaming has as many lanes."""
-MOST_STREAMED = 10_000
-"""Documents that streaming is measured on; its rounds take a while."""
+MOST_STREAMED, MOST_STREAMED_PACKS = 10_000, 4_000
+"""Documents, and packs that they fill, that streaming is measured on; its rounds take a while."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,12 +57,13 @@ class Given:
     bytes_a_token: int = BYTES_A_TOKEN
     """Of the files, about."""
 
-    def streamed(self) -> Int32Array:
-        """Return those that streaming is measured on: all, or evenly spread ones."""
-        size = self.lengths.size
-        if size <= MOST_STREAMED:
+    def streamed(self, capacity: int) -> Int32Array:
+        """Return those that streaming is measured on at a capacity: all, or evenly spread ones."""
+        size, packs = self.lengths.size, int(self.lengths.sum(dtype=np.int64)) / capacity
+        most = min(MOST_STREAMED, max(1, int(size * MOST_STREAMED_PACKS / packs))) if packs else size
+        if size <= most:
             return self.lengths
-        return self.lengths[np.linspace(0, size - 1, MOST_STREAMED).astype(np.int64)]
+        return self.lengths[np.linspace(0, size - 1, most).astype(np.int64)]
 
 
 def by_pack(given: Given, capacity: int, method: Method, *, is_named: bool = True) -> Packed:
@@ -108,7 +109,7 @@ def by_index(given: Given, capacity: int) -> Packed:
 def by_stream(given: Given, capacity: int) -> Packed:
     """Pack as `vl.PackedLoader` does with documents that it reads as they come."""
     settings = _loader(capacity)
-    lengths, offsets = streamed_packs(given.streamed(), settings, given.bytes_a_token)
+    lengths, offsets = streamed_packs(given.streamed(capacity), settings, given.bytes_a_token)
     return Packed(overlong=settings.overlong, lengths=lengths, offsets=offsets)
 
 

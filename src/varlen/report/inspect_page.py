@@ -6,7 +6,7 @@ from html import escape
 
 from varlen.counts import many
 from varlen.report import charts
-from varlen.report.inspect_table import BYTES, full, reading
+from varlen.report.inspect_table import BYTES, full, packs_of, reading
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.lines import Line, lines
 from varlen.report.pack_figure import pack_figure
@@ -284,7 +284,7 @@ def _details(inspection: Inspection, at: CapacityFigures) -> str:
             (
                 row.title,
                 f"{row.documents:,}",
-                f"{row.packs:,}",
+                packs_of(row, at),
                 full(row),
                 share(row.lost_share),
                 share(row.cut_share),

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varlen.counts import many
-from varlen.report.doors import MOST_STREAMED, STEP_PACKS
+from varlen.report.doors import MOST_STREAMED, MOST_STREAMED_PACKS, STEP_PACKS
 from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
 from varlen.report.words import count, fill, share, times
 
@@ -59,8 +59,9 @@ def reading(inspection: Inspection) -> str:
     )
     return (
         f"{measured}varlen pack and the loader are measured in their own random order, by their own windows; the "
-        f"loader with steps of {STEP_PACKS} packs, streaming on at most {MOST_STREAMED:,} documents, files cut as "
-        "if tokens had equal sizes, and masked packs at the end not counted; vl.pack in the order of the data. Ours "
+        f"loader with steps of {STEP_PACKS} packs, streaming on at most {MOST_STREAMED:,} documents or about "
+        f"{MOST_STREAMED_PACKS:,} packs (where the data has more, ≈ is what all of it would take at that fill), "
+        "files cut as if tokens had equal sizes, and masked packs at the end not counted; vl.pack in the order of the data. Ours "
         "split what is longer than a pack. Work: that of the heaviest pack over the mean, so how long the others "
         "wait for it; attention: the same for attention alone, which grows with the square of a document's length. "
         "Likeness: of the lengths within a pack, 0 where packs are random samples, 1 where each holds documents of "
@@ -137,6 +138,17 @@ def full(packing: PackFigures) -> str:
     return fill(packing.fill) if packing.packs else "–"
 
 
+def packs_of(row: PackFigures, at: CapacityFigures) -> str:
+    """Write how many packs there are: of a loader that was measured on fewer documents, as many as all would take.
+
+    Peers' windows are a sample of their own, and stay as they were counted.
+    """
+    usual = at.packings[0]
+    if row.kind != "loader" or row.documents >= usual.documents or not row.fill:
+        return f"{row.packs:,}"
+    return f"≈{round(usual.tokens / (row.fill * at.capacity)):,}"
+
+
 def _style(row: PackFigures, inspection: Inspection) -> str:
     return _style_of(row, inspection.advice.packing)
 
@@ -170,7 +182,7 @@ def _details(at: CapacityFigures, advised: str) -> RenderableType:
     for row in at.packings:
         table.add_row(
             row.title,
-            f"{row.packs:,}",
+            packs_of(row, at),
             full(row),
             share(row.lost_share),
             times(row.work_imbalance),

@@ -221,7 +221,7 @@ def _measure_ours(sample: Sample, capacity: int, loss: _Loss) -> list[PackFigure
     for method in PACK_METHODS:
         found = by_pack(given, capacity, method, is_named=False)
         measured.append((WITH_PACK + method, f"varlen pack ({method})", "pack", method, found, size))
-    streamed = int(np.count_nonzero(given.streamed()))
+    streamed = int(np.count_nonzero(given.streamed(capacity)))
     for name, found, documents in (
         ("indexed", by_index(given, capacity), size),
         ("streaming", by_stream(given, capacity), streamed),
