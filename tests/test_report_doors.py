@@ -12,7 +12,15 @@ import varlen as vl
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.report.doors import MOST_STREAMED, MOST_STREAMED_PACKS, Given, by_index, by_lengths, by_pack, by_stream
+from varlen.report.doors import (
+    MOST_STREAMED,
+    MOST_STREAMED_PACKS,
+    Given,
+    by_index,
+    by_lengths,
+    by_pack,
+    by_stream,
+)
 from varlen.report.inspect_table import packs_of as written_packs
 from varlen.report.inspection import inspect_lengths
 from varlen.report.packings import METHODS

@@ -8,18 +8,23 @@ of which acts on every token by itself; then whatever reaches from one token to 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 
-from varlen.adapters.hf.model import is_known
+from varlen.adapters.hf.own_code import is_known, plain_class, put_on
 from varlen.errors import ModelError
 
 TOKENS = 6
 """In a row that is tried."""
 _LARGE = 1 << 16
 """Numbers of a parameter that is copied as random ones; of larger ones one row stands for all."""
+_DOCUMENTS = (torch.arange(5, 45)[None], torch.arange(45, 62)[None])
+"""Two documents of a row that is tried; one reaches further than heads look that look at neighbours."""
+Call: TypeAlias = Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
+"""Gives outputs by name for one row and its positions."""
 Tries: TypeAlias = list[tuple[int, torch.Tensor]]
 """Answers, each with the token that was changed; that of none changed is the first."""
 _MULTIMODAL = ("vision_config", "audio_config")
@@ -35,14 +40,28 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
     Returns:
         Why it mixes tokens, or what isn't known of it; None and None where it acts on each token alone.
     """
-    own = type(base).__name__
+    inside = set(map(id, decoder.modules()))
+    for name, module in base.named_modules():
+        if id(module) not in inside and (put := put_on(module)):
+            return (
+                None,
+                f"runs code of its own ({put} in {name or 'the model'}), so nobody knows which tokens it mixes",
+            )
+    own = plain_class(type(base)).__name__
     trusted = own in _tried_classes() and is_known(type(base))
     if trusted and any(getattr(base.config, name, None) is not None for name in _MULTIMODAL):
         return None, None
     if trusted and not _replaced(base, decoder):
         return None, None
     try:
-        found = _outputs(base, decoder)
+        copied = _copy(base, decoder)
+        found = _outputs(base, copied)
+        by_token = all(map(_is_of_tokens, found.values()))
+        joined = (
+            _joined(copied, lambda *given: dict(_answer_of(base, copied, *given)), *_DOCUMENTS)
+            if by_token
+            else None
+        )
     except Exception as error:  # any code may stand here
         if own in _pooling_classes() and is_known(type(base)):
             return f"pools ({own}): it gives one answer a row, which the row's documents would share", None
@@ -60,7 +79,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
                 "the documents of a row share it",
                 None,
             )
-        if _reaches(values):
+        if name == joined or _reaches(values):
             return (
                 f"mixes the tokens of a row in its head ({own}): {name} at one token depends on others",
                 None,
@@ -71,7 +90,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
 
 
 def acts_on_tokens(module: Any, width: int | None) -> bool:
-    """Return whether a module of unknown code, given one value a token, acts on each token alone.
+    """Return whether a module of unknown code, given one value or, an embedding, one id a token, acts on each alone.
 
     Args:
         module: any; not changed.
@@ -82,18 +101,28 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
         try:
             copied, tries = _copy(module, None), []
             first = torch.randn(1, TOKENS, size, generator=_random())
+            if isinstance(module, torch.nn.Embedding):
+                first = torch.arange(TOKENS)[None]
             with torch.no_grad():
                 for place in range(-1, TOKENS):
-                    hidden = first.clone()
+                    given = first.clone()
                     if place >= 0:
-                        hidden[:, place] += 1.0
-                    tries.append((place, copied(hidden)))
+                        given[:, place] += TOKENS if isinstance(module, torch.nn.Embedding) else 1.0
+                    tries.append((place, copied(given)))
         except Exception:  # any code may stand here
             continue
         if not all(torch.is_tensor(each) for _, each in tries):
             continue
-        if _is_of_tokens(tries) and not _reaches(tries) and _moves(tries):
-            return True
+        if not _is_of_tokens(tries) or _reaches(tries) or not _moves(tries):
+            continue
+        documents = _DOCUMENTS
+        if not isinstance(module, torch.nn.Embedding):
+            documents = tuple(torch.sin(ids[..., None] * torch.arange(1.0, size + 1)) for ids in _DOCUMENTS)
+        try:
+            if _joined(copied, lambda given, _, copied=copied: {"": copied(given)}, *documents) is None:
+                return True
+        except Exception:  # any code may stand here
+            continue
     return False
 
 
@@ -143,9 +172,8 @@ def _replaced(base: Any, decoder: Any) -> bool:
     )
 
 
-def _outputs(base: Any, decoder: Any) -> dict[str, Tries]:
+def _outputs(base: Any, copied: Any) -> dict[str, Tries]:
     """Run a copy with one token changed after another, by other ids and by those that mark something."""
-    copied = _copy(base, decoder)
     ids = torch.arange(TOKENS)[None] + 5
     marks = [getattr(base.config, f"{name}_token_id", None) for name in ("pad", "eos", "sep", "cls", "bos")]
     changes = [(place, int(ids[0, place]) + 31) for place in range(TOKENS)]
@@ -155,14 +183,49 @@ def _outputs(base: Any, decoder: Any) -> dict[str, Tries]:
         given = ids.clone()
         if place >= 0:
             given[:, place] = to
-        arguments = _taken(
-            base, {"input_ids": given, "position_ids": torch.arange(TOKENS)[None], "use_cache": False}
-        )
-        with torch.no_grad():
-            answer = type(base).forward(copied, **arguments)
-        for name, value in _numbers(answer):
+        for name, value in _answer_of(base, copied, given, torch.arange(TOKENS)[None]):
             found.setdefault(name, []).append((place, value))
     return {name: values for name, values in found.items() if len(values) == len(changes) + 1}
+
+
+def _answer_of(
+    base: Any, copied: Any, ids: torch.Tensor, places: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    """Run a copy of a model on one row."""
+    arguments = _taken(base, {"input_ids": ids, "position_ids": places, "use_cache": False})
+    with torch.no_grad():
+        return _numbers(type(base).forward(copied, **arguments))
+
+
+def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) -> str | None:
+    """Name an output in which a document's tokens depend on others of the row, its width, or where they are in it.
+
+    In training, where parts may act otherwise and by chance, rows of one width are compared by one seed.
+    """
+    cut = first.shape[1]
+    places = torch.cat([torch.arange(cut), torch.arange(second.shape[1])])[None]
+    halves, row = (slice(None, cut), slice(cut, None)), torch.cat([first, second], 1)
+    pairs = [(call(row, places), call(row[:, half], places[:, half]), half, slice(None)) for half in halves]
+    for module in copied.modules():
+        module.training = True
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    for half, other in (halves, halves[::-1]):
+        changed = row.clone()
+        changed[:, other] = row[:, other] + 2
+        with torch.random.fork_rng(devices=[]):
+            answers = []
+            for given in (row, changed):
+                torch.manual_seed(0)
+                answers.append(call(given, places))
+        pairs.append((*answers, half, half))
+    for one, two, here, there in pairs:
+        for name in one.keys() & two.keys():
+            ours, theirs = one[name][:, here].float(), two[name][:, there].float()
+            scale = float(one[name].float().abs().max().clamp(min=1e-6))
+            if not float((ours - theirs).abs().max()) <= 1e-4 * scale:
+                return name
+    return None
 
 
 def _taken(base: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -217,11 +280,11 @@ def _copy(module: Any, decoder: Any) -> Any:
     """Return a module of the same classes with stand-ins for the decoder, large matrices and all weights."""
     if module is decoder:
         return _Decoder(module)
-    if isinstance(module, torch.nn.Embedding):
+    if isinstance(module, torch.nn.Embedding) and is_known(type(module)):
         return _Table(module.embedding_dim)
     if is_known(type(module)) and hasattr(module, "in_features") and hasattr(module, "out_features"):
         return _Matrix(module.in_features, module.out_features)
-    kind: Any = type(module)
+    kind: Any = plain_class(type(module))
     copied = kind.__new__(kind)
     copied.__dict__.update({name: v for name, v in module.__dict__.items() if name not in _LEFT_OUT})
     copied.__dict__.update(
@@ -230,6 +293,9 @@ def _copy(module: Any, decoder: Any) -> Any:
     copied.__dict__["_compiled_call_impl"] = None
     copied.__dict__["training"] = False
     copied.__dict__["_parameters"] = {name: _stand_in(v) for name, v in module._parameters.items()}
+    if isinstance(module, torch.nn.Embedding):
+        rows = torch.randn(64, module.embedding_dim, generator=_random())
+        copied.__dict__["_parameters"]["weight"] = rows
     copied.__dict__["_buffers"] = {name: _stand_in(v) for name, v in module._buffers.items()}
     copied.__dict__["_modules"] = {
         name: None if child is None else _copy(child, decoder) for name, child in module._modules.items()

@@ -20,8 +20,6 @@ import torch
 from varlen.adapters.hf.heads import acts_on_tokens, head_fault
 from varlen.adapters.hf.model import (
     MASKED_LAYERS,
-    forward_owner,
-    is_known,
     model_type,
     named_kinds,
     text_config,
@@ -29,6 +27,7 @@ from varlen.adapters.hf.model import (
     unwrap,
     wrappers,
 )
+from varlen.adapters.hf.own_code import is_known, own_code, put_on
 from varlen.adapters.hf.recurrent import SINGLE_TOKENS, TOLD
 from varlen.errors import ModelError
 
@@ -279,15 +278,12 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
             return fault, None
         if isinstance(module, torch.nn.BatchNorm1d):
             unknown = unknown or f"takes statistics of the whole batch in {name} (BatchNorm1d)"
-        if not is_known(type(module)):
-            if name and acts_on_tokens(module, hidden):
+        if own := own_code(module):
+            if name and not put_on(module) and acts_on_tokens(module, hidden):
                 passed = f"{name}."
                 continue
-            owner = forward_owner(type(module))
-            unknown = (
-                unknown
-                or f"runs code of its own ({owner.__name__} in {name or 'the decoder'}), so nobody "
-                "knows which tokens it mixes"
+            unknown = unknown or (
+                f"runs code of its own ({own} in {name or 'the decoder'}), so nobody knows which tokens it mixes"
             )
     return None, unknown
 

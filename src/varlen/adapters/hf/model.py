@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from varlen.adapters.hf.own_code import is_known
 from varlen.batch.packed import PackedBatch
 from varlen.errors import ModelError
 
@@ -19,21 +20,6 @@ MASKED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", SEL
 BY_DISTANCE = {"mpt": "max_seq_len"}
 """Families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in its row;
 each with the setting that bounds how wide a row may be."""
-
-KNOWN_LIBRARIES = frozenset(
-    (
-        "torch",
-        "transformers",
-        "peft",
-        "bitsandbytes",
-        "torchao",
-        "accelerate",
-        "liger_kernel",
-        "kernels",
-        "varlen",
-    )
-)
-"""Whose modules are known: those that mix tokens are named here, and the others act on each token alone."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How configurations call their number of routed experts."""
@@ -259,25 +245,6 @@ def shifts_labels(model: Any) -> bool:
     if kind not in LOSS_MAPPING:
         return True  # transformers takes the next token's then
     return not is_known(type(base)) or LOSS_MAPPING[kind] is ForCausalLMLoss
-
-
-def forward_owner(kind: Any) -> Any:
-    """Return the class that a module's forward stands in.
-
-    Args:
-        kind: a module's class.
-    """
-    return next((each for each in kind.__mro__ if "forward" in vars(each)), kind)
-
-
-def is_known(kind: Any) -> bool:
-    """Return whether the code of a module is that of a library whose modules are known.
-
-    Args:
-        kind: a module's class.
-    """
-    module: str = forward_owner(kind).__module__
-    return module.partition(".")[0] in KNOWN_LIBRARIES
 
 
 def check_size(batch: PackedBatch, model: Any) -> None:
