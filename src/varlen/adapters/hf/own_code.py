@@ -23,6 +23,7 @@ KNOWN_LIBRARIES = frozenset(
         "accelerate",
         "liger_kernel",
         "kernels",
+        "trl",
         "varlen",
     )
 )
