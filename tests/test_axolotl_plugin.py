@@ -40,6 +40,7 @@ def config_of(folder, varlen=None, **changes):
         ({"context_parallel_size": 2}, "context_parallel_size=2 cuts rows"),
         ({"varlen": {"capacty": 8192}}, "capacty"),
         ({"varlen": {"attention": "flash"}}, "attention"),
+        ({"varlen": {"capacity": "8q"}}, "varlen.capacity must be a whole number of tokens .*got '8q'"),
     ],
 )
 def test_a_configuration_that_contradicts_varlen_is_refused_by_name(given, words):
@@ -50,6 +51,7 @@ def test_a_configuration_that_contradicts_varlen_is_refused_by_name(given, words
 def test_all_settings_may_be_left_out():
     assert loader_settings(config_of("x"))["capacity"] == 128
     assert VarlenArguments(sample_packing=False).varlen.attention == "model"
+    assert VarlenArguments(varlen={"capacity": "8k"}).varlen.capacity == 8192
 
 
 def test_every_setting_is_one_that_the_loader_takes(tmp_path):

@@ -82,6 +82,23 @@ def test_anything_else_in_place_of_lengths(function, given):
     assert "one whole number a document" in said(TAKE_LENGTHS[function], given)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((len(d) for d in DOCUMENTS), "pass list(lengths)"),
+        (map(len, DOCUMENTS), "pass list(lengths)"),
+        (np.ones((3, 4), np.int64), "shape [3, 4]; of padded rows, pass attention_mask.sum(1)"),
+        (torch.ones(3, 4, dtype=torch.int64), "shape [3, 4]; of padded rows, pass attention_mask.sum(1)"),
+        (
+            torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
+            "[len(d) for d in lengths.unbind()]",
+        ),
+    ],
+)
+def test_lengths_that_come_once_and_tokens_in_one_tensor_say_what_to_pass(given, words):
+    assert words in said(TAKE_LENGTHS["pack"], given)
+
+
 def test_one_slip_among_lengths_is_named_as_that():
     assert said(TAKE_LENGTHS["pack"], [3, 2, None]).startswith(
         "length None of document 2 is not a whole number"

@@ -141,7 +141,8 @@ def test_columns_that_the_caller_names_tell_rows_too(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.tar", tar(), r"a\.tar holds a tar archive, and its name doesn't say so; unpack it"),
+        ("a.tar", tar(), r"a\.tar holds a tar archive; unpack it"),
+        ("a.npy", b"\x93NUMPY\x01\0" + bytes(99), r"a\.npy holds a NumPy array \(\.npy\); leave it out"),
         ("shard", tar(), r"shard holds a tar archive"),
         ("a.tar.gz", gzip.compress(tar(), mtime=0), r"holds a tar archive"),
         ("a.jsonl", tar(), "holds a tar archive, though its name says JSON lines"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
 from typing import Any
@@ -31,9 +31,15 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     Raises:
         LengthsError: names the first offender and how many there are.
     """
+    if isinstance(lengths, Iterator):
+        raise _misfit(lengths, "it gives its values once; pass list(lengths)")
     array = _as_array(lengths)
+    if array.ndim > 1:
+        raise _misfit(
+            lengths, f"it has the shape {list(array.shape)}; of padded rows, pass attention_mask.sum(1)"
+        )
     if array.ndim != 1:
-        raise _misfit(lengths, f"it has the shape {array.shape}")
+        raise _misfit(lengths, "it isn't several of them")
     if array.size > LARGEST:
         raise LengthsError(
             f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
@@ -60,6 +66,8 @@ def _as_array(lengths: npt.ArrayLike) -> npt.NDArray[Any]:
     try:
         array = np.asarray(lengths)
     except (ValueError, TypeError, OverflowError, RuntimeError):
+        if getattr(lengths, "is_nested", False):
+            raise _misfit(lengths, "it is nested; pass [len(d) for d in lengths.unbind()]") from None
         raise _misfit(lengths, "numpy can't read it; a tensor of a GPU: lengths.cpu()") from None
     return array.astype(np.int32) if array.size == 0 and array.ndim == 1 else array
 

@@ -295,7 +295,7 @@ def _holds(file: File, kind: str) -> str:
     should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_told else ""
     if not should:
         named = file.format != "text" or says_text(file.name)
-        should = f"though its name says {_SAID[file.format]}" if named else "and its name doesn't say so"
+        should = f"though its name says {_SAID[file.format]}" if named else ""
     if kind in OTHER_TEXT.values():  # that it is text is no contradiction
         should = ""
     if kind in _READABLE:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from varlen.adapters.hf.agreement import Weighting
+from varlen.counts import as_tokens
 from varlen.errors import SettingError
 from varlen.types import Method, Overlong
 
@@ -23,13 +24,17 @@ _CONTRADICT = {
 """Settings that must be off, and why."""
 
 
+def _as_capacity(given: Any) -> int | None:
+    return None if given is None else as_tokens(given, "varlen.capacity")
+
+
 class VarlenSettings(BaseModel):
     """The mapping `varlen:` of a configuration; what isn't said here, axolotl's own settings say."""
 
     model_config = ConfigDict(extra="forbid")
 
-    capacity: int | None = None
-    """Tokens of a pack; None for `sequence_len`."""
+    capacity: Annotated[int | None, BeforeValidator(_as_capacity)] = None
+    """Tokens of a pack, such as 8192 or 8k; None for `sequence_len`."""
     global_batch_size: int | None = None
     """Packs of a step; None for `micro_batch_size` on every rank, `gradient_accumulation_steps` times. Say it where a
     run is to go on with another number of ranks."""
