@@ -87,8 +87,8 @@ def test_anything_else_in_place_of_lengths(function, given):
     [
         ((len(d) for d in DOCUMENTS), "pass list(lengths)"),
         (map(len, DOCUMENTS), "pass list(lengths)"),
-        (np.ones((3, 4), np.int64), "shape [3, 4]; of padded rows, pass attention_mask.sum(1)"),
-        (torch.ones(3, 4, dtype=torch.int64), "shape [3, 4]; of padded rows, pass attention_mask.sum(1)"),
+        (np.ones((3, 4), np.int64), "shape (3, 4); of padded rows, pass attention_mask.sum(1)"),
+        (torch.ones(3, 4, dtype=torch.int64), "shape (3, 4); of padded rows, pass attention_mask.sum(1)"),
         (
             torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged),
             "[len(d) for d in lengths.unbind()]",

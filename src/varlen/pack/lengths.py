@@ -34,12 +34,9 @@ def as_lengths(lengths: npt.ArrayLike) -> Int32Array:
     if isinstance(lengths, Iterator):
         raise _misfit(lengths, "it gives its values once; pass list(lengths)")
     array = _as_array(lengths)
-    if array.ndim > 1:
-        raise _misfit(
-            lengths, f"it has the shape {list(array.shape)}; of padded rows, pass attention_mask.sum(1)"
-        )
     if array.ndim != 1:
-        raise _misfit(lengths, "it isn't several of them")
+        out = "; of padded rows, pass attention_mask.sum(1)" if array.ndim > 1 else ""
+        raise _misfit(lengths, f"it has the shape {array.shape}{out}")
     if array.size > LARGEST:
         raise LengthsError(
             f"{array.size:,} documents are more than one call takes ({LARGEST:,}); pack them in parts"
