@@ -108,3 +108,29 @@ def test_steps_are_counted_as_the_loader_takes_them(epochs, most, tmp_path):
     assert count_steps(cfg, rows_of()) == most or int(np.ceil(steps * epochs / whole)) == count_steps(
         cfg, rows_of()
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({}, [2, 8]),
+        ({"min_sample_len": 3}, [8]),
+        ({"excess_length_strategy": "truncate"}, [2, 8, 8]),
+        ({"excess_length_strategy": "raise"}, None),
+    ],
+)
+def test_what_axolotl_leaves_out_before_the_plugin_is_what_the_page_says(settings, left):
+    from axolotl.utils.data.utils import handle_long_seq_in_dataset
+    from axolotl.utils.dict import DictDefault
+
+    ids = [[7] * length for length in (1, 2, 8, 9)]
+    rows = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": ids})
+
+    def filtered():
+        return handle_long_seq_in_dataset(rows, 8, DictDefault(settings))["input_ids"]
+
+    if left is None:
+        with pytest.raises(ValueError, match="9 tokens, which exceeds the maximum 8"):
+            filtered()
+    else:
+        assert [len(each) for each in filtered()] == left

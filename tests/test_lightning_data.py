@@ -1,5 +1,6 @@
 """Lightning trains what a loader gives, each batch once, from any checkpoint, and is refused where it would not."""
 
+import dataclasses
 import json
 
 import lightning
@@ -169,3 +170,53 @@ def test_processes_that_lightning_does_not_know_of_are_refused(texts, monkeypatc
 
     with pytest.raises(SettingError, match=r"one of 2 processes \(WORLD_SIZE\), and Lightning knows of 1"):
         taken_by(data_of(texts))
+
+
+class Given:
+    """A data loader, of which Lightning knows the length or doesn't; `taken` counts what it was asked for."""
+
+    def __init__(self, batches, length):
+        self.batches, self.taken = batches, 0
+        if length:
+            self.__class__ = type("Sized", (Given,), {"__len__": lambda self: len(self.batches)})
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.taken += 1
+            yield batch
+
+
+class Ahead(lightning.Callback):
+    def __init__(self, loader):
+        self.loader, self.ahead = loader, []
+
+    def on_train_batch_end(self, *args):
+        self.ahead.append(self.loader.taken - args[-1] - 1)
+
+
+class Plain(Recording):
+    def training_step(self, batch, _):
+        return self.weight.sum() * 1.0
+
+
+@pytest.mark.parametrize(("length", "ahead"), [(True, [0, 0, 0, 0]), (False, [1, 1, 1, 0])])
+def test_lightning_takes_one_batch_ahead_where_nobody_knows_the_length(length, ahead, tmp_path):
+    loader = Given([torch.ones(1)] * 4, length)
+    told = Ahead(loader)
+    bare_trainer(tmp_path, callbacks=[told]).fit(Plain(), loader)
+
+    assert told.ahead == ahead
+
+
+def test_lightning_itself_refuses_frozen_dataclasses(tmp_path):
+    frozen = dataclasses.make_dataclass("Frozen", [("ids", torch.Tensor)], frozen=True)
+
+    with pytest.raises(ValueError, match="frozen dataclass"):
+        bare_trainer(tmp_path).fit(Plain(), Given([frozen(torch.ones(1))], False))
+
+
+def bare_trainer(folder, **settings):
+    return lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **settings,
+    )  # fmt: skip
