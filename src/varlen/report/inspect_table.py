@@ -60,7 +60,7 @@ def reading(inspection: Inspection) -> str:
     return (
         f"{measured}varlen pack and the loader are measured in their own random order, by their own windows; the "
         f"loader with steps of {STEP_PACKS} packs, streaming on at most {MOST_STREAMED:,} documents or about "
-        f"{MOST_STREAMED_PACKS:,} packs (\u2248: what all documents would take at that fill), files cut as if tokens had "
+        f"{MOST_STREAMED_PACKS:,} packs (≈: what all documents would take at that fill), files cut as if tokens had "
         "equal sizes, and masked packs at the end not counted; vl.pack in the order of the data. Ours split what is "
         "longer than a pack. Work: that of the heaviest pack over the mean, so how long the others wait for it; "
         "attention: the same for attention alone, which grows with the square of a document's length. Likeness: of "
