@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import copy
 from typing import Any
 
+import Callable
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -271,3 +274,16 @@ def test_packed_columns_are_a_mapping_in_every_use_but_iteration_and_unpacking()
     assert list(packed.items()) == list(columns.items())
     assert {**packed} == columns
     assert [*packed] == list(columns.values())
+    assert packed[1:] == tuple(columns.values())[1:]
+
+
+def test_packed_columns_stay_what_they_are_where_libraries_copy_and_move_them() -> None:
+    ids = [torch.tensor([1, 2]), torch.tensor([3])]
+    packed = concatenate_and_pack(ids, ids, [torch.ones_like(one) for one in ids], 4, 0)
+
+    for made in (copy.copy(packed), copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert type(made) is type(packed)
+        assert [one.tolist() for one in made] == [one.tolist() for one in packed]
+    moved = send_to_device(packed, "cpu")
+    assert type(moved) is type(packed)
+    assert all(torch.equal(moved[name], packed[name]) for name in ("input_ids", "labels", "attention_mask"))

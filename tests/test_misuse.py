@@ -2,6 +2,7 @@
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -20,6 +21,9 @@ LENGTHS_NOT_DOCUMENTS = {
     "an Arrow list array": pa.array(DOCUMENTS),
     "a Dataset": datasets.Dataset.from_dict({"input_ids": DOCUMENTS}),
     "a DatasetDict": datasets.DatasetDict(train=datasets.Dataset.from_dict({"input_ids": DOCUMENTS})),
+    "a stream": datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).to_iterable_dataset(),
+    "a DataFrame": pd.DataFrame({"input_ids": DOCUMENTS}),
+    "a Series": pd.Series(DOCUMENTS),
     "a dict": {"input_ids": DOCUMENTS},
     "rows": [{"input_ids": [1, 2]}],
     "a table": pa.table({"input_ids": DOCUMENTS}),
@@ -70,6 +74,7 @@ def test_texts_in_place_of_lengths(function, name):
     text = said(TAKE_LENGTHS[function], TEXTS[name])
 
     assert "vl.PackedLoader(rows, tokenizer)" in text
+    assert name != "a path" or "'file.jsonl' is a text" in text
 
 
 def test_tokens_and_offsets_in_place_of_lengths():
