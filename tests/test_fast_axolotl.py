@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import copy
+from collections.abc import Callable
 from typing import Any
 
-import Callable
 import numpy as np
 import pytest
 import torch
