@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -100,30 +100,33 @@ def acts_on_tokens(module: Any, width: int | None) -> bool:
     for size in dict.fromkeys([*([width] if width else []), *widths]):
         try:
             copied, tries = _copy(module, None), []
-            first = torch.randn(1, TOKENS, size, generator=_random())
-            if isinstance(module, torch.nn.Embedding):
-                first = torch.arange(TOKENS)[None]
+            is_table = isinstance(module, torch.nn.Embedding)
+            values = torch.randn(1, TOKENS, size, generator=_random())
+            first = torch.arange(TOKENS)[None] if is_table else values
             with torch.no_grad():
                 for place in range(-1, TOKENS):
                     given = first.clone()
                     if place >= 0:
-                        given[:, place] += TOKENS if isinstance(module, torch.nn.Embedding) else 1.0
+                        given[:, place] += TOKENS if is_table else 1.0
                     tries.append((place, copied(given)))
         except Exception:  # any code may stand here
             continue
-        if not all(torch.is_tensor(each) for _, each in tries):
+        if not all(torch.is_tensor(each) for _, each in tries) or not _is_of_tokens(tries):
             continue
-        if not _is_of_tokens(tries) or _reaches(tries) or not _moves(tries):
+        if _reaches(tries) or not _moves(tries):
             continue
-        documents = _DOCUMENTS
-        if not isinstance(module, torch.nn.Embedding):
-            documents = tuple(torch.sin(ids[..., None] * torch.arange(1.0, size + 1)) for ids in _DOCUMENTS)
+        hidden = [torch.sin(ids[..., None] * torch.arange(1.0, size + 1)) for ids in _DOCUMENTS]
         try:
-            if _joined(copied, lambda given, _, copied=copied: {"": copied(given)}, *documents) is None:
+            if _joined(copied, partial(_named, copied), *(_DOCUMENTS if is_table else hidden)) is None:
                 return True
         except Exception:  # any code may stand here
             continue
     return False
+
+
+def _named(module: Any, given: torch.Tensor, _: torch.Tensor) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {"": module(given)}
 
 
 def _tried_classes() -> frozenset[str]:
@@ -205,7 +208,7 @@ def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) 
     cut = first.shape[1]
     places = torch.cat([torch.arange(cut), torch.arange(second.shape[1])])[None]
     halves, row = (slice(None, cut), slice(cut, None)), torch.cat([first, second], 1)
-    pairs = [(call(row, places), call(row[:, half], places[:, half]), half, slice(None)) for half in halves]
+    pairs = [([call(row, places), call(row[:, half], places[:, half])], half, slice(None)) for half in halves]
     for module in copied.modules():
         module.training = True
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -218,8 +221,8 @@ def _joined(copied: Any, call: Call, first: torch.Tensor, second: torch.Tensor) 
             for given in (row, changed):
                 torch.manual_seed(0)
                 answers.append(call(given, places))
-        pairs.append((*answers, half, half))
-    for one, two, here, there in pairs:
+        pairs.append((answers, half, half))
+    for (one, two), here, there in pairs:
         for name in one.keys() & two.keys():
             ours, theirs = one[name][:, here].float(), two[name][:, there].float()
             scale = float(one[name].float().abs().max().clamp(min=1e-6))
