@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
+from varlen.regular import read_regular_text
 from varlen.source.chats.chatml import CHATML
 from varlen.source.chats.template import chat_template as make_template
 from varlen.source.chats.twins import TWIN, training_twin
@@ -394,7 +395,7 @@ def template_text(template: str | Path) -> str:
     if isinstance(template, str) and ("{" in template or "\n" in template):
         return template
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
+        return read_regular_text(Path(template).expanduser())
     except (OSError, ValueError, RuntimeError) as error:
         said = getattr(error, "strerror", None) or error
         raise SettingError(f"the chat template {template} can't be read: {said}") from error
