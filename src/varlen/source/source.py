@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from varlen.counts import many
 from varlen.errors import SettingError, SourceError
-from varlen.regular import read_regular_text
 from varlen.source.chats.chatml import CHATML
 from varlen.source.chats.template import chat_template as make_template
+from varlen.source.chats.template import template_text
 from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
@@ -384,18 +384,3 @@ def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mappi
     if chosen is None:
         return own
     return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
-
-
-def template_text(template: str | Path) -> str:
-    """Return a chat template's text: what is given, or what stands in the file that it names.
-
-    Raises:
-        SettingError: a file is named that isn't there.
-    """
-    if isinstance(template, str) and ("{" in template or "\n" in template):
-        return template
-    try:
-        return read_regular_text(Path(template).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise SettingError(f"the chat template {template} can't be read: {said}") from error
