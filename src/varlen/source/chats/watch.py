@@ -92,8 +92,8 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
         )
     if _slow_s and (slow_s := _slow_s.get(program, 0.0)) > max(_MOST_SLOW_S, _SLOW_S * _runs[program]):
         raise StoppedError(
-            f"{_runs[program]:,} runs of it took {slow_s:.0f} s of computing; {_MOST_SLOW_S:.0f} s at most where a run "
-            f"takes over {_SLOW_S} s in the mean, and it isn't run again"
+            f"{_runs[program]:,} runs of it took {slow_s:.0f} s of computing; {_MOST_SLOW_S:.0f} s at most where a "
+            f"run takes over {_SLOW_S} s in the mean, and it isn't run again"
         )
     ident = get_ident()
     if ident in _running:
