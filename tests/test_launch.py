@@ -40,6 +40,7 @@ SEVERAL = {
 ALONE = {
     "nothing": {},
     "empty": {"WORLD_SIZE": "", "SLURM_STEP_NUM_TASKS": ""},
+    "none": {"WORLD_SIZE": "0", "OMPI_COMM_WORLD_SIZE": "-1", "PMI_SIZE": " 01 "},
     "one": {"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"},
     "sbatch": {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"},
     "a batch script's step": {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": str(2**32 - 5)},
@@ -129,6 +130,44 @@ def test_verbs_that_only_look_are_never_refused(arguments: list[str], texts: Pat
 
     assert ended.returncode == 0
     assert "varlen:" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "two"},
+        {"WORLD_SIZE": "-2.5"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"},
+        {"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "a"},
+    ],
+)
+def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from varlen.train.ranks import joined
+    from varlen.train.settings import RunSettings
+
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    set_all(monkeypatch, variables)
+
+    said = (
+        r"this is one of several processes \(WORLD_SIZE='.*'\), and the others can't be found by .*torchrun"
+    )
+    with pytest.raises(SettingError, match=said), joined(RunSettings(output="run", steps=1, parallel="ddp")):
+        pytest.fail("it was joined")
+
+
+@pytest.mark.parametrize("how", [how for how in ALONE if "torchrun" not in how])
+def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from varlen.train.ranks import joined
+    from varlen.train.settings import RunSettings
+
+    set_all(monkeypatch, ALONE[how])
+    with joined(RunSettings(output="run", steps=1)) as ranks:
+        assert ranks.world_size == 1
 
 
 def test_training_in_tasks_that_torchrun_did_not_start_is_refused(texts: Path, tmp_path: Path) -> None:

@@ -167,6 +167,35 @@ def test_what_is_ours_is_cleared_and_what_somebody_laid_into_it_is_not(tmp_path)
     assert (tmp_path / "po/thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "inside", ["00000-0000/thesis.txt", "00000-0000/deep/notes.md", ".tables/notes", "a.part"]
+)
+@pytest.mark.parametrize("result", ["po", "po.partial"])
+def test_what_somebody_laid_deep_into_a_result_is_not_replaced_with_it(tmp_path, inside, result):
+    data = tmp_path / "texts.jsonl"
+    data.write_text('{"text": "some words"}\n' * 40)
+    index = ["index", str(data), "-o", str(tmp_path / "po"), "--overwrite"]
+    if result == "po":
+        assert CliRunner().invoke(app, index).exit_code == 0
+        data.write_text('{"text": "other words"}\n' * 40)
+    else:
+        (tmp_path / "po.partial/.work").mkdir(parents=True)
+        (tmp_path / "po.partial/.work/state.json").write_text('{"fingerprint": "of another run"}')
+    mine = tmp_path / result / inside
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text("mine")
+
+    done = CliRunner().invoke(app, index)
+
+    assert done.exit_code == 2
+    assert "not varlen's and would be lost" in done.output
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    if mine.parent.name == "deep":
+        mine.parent.rmdir()
+    assert CliRunner().invoke(app, index).exit_code == 0
+
+
 def test_a_folder_that_was_made_and_not_marked_is_gone_on_with(tmp_path):
     data = tmp_path / "texts.jsonl"
     data.write_text('{"text": "some words"}\n' * 40)

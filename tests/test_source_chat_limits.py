@@ -126,6 +126,26 @@ def test_a_template_that_never_ends_is_not_tried_for_ever() -> None:
     assert time.process_time() - begun < 0.5
 
 
+def test_a_template_whose_every_run_is_slow_is_not_run_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_SLOW_S", 0.02)
+    monkeypatch.setattr(watch, "_MOST_SLOW_S", 0.2)
+
+    def computes(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    said = ""
+    for _ in range(20):
+        try:
+            watch.watched("always slow", computes, 0.04)
+        except watch.StoppedError as error:
+            said = str(error)
+    assert re.match(r"[5-9] runs of it took .* and it isn't run again", said), said
+    for number in range(400):  # some long chats among others are no fault of the template
+        watch.watched("sometimes slow", computes, 0.0 if number % 20 else 0.04)
+
+
 def test_an_exception_that_comes_too_late_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that ends as it is stopped: what was raised in its thread is taken back."""
     ident = threading.get_ident()

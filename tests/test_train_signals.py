@@ -138,6 +138,43 @@ def test_a_signal_that_a_library_has_lost_or_that_left_a_lock_behind_ends_the_pr
     assert done.stderr.endswith("varlen: stopped by SIGTERM; the same command goes on\n")
 
 
+STUCK = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from varlen import signals
+from varlen.cli import app as cli
+signals._PATIENCE_S = 1.0
+def verb():
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    raise signals.Stopped(signals.SCHEDULERS[0], "step 3 is saved")
+try:
+    cli._verb(verb)()
+finally:
+    print("ends", flush=True)
+"""
+
+
+def test_a_thread_that_stands_still_does_not_hold_up_the_end():
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.stdout == "ends\n"
+    assert done.returncode == 143
+    assert "stopped by SIGTERM; step 3 is saved" in done.stderr
+
+
+def test_hashing_weights_does_not_hold_up_the_end(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    with weights.open("wb") as file:
+        file.truncate(64 << 30)  # of zeros, which take no room, and a minute or more to hash
+    code = f"from varlen.train.changes import WeightsMark; print(WeightsMark({str(tmp_path)!r}, None, None).get())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "None\n"
+
+
 def test_of_several_signals_all_ranks_follow_the_same_one():
     assert agreed([0, 0]) == 0
     assert agreed([0, INT]) == INT

@@ -61,7 +61,7 @@ def launched() -> Launch | None:
         return None
     for size, rank in _LAUNCHERS:
         said = os.environ.get(size, "").strip()
-        if said in ("", "1") or (size.startswith("SLURM") and not _is_step()):
+        if not said or _is_one(said) or (size.startswith("SLURM") and not _is_step()):
             continue
         told = os.environ.get(rank, "").strip() or None
         code = [f'int(os.environ["{name}"])' for name in (rank, size)]
@@ -89,6 +89,14 @@ def _process_group() -> Launch | None:
         rank_code="torch.distributed.get_rank()",
         size_code="torch.distributed.get_world_size()",
     )
+
+
+def _is_one(said: str) -> bool:
+    """Whether a launcher's number is at most 1. What is no number may be any."""
+    try:
+        return int(said) <= 1
+    except ValueError:
+        return False
 
 
 def _is_step() -> bool:

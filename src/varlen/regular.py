@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -49,6 +50,18 @@ def require_regular(mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
         raise NoFileError(f"it is {kind} and not a file")
+
+
+def read_regular_text(path: str | Path) -> str:
+    """Return the text of a regular file in UTF-8, with line ends as Python reads them.
+
+    Raises:
+        OSError: it can't be read.
+        NoFileError: it is something else, or larger than anything that belongs there.
+        UnicodeDecodeError: it isn't UTF-8.
+    """
+    with io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8") as text:
+        return text.read()
 
 
 def read_regular(path: str | Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:

@@ -21,7 +21,7 @@ from varlen.cli.train import train
 from varlen.cli.verify import verify
 from varlen.errors import InputError, MissingExtraError, SettingError, VarlenError
 from varlen.launch import launched
-from varlen.signals import Stopped, ignore, is_said, last_stopped, raise_stopped
+from varlen.signals import Stopped, end_soon, ignore, is_said, last_stopped, raise_stopped
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _Arguments = ParamSpec("_Arguments")
@@ -79,6 +79,7 @@ def _verb(
         except Stopped as error:
             ignore()
             is_said()
+            end_soon(error.number)  # Python waits for threads, of which one may stand still
             _stop(f"stopped by {error.name}; {error.said or interrupted}", error.code)
         except KeyboardInterrupt as error:
             _stop(f"interrupted; {error if error.args else interrupted}", INTERRUPTED)

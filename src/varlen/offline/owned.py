@@ -11,6 +11,7 @@ from typing import Any
 from varlen.errors import SettingError
 from varlen.regular import read_regular
 from varlen.source.ours import check_names, is_there, mark_of_folder, refuse_link, remove_entry, remove_marked
+from varlen.source.shard import SHARD_FILES
 from varlen.source.store import TABLES
 from varlen.source.written import LOCK, MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK
 
@@ -18,10 +19,12 @@ STATE = "state.json"
 """Among the work: what a run makes; the mark of an unfinished result."""
 _BESIDE = {*MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK, TABLES}
 _SHARD = re.compile(r"(\d{5,})-\d{4,}")
+_IN_THE_MAKING = r"\..+\.[0-9a-f]{12}\.part"
 _MADE = re.compile(
     r"part-\d{5,}\.(parquet|arrow)|\d+_metadata\.jsonl|\w+_\d+(_\d{5,})?\.idx\.parquet"
-    r"|(offsets|documents|positions|starts)\.npy|\..+\.[0-9a-f]{12}\.part"
+    rf"|(offsets|documents|positions|starts)\.npy|{_IN_THE_MAKING}"
 )
+_TABLE = re.compile(rf"[0-9a-f]+\.table|{_IN_THE_MAKING}")
 _INDEX = {f"{name}.npy" for name in ("offsets", "documents", "positions", "starts")}
 
 
@@ -61,6 +64,7 @@ def check_unfinished(partial: Path) -> None:
             f"one ({WORK}/{STATE}); {way_out}"
         )
     check_names(partial, is_made, way_out)
+    _check_within(partial, way_out)
 
 
 def clear_unfinished(partial: Path, keep: str) -> None:
@@ -116,10 +120,35 @@ def check_replaced(folder: Path, manifest: dict[str, Any]) -> None:
             manifest.get("num_parts", 0)
         )  # by a run that ended just then
         return not path.is_symlink() and (
-            path.name in _BESIDE or path.name in listed or is_moved or path.name.endswith(".part")
+            path.name in _BESIDE
+            or path.name in listed
+            or is_moved
+            or re.fullmatch(_IN_THE_MAKING, path.name) is not None
         )
 
-    check_names(folder, is_ours, "move it away, or name another folder")
+    way_out = "move it away, or name another folder"
+    check_names(folder, is_ours, way_out)
+    _check_within(folder, way_out)
+
+
+def _check_within(folder: Path, way_out: str) -> None:
+    """Refuse to clear or replace a folder in whose shards or tables somebody has laid something of theirs.
+
+    Raises:
+        SettingError: somebody has.
+    """
+
+    def is_ours(path: Path) -> bool:
+        is_table = path.parent.name == TABLES and _TABLE.fullmatch(path.name)
+        return bool(is_table or path.name in SHARD_FILES) and path.is_file() and not path.is_symlink()
+
+    try:
+        entries = list(folder.iterdir())
+    except FileNotFoundError:  # another run has finished it just now
+        return
+    for entry in entries:
+        if (entry.name == TABLES or _SHARD.fullmatch(entry.name)) and entry.is_dir():
+            check_names(entry, is_ours, way_out)
 
 
 def fingerprint_in(partial: Path) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from varlen.counts import many
 from varlen.errors import SourceError
+from varlen.regular import read_regular
 from varlen.source.columns import DOCUMENT_FIELDS
 from varlen.source.files import (
     Data,
@@ -300,7 +301,7 @@ def _local_folder(path: Path, naming: Naming) -> Folder:
     return Folder(
         path=str(path),
         listing=sorted(listing, key=lambda entry: order[entry.path]),
-        read=lambda entry: Path(entry.path).read_bytes(),
+        read=lambda entry: read_regular(entry.path),
         look=lambda entries: _look([_file(entry, naming) for entry in entries], naming),
         gone=frozenset(map(str, gone)),
     )

@@ -6,6 +6,7 @@ import glob
 from pathlib import Path
 
 from varlen.errors import SourceError
+from varlen.regular import open_regular
 from varlen.source.arrow_tokens import ArrowFile, map_arrow
 from varlen.source.files import Data, File, Format, LeftOut, entries_of, is_url, unread
 from varlen.source.finding import Naming, find
@@ -167,7 +168,7 @@ def _pair(path: Path) -> tuple[Path, str]:
 def _is_index(path: Path) -> bool:
     """Return whether a file begins as Megatron's indices do."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -69,7 +69,7 @@ class _Stored(io.FileIO):
         if 0 <= file.size != now.size:
             raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
-            said = difference(file.place, file.seen, now, file.known)
+            said = difference(file.place, file.seen, now, file.known, self.fileno())
             if said is not None:
                 raise told(file.place, file.seen, replaced_words(file.path, said))
         untold(file.place, file.seen)

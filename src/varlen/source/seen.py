@@ -15,13 +15,13 @@ Content is compared once for each such difference, and remembered.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import threading
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
-from varlen.regular import open_regular
 
 BLOCK_BYTES = 1 << 20
 PIECE_BYTES = 64 << 10
@@ -53,8 +53,8 @@ class Seen:
         )
 
     def has_content_of(self, other: Seen) -> bool:
-        """Whether size and time of change are the same: what an open file is told by, whatever its name means now."""
-        return (self.size, self.modified_ns) == (other.size, other.modified_ns)
+        """Whether size and times of change are the same, which tell an open file, whatever its name means now."""
+        return replace(self, device=0, inode=0) == replace(other, device=0, inode=0)
 
 
 def whole_digest(stored: BinaryIO) -> str:
@@ -118,14 +118,15 @@ _shown: dict[tuple[str, Seen], Seen] = {}
 """By path and what was seen first: what was last shown to hold the same."""
 
 
-def difference(place: str, was: Seen, now: Seen, print_: str | None) -> str | None:
+def difference(place: str, was: Seen, now: Seen, print_: str | None, opened: int) -> str | None:
     """Say in what a file isn't what it was; None where it is, or is shown to hold the same.
 
     Args:
         place: its path.
         was: seen when it was listed.
-        now: seen of it as it was opened; of the size that it had.
+        now: seen of it as it is open; of the size that it had.
         print_: its fingerprint then, where it is known.
+        opened: its descriptor; its name may be another file's by now.
 
     Cost: where the two differ, and a fingerprint is known, reading the file once, or 4 MB of a large one.
 
@@ -145,22 +146,42 @@ def difference(place: str, was: Seen, now: Seen, print_: str | None) -> str | No
                 else None
             )
         else:
-            said = _differs(place, now, print_, is_retimed=is_retimed)
+            said = _differs(opened, now, print_, is_retimed=is_retimed)
         if said is None:
             _shown[place, was] = now
         return said
 
 
-def _differs(place: str, now: Seen, print_: str, *, is_retimed: bool) -> str | None:
+class _Again(io.RawIOBase):
+    """What stands in an open file, read from its beginning without moving whoever reads it."""
+
+    def __init__(self, opened: int) -> None:
+        self._opened, self._at = opened, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + (self._at if whence == os.SEEK_CUR else 0)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        content = os.pread(self._opened, len(buffer), self._at)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def _differs(opened: int, now: Seen, print_: str, *, is_retimed: bool) -> str | None:
     """Compare a file's content with a fingerprint."""
-    with open(place, "rb", opener=open_regular) as file:
-        before = Seen.of(os.fstat(file.fileno()))
-        # The one that was opened may have been replaced since by one that holds what was listed.
-        if replace(before, changed_ns=0) != replace(now, changed_ns=0):
-            return "it is being replaced"
+    with io.BufferedReader(_Again(opened), BLOCK_BYTES) as file:
         found = whole_digest(file) if print_.startswith(WHOLE_MARK) else sampled_digest(file, now.size)
-        if not Seen.of(os.fstat(file.fileno())).has_content_of(now):
-            return "it is being written"
+    after = os.fstat(opened)
+    if (after.st_size, after.st_mtime_ns) != (now.size, now.modified_ns):
+        return "it is being written"
     if found != print_:
         return "its content is another"
     if is_retimed and not is_of_all(print_, now.size):

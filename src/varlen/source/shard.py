@@ -28,6 +28,8 @@ from varlen.source.written import SKIPPED
 from varlen.types import IntArray
 
 _MASK, _WEIGHTS = "loss_mask.bin", "loss_weights.bin"
+SHARD_FILES = frozenset(("shard.json", "offsets.npy", "targets.npy", "tokens.bin", _MASK, _WEIGHTS, SKIPPED))
+"""Names of all that is in a shard's folder."""
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype(np.uint16), "int32": np.dtype(np.int32)}
 
 

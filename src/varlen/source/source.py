@@ -11,6 +11,7 @@ from varlen.counts import many
 from varlen.errors import SettingError, SourceError
 from varlen.source.chats.chatml import CHATML
 from varlen.source.chats.template import chat_template as make_template
+from varlen.source.chats.template import template_text
 from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
@@ -383,18 +384,3 @@ def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mappi
     if chosen is None:
         return own
     return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
-
-
-def template_text(template: str | Path) -> str:
-    """Return a chat template's text: what is given, or what stands in the file that it names.
-
-    Raises:
-        SettingError: a file is named that isn't there.
-    """
-    if isinstance(template, str) and ("{" in template or "\n" in template):
-        return template
-    try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise SettingError(f"the chat template {template} can't be read: {said}") from error

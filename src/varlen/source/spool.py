@@ -34,6 +34,7 @@ from typing import IO, Any
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.regular import read_regular
 from varlen.source.held import Held
 
 _log = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ def _locked(folder: Path, how: int) -> IO[bytes] | None:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        mark = json.loads((folder / _MARK).read_bytes())
+        mark = json.loads(read_regular(folder / _MARK))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(mark, dict) and "varlen" in mark and mark.get("kind") == "rows"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import MissingExtraError, SettingError
+from varlen.regular import read_regular, read_regular_text
 from varlen.source.tokenizer import Tokenizer, backend_faults
 from varlen.source.wrapped import named_templates, wrap_backend, wrap_transformers
 
@@ -327,7 +328,7 @@ def _template_files(folder: Path) -> Iterator[tuple[str, str]]:
     }
     for name, path in paths.items():
         try:
-            yield name, path.read_text(encoding="utf-8")
+            yield name, read_regular_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"the chat template {path} can't be read: {error}") from error
 
@@ -346,7 +347,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
+from varlen.regular import open_regular
 from varlen.train.checkpoint import newest
 from varlen.train.manifest import Checkpoint
 from varlen.train.model import described
@@ -202,7 +204,7 @@ def _weight_files(path: str) -> list[Path]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -223,14 +225,21 @@ class WeightsMark:
         elif not Path(path).expanduser().is_dir():
             self._future.set_result({"commit": getattr(config, "_commit_hash", None)})
         else:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="varlen weights")
-            self._future = pool.submit(_marked, _weight_files(path))
-            pool.shutdown(wait=False)
+            # No pool: Python would wait for its threads before it ends, for minutes where there is much to hash.
+            given = (self._future, _weight_files(path))
+            threading.Thread(target=_mark, args=given, name="varlen weights", daemon=True).start()
 
     def get(self) -> dict[str, Any] | None:
         """Return it, for a checkpoint; None where it isn't known yet, or can't be."""
         is_known = self._future.done() and self._future.exception() is None
         return (self._future.result() or None) if is_known else None
+
+
+def _mark(future: Future[dict[str, Any]], places: list[Path]) -> None:
+    try:
+        future.set_result(_marked(places))
+    except Exception as error:
+        future.set_exception(error)
 
 
 def _marked(places: list[Path]) -> dict[str, Any]:

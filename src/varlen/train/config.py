@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from varlen.counts import as_tokens
 from varlen.errors import SettingError, SourceError
 from varlen.parsed import UnreadableError, parse_toml
+from varlen.regular import read_regular_text
 from varlen.train.settings import TrainSettings
 
 _Settings = TypeVar("_Settings")
@@ -37,10 +38,10 @@ def read_config(path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
         SettingError: a key that is none, a value of another type or out of its range, or one that is missing.
     """
     try:
-        table = parse_toml(Path(path).read_text(encoding="utf-8"))
+        table = parse_toml(read_regular_text(path))
     except OSError as error:
         raise SourceError(
-            f"{path} can't be read: {error.strerror}; varlen train --init {path} writes an example"
+            f"{path} can't be read: {error.strerror or error}; varlen train --init {path} writes an example"
         ) from None
     except ValueError as error:
         raise SourceError(f"{path} is no TOML: {error}") from None

@@ -16,6 +16,7 @@ from varlen import __version__
 from varlen.errors import SettingError, VarlenError
 from varlen.offline.places import free_words, write_json
 from varlen.parsed import parse_json
+from varlen.regular import read_regular
 from varlen.source.ours import is_there, mark_of_folder, refuse_link, remove_marked
 from varlen.source.writing import sync, unfinished
 from varlen.train.ranks import Ranks
@@ -125,7 +126,7 @@ def check_model(folder: Path) -> None:
             f"would be replaced; {out}"
         )
     try:
-        written: Mapping[str, Any] = parse_json((folder / _MARK).read_bytes())["files"]
+        written: Mapping[str, Any] = parse_json(read_regular(folder / _MARK))["files"]
     except (OSError, ValueError, KeyError):
         written = {}  # it has just been made
     for path in sorted(folder.rglob("*")):

@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from varlen.adapters import hf
 from varlen.errors import ModelError, SettingError, SourceError, VarlenError
 from varlen.parsed import parse_json
+from varlen.regular import read_regular
 from varlen.train.data import smallest_batch
 from varlen.train.settings import ModelSettings
 
@@ -126,7 +127,7 @@ def _stored_dtype(path: str) -> torch.dtype:
             given = {"local_files_only": is_here, "_raise_exceptions_for_missing_entries": False}
             found = found or cached_file(place, name, **given)
         if found is not None and found.endswith(".json"):
-            parts = parse_json(Path(found).read_bytes())["weight_map"]
+            parts = parse_json(read_regular(found))["weight_map"]
             found = cached_file(place, next(iter(parts.values())), local_files_only=is_here)
         if found is None:
             return torch.float32  # reading the weights will say

@@ -116,6 +116,30 @@ def _ending_together(notes: Notes) -> Iterator[None]:
         raise
 
 
+def _world_size() -> int:
+    """Return how many processes torchrun started; 1 where it started none.
+
+    Raises:
+        SettingError: the launcher's variables don't say how the processes find each other.
+    """
+    said = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    told = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    if said.isdecimal() and int(said) <= 1:
+        return 1
+    wrong = [f"{name}={value!r}" for name, value in told.items() if not value]
+    wrong += [
+        f"{name}={value!r}"
+        for name, value in {"WORLD_SIZE": said, **told}.items()
+        if name != "MASTER_ADDR" and value and not value.isdecimal()
+    ]
+    if wrong:
+        raise SettingError(
+            f"this is one of several processes (WORLD_SIZE={said!r}), and the others can't be found by "
+            f"{', '.join(wrong)}; start them by torchrun, or unset WORLD_SIZE where this process trains alone"
+        )
+    return int(said)
+
+
 @contextmanager
 def joined(settings: RunSettings) -> Iterator[Ranks]:
     """Join the processes that torchrun started, or be alone.
@@ -124,7 +148,7 @@ def joined(settings: RunSettings) -> Iterator[Ranks]:
         SettingError: several processes, and no way named to share the work; or no GPU where one is asked for.
         WorkerDiedError: another rank is gone; says which.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = _world_size()
     launch = launched() if world_size == 1 else None
     if launch is not None:
         raise SettingError(

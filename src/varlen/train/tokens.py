@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import SettingError, VarlenError
+from varlen.source.chats.template import template_text
 from varlen.source.chats.twins import TWIN
 from varlen.source.identity import check_same, made_by, mark_of
 from varlen.source.open_tokens import open_tokens
-from varlen.source.source import open_source, template_text
+from varlen.source.source import open_source
 from varlen.source.tokenize import load_tokenizer
 from varlen.source.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 from varlen.source.tokenizer_folder import holds_tokenizer, tokenizer_files

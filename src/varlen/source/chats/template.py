@@ -12,9 +12,11 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SettingError, SourceError
+from varlen.regular import read_regular_text
 from varlen.source.chats.calls import as_tools
 from varlen.source.chats.chat import Chat
 from varlen.source.chats.chatml import CHATML, CLOSING, write_chatml
@@ -320,3 +322,18 @@ def _are_others_off(chat: Chat) -> bool:
             '(supervise="assistant" does), or none'
         )
     return False
+
+
+def template_text(template: str | Path) -> str:
+    """Return a chat template's text: what is given, or what stands in the file that it names.
+
+    Raises:
+        SettingError: a file is named that isn't there.
+    """
+    if isinstance(template, str) and ("{" in template or "\n" in template):
+        return template
+    try:
+        return read_regular_text(Path(template).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise SettingError(f"the chat template {template} can't be read: {said}") from error

@@ -32,6 +32,9 @@ _ACCOUNT_BYTES = 2**26
 """What programs make between two looks at the memory."""
 _MOST_OVERDUE = 3
 """How often a program may be stopped for its time before it isn't run again."""
+_SLOW_S = 0.5
+_MOST_SLOW_S = 30.0
+"""Seconds of its slow runs together after which a program isn't run again, if its runs are slow in the mean."""
 
 
 class StoppedError(BaseException):
@@ -58,6 +61,9 @@ class Run:
 _running: dict[int, Run] = {}
 _overdue: Counter[str] = Counter()
 """How often each program was stopped for its time."""
+_runs: Counter[str] = Counter()
+_slow_s: dict[str, float] = {}
+"""How often each program was run, and seconds of computing of its slow runs."""
 _lock = threading.Lock()
 _watcher: threading.Thread | None = None
 
@@ -84,10 +90,15 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
         raise StoppedError(
             f"it was stopped {_MOST_OVERDUE} times after {LONGEST_S:.0f} s of computing, and isn't run again"
         )
+    if _slow_s and (slow_s := _slow_s.get(program, 0.0)) > max(_MOST_SLOW_S, _SLOW_S * _runs[program]):
+        raise StoppedError(
+            f"{_runs[program]:,} runs of it took {slow_s:.0f} s of computing; {_MOST_SLOW_S:.0f} s at most where a "
+            f"run takes over {_SLOW_S} s in the mean, and it isn't run again"
+        )
     ident = get_ident()
     if ident in _running:
         return call(*arguments)
-    run = Run()
+    run, began = Run(), time.thread_time()
     try:
         _running[ident] = run
         try:
@@ -102,6 +113,10 @@ def watched(program: str, call: Callable[..., Result], *arguments: object) -> Re
         if run.is_overdue:
             _overdue[program] += 1
         raise StoppedError(run.why or str(error)) from None
+    finally:
+        _runs[program] += 1
+        if (took := time.thread_time() - began) > _SLOW_S:
+            _slow_s[program] = _slow_s.get(program, 0.0) + took
 
 
 def account(size: int) -> None:

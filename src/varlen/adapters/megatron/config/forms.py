@@ -13,6 +13,7 @@ from typing import Any
 from varlen.counts import many
 from varlen.errors import MissingExtraError, SettingError, SourceError
 from varlen.parsed import UnreadableError, parse_yaml
+from varlen.regular import read_regular_text
 
 NOT_SAID = "???"
 """What OmegaConf and Hydra write where a value must still be given."""
@@ -122,18 +123,18 @@ def _nested(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
+    if path.expanduser().is_dir():
+        raise SourceError(f"{path} is a folder; name the YAML file in it")
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return read_regular_text(path.expanduser())
     except FileNotFoundError:
         raise SourceError(
             f"{path}: there is no such file; name the YAML file of a training configuration"
         ) from None
-    except IsADirectoryError:
-        raise SourceError(f"{path} is a folder; name the YAML file in it") from None
     except UnicodeDecodeError:
         raise SourceError(f"{path} is no text; name the YAML file of a training configuration") from None
     except OSError as error:
-        raise SourceError(f"{path} can't be read: {error.strerror}") from None
+        raise SourceError(f"{path} can't be read: {error.strerror or error}") from None
 
 
 def _parsed(text: str, origin: str) -> dict[str, Any]:

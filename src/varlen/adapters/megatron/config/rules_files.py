@@ -10,6 +10,7 @@ from varlen.adapters.megatron.config.finding import found
 from varlen.adapters.megatron.config.reading import Reading, as_written
 from varlen.adapters.megatron.config.report import ConfigFinding
 from varlen.parsed import parse_json
+from varlen.regular import read_regular_text
 
 PACKED = ("packed_train_data_path", "packed_val_data_path")
 NEEDED = ("pack_size", "dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen")
@@ -69,7 +70,7 @@ def metadata_belong_to_rows(reading: Reading) -> Iterator[ConfigFinding]:
 def _entries(reading: Reading, setting: str, path: str, is_static: bool) -> Iterator[ConfigFinding]:
     """Go over what a metadata file holds."""
     try:
-        entries: Any = parse_json(Path(path).read_text(encoding="utf-8"))
+        entries: Any = parse_json(read_regular_text(path))
     except (ValueError, OSError) as error:
         told = str(error).splitlines()[0]
         yield _metadata(reading, setting, "one JSON array", f"it isn't JSON: {told}", True)

@@ -18,6 +18,7 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import LengthsError, SettingError, SourceError
 from varlen.offline.places import disk_faults, made_whole
+from varlen.regular import read_regular_text
 
 Entry: TypeAlias = dict[str, int | float]
 """What one run says of its packs, by the releases' names."""
@@ -128,7 +129,7 @@ def read_metadata(path: str | Path, *, pack_size: int | None = None) -> list[Ent
     """
     where = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular_text(path)
     except FileNotFoundError as error:
         raise SourceError(
             f"{where} isn't there: constant shapes (pad_cu_seqlens) are computed from the metadata beside packed "

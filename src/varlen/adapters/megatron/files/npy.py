@@ -17,6 +17,7 @@ from varlen.adapters.megatron.files.pickled import Numbers, Reader
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SourceError
+from varlen.regular import open_regular, require_regular
 
 _MOST_TIMES = 64
 """Numbers for each byte of a file, since rows may stand for one another: more is an attack."""
@@ -63,7 +64,9 @@ def read_packed_npy(path: str | Path, *, masks: bool = True) -> PackedRows:
 def _content(path: str | Path) -> npt.NDArray[np.uint8]:
     """Return a file's bytes, read as they are needed."""
     try:
-        if Path(path).stat().st_size == 0:
+        said = Path(path).stat()
+        require_regular(said.st_mode)
+        if said.st_size == 0:
             raise SourceError(f"{path} is empty (0 bytes); was it written to the end?")
         return np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
@@ -72,7 +75,7 @@ def _content(path: str | Path) -> npt.NDArray[np.uint8]:
 
 def _header(path: str | Path) -> tuple[tuple[int, ...], np.dtype[Any], int] | None:
     """Return shape and kind of an array, and where its content begins; None where it is no array."""
-    with Path(path).open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         try:
             version = np.lib.format.read_magic(file)
             read: Any = {
