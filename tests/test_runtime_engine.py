@@ -258,7 +258,9 @@ def test_ids_that_the_model_does_not_know_are_named(ids: list[int], labels: Any,
 
 
 def test_negative_ids_that_collate_did_not_see_are_named() -> None:
-    batch = vl.collate([np.array([1, 2], np.int32), np.array([3, 60, 4], np.int32)], vl.pack([2, 3], capacity=8))
+    batch = vl.collate(
+        [np.array([1, 2], np.int32), np.array([3, 60, 4], np.int32)], vl.pack([2, 3], capacity=8)
+    )
     batch = replace(batch, input_ids=np.where(batch.input_ids == 60, -1, batch.input_ids))
 
     with pytest.raises(DocumentsError, match=r"token 1 of document 1 is id -1, .* 0 to 60 \(1 token is so\)"):

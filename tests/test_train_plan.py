@@ -242,7 +242,9 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
 
     assert "measuring this machine's kernels" in first.said[0]
     held_out, changed = second.said  # nothing is measured again
-    assert held_out.startswith("The rates of this machine's CPU predict shapes that they weren't fitted to within")
+    assert held_out.startswith(
+        "The rates of this machine's CPU predict shapes that they weren't fitted to within"
+    )
     assert changed == "run.steps was 2 and is 3"
     assert (tmp_path / "run/hardware.json").read_bytes() == kept
     assert "rates of this machine's CPU" in second.plans[0].plans
