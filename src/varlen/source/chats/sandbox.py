@@ -38,7 +38,6 @@ _OWN = ("_loop_vars", "_block_vars")
 _BEGIN, _END = "varlen_generation_begins", "varlen_generation_ends"
 """Variables that are written before and after each generation block."""
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_ABSENT = object()
 _KINDS = (str, list, dict, LoopContext)
 """Types whose attributes may be reached for every object, or for none."""
 
@@ -257,11 +256,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if (kind, attribute) in self._known:
             return getattr(obj, attribute)
-        if kind is _Notes and not attribute.startswith(
-            "_"
-        ):  # what it holds was reached by the template before
-            value = getattr(obj, attribute, _ABSENT)
-            return self.undefined(obj=obj, name=attribute) if value is _ABSENT else value
+        if kind is _Notes and attribute[:1] != "_":  # what it holds was reached by the template before
+            held = _held(obj, _HELD)
+            return held[attribute] if attribute in held else self.undefined(obj=obj, name=attribute)
         value = super().getattr(obj, attribute)
         if kind in _KINDS and hasattr(kind, attribute) and not attribute.startswith(("_", "format")):
             self._known.add((kind, attribute))  # it may be reached, whatever the object
@@ -304,7 +301,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                 args = asking.asked(check, __obj.__self__, args, kwargs)
                 return limits.within(__obj(*args, **kwargs))
         elif __obj is _Notes or __obj is make_dict:
-            return super().call(__context, __obj, *args, **kwargs)
+            for own in _OWN:
+                kwargs.pop(own, None)
+            return __obj(*args, **kwargs)
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, (str, bytes, type)) and (check := METHODS.get(__obj.__name__)) is not None:
             given = {name: value for name, value in kwargs.items() if name not in _OWN}
@@ -334,22 +333,27 @@ class _Notes(Namespace):
     """jinja's namespace, whose names may not begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # "self" may be a name in it
-        for name in dict(*args[1:], **kwargs):
-            _check_name(name)
         Namespace.__init__(*args, **kwargs)
+        for name in _held(args[0], _HELD):
+            if str(name)[:1] == "_":
+                raise _hidden(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
+        if name[:1] == "_":
+            raise _hidden(name)
+        _held(self, _HELD)[name] = value
 
     def __repr__(self) -> str:
         """Write what it holds, which may be another one, twice."""
         return str(limits.within(super().__repr__()))
 
 
-def _check_name(name: object) -> None:
-    if (name if type(name) is str else str(name))[:1] == "_":
-        raise SecurityError(f"keep something under the name {name!r} in a namespace")
+_held, _HELD = object.__getattribute__, "_Namespace__attrs"
+"""What a namespace holds, past its own `__getattribute__`, which runs in Python for every name."""
+
+
+def _hidden(name: str) -> SecurityError:
+    return SecurityError(f"keep something under the name {name!r} in a namespace")
 
 
 def _bits(value: object) -> int:
