@@ -59,7 +59,7 @@ def texts_of_part(source: Source, part: Part) -> list[str]:
 
 def forget() -> None:
     """Forget what is remembered of objects by their marks, so that it is asked for again."""
-    opening._compression_by_mark.cache_clear()
+    opening._compressions.clear()
     opening._head_by_mark.cache_clear()
     reading._column_names_by_mark.cache_clear()
     reading._row_names_by_mark.cache_clear()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tomllib
 from typing import Any
 
 LARGEST_CONFIGURATION = 2**22
@@ -55,6 +54,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         UnreadableError: it isn't TOML, or is too long or nested too deeply, or has an integer of over 64 bits.
     """
+    import tomllib
+
     _check_size(text, "TOML")
     if _LONG_KEY.search(text):  # which takes tomllib a time that grows with its square
         raise UnreadableError("a key of over 100 parts")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, cast
 
@@ -34,6 +33,8 @@ class _Lines:
     """The lines of a pass, as a file that is read from its beginning."""
 
     def __init__(self, where: str, path: str) -> None:
+        import socket  # which few readers need
+
         self._where, self._socket = where, socket.socket(socket.AF_UNIX)
         try:
             self._socket.connect(path)

@@ -19,22 +19,12 @@ name the rows by what was given: `memory (list of 40 rows) row 17`, rows counted
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from varlen.errors import SourceError
-from varlen.source.columns import find_columns
-from varlen.source.files import File, entries_of
+from varlen.source.files import File, entries_of, refuse_text
 from varlen.source.held import Held
-from varlen.source.memory_forms import Objects, Rows, Table, refuse_text, rows_in
-from varlen.source.row_text import write_rows
-from varlen.source.serving import Serving
-from varlen.source.spool import TABLE, TEXT_ROWS, Sink, Spooled, spool
-
-_BATCH_ROWS = 1024
-_BATCH_BYTES = 4 << 20
-"""A record batch of more bytes is cut in halves."""
 
 
 def placed(
@@ -60,11 +50,11 @@ def placed(
         refuse_text(data, "data")
     if isinstance(data, str | os.PathLike | File):
         return data
-    found = rows_in(data)
-    if isinstance(found, Objects) and found.is_iterable and is_streamed:
-        return _served(found, columns or {})
-    if found is not None:
-        return _written(found, columns or {}, cache)
+    from varlen.source.memory_files import file_of  # which most data needs not
+
+    file = file_of(data, columns or {}, cache, is_streamed=is_streamed)
+    if file is not None:
+        return file
     entries = [placed(entry, columns, cache, is_streamed=is_streamed) for entry in data]
     return data if all(a is b for a, b in zip(entries, data)) else entries
 
@@ -78,122 +68,3 @@ def let_go(data: Any) -> None:
     for entry in entries_of(data):
         if isinstance(entry, File) and isinstance(entry.hold, Held):
             entry.hold.release()
-
-
-def _served(rows: Objects, columns: Mapping[str, str]) -> File:
-    """Return the file of rows that are given while it is read."""
-    serving = Serving(rows.rows, rows.where, columns, is_once=rows.is_once)
-    return File(
-        path=rows.where,
-        name="memory",
-        size=-1,
-        format="jsonl",
-        stored=str(serving.path),
-        content="of an iterable",  # which states tell by what was read of it
-        live=serving.live,
-        hold=serving,
-    )
-
-
-def _written(rows: Rows, columns: Mapping[str, str], cache: Path | None) -> File:
-    """Return the file of some rows."""
-    if isinstance(rows, Table):
-        wanted = _wanted(rows, columns)
-        counted = [0]
-        spooled = spool(lambda sink: _write_table(rows, wanted, sink, counted), TABLE, cache)
-    else:
-        counted = [0]
-        spooled = spool(lambda sink: _write_objects(rows, columns, sink, counted), TEXT_ROWS, cache)
-    if not counted[0]:
-        spooled.hold.release()
-        raise SourceError(f"{rows.where} holds no row; pass some")
-    return _file(rows, spooled)
-
-
-def _file(rows: Rows, spooled: Spooled) -> File:
-    is_table = isinstance(rows, Table)
-    return File(
-        path=rows.where,
-        name=f"memory{Path(TABLE if is_table else TEXT_ROWS).suffix}",
-        size=spooled.size,
-        format="arrow" if is_table else "jsonl",
-        stored=str(spooled.path),
-        content=spooled.content,
-        hold=spooled.hold,
-    )
-
-
-def _write_objects(rows: Objects, columns: Mapping[str, str], sink: Sink, counted: list[int]) -> None:
-    counted[0] = write_rows(rows.rows(), columns, rows.where, sink.write)
-
-
-def _wanted(table: Table, columns: Mapping[str, str]) -> list[str]:
-    """Return the columns that documents are made of.
-
-    Raises:
-        SourceError: there are none, or they hold pictures or sounds.
-    """
-    found = find_columns(table.names, columns, table.where).names.values()
-    wanted = [name for name in dict.fromkeys(table.names) if name in set(found)]
-    media = [name for name in wanted if name in table.media]
-    if media:
-        raise SourceError(
-            f"{table.where} holds {table.media[media[0]]} in `{media[0]}`, and documents are made of text or tokens; "
-            f"take the column away (remove_columns({media[0]!r})), or name another (columns=)"
-        )
-    return wanted
-
-
-def _write_table(table: Table, wanted: list[str], sink: Sink, counted: list[int]) -> None:
-    """Write record batches that are cut by the rows alone."""
-    import pyarrow as pa
-
-    writer: Any = None
-    try:
-        for batch in _cut(table.batches(wanted)):
-            if writer is None:
-                writer = pa.ipc.new_file(pa.PythonFile(sink, mode="w"), batch.schema)
-            writer.write_batch(batch)
-            counted[0] += batch.num_rows
-    except pa.ArrowException as error:
-        raise SourceError(f"{table.where} can't be read: {str(error).splitlines()[0]}") from error
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-def _cut(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield record batches of the same rows wherever tables are cut."""
-    import pyarrow as pa
-
-    waiting: list[Any] = []
-    rows = 0
-    for table in tables:
-        whole = pa.Table.from_batches([table]) if isinstance(table, pa.RecordBatch) else table
-        at = 0
-        while at < whole.num_rows:
-            some = whole.slice(at, _BATCH_ROWS - rows)
-            waiting.append(some)
-            at, rows = at + some.num_rows, rows + some.num_rows
-            if rows == _BATCH_ROWS:
-                yield from _batches(pa.concat_tables(waiting))
-                waiting, rows = [], 0
-    if waiting:
-        yield from _batches(pa.concat_tables(waiting))
-
-
-def _batches(table: Any) -> Iterator[Any]:
-    """Yield a table's rows in batches that aren't too large, with nothing but the rows behind them."""
-    import pyarrow as pa
-
-    columns = [
-        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-        for column in table.columns
-    ]
-    plain = pa.Table.from_arrays(columns, names=table.column_names).combine_chunks()
-    if plain.nbytes > _BATCH_BYTES and plain.num_rows > 1:
-        half = plain.num_rows // 2
-        yield from _batches(plain.slice(0, half))
-        yield from _batches(plain.slice(half))
-    else:
-        yield from plain.to_batches()

@@ -14,7 +14,7 @@ from typing import Any
 
 from varlen.counts import many
 from varlen.errors import SourceError
-from varlen.source.files import File
+from varlen.source.files import File, refuse_text
 from varlen.source.rows import listed
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ _READ_ROWS = 1024
 """Rows of a data set that are taken in one go."""
 _MEDIA = {"Image", "Audio", "Video", "Pdf", "Nifti"}
 """Features of `datasets` that hold what isn't text."""
-_LONGEST_PATH = 4096
 _SETS = (
     ("datasets", "Dataset"),
     ("datasets", "DatasetDict"),
@@ -105,23 +104,6 @@ def _of_list(data: Sequence[Any]) -> Rows | None:
             "of their own: [rows, other]"
         )
     return Objects(where=f"memory (list of {many(len(data), 'row')})", rows=lambda: data)
-
-
-def refuse_text(entry: str, what: str) -> None:
-    """Refuse a string that can't be meant as a path, with the line to write.
-
-    Args:
-        entry: a string.
-        what: it is called.
-
-    Raises:
-        SourceError: it is a text.
-    """
-    if "\n" in entry or len(entry) > _LONGEST_PATH:
-        raise SourceError(
-            f"{what} is a text ({entry[:40]!r} ...), and strings name files; for rows of texts pass "
-            '[{"text": text} for text in texts]'
-        )
 
 
 def _refuse_nameless(entry: Any, number: int) -> None:

@@ -9,7 +9,6 @@ from varlen.errors import SourceError
 from varlen.regular import open_regular
 from varlen.source.arrow_tokens import ArrowFile, map_arrow
 from varlen.source.files import Data, File, Format, LeftOut, entries_of, is_url, unread
-from varlen.source.finding import Naming, find
 from varlen.source.megatron import MAGIC, MegatronFile
 from varlen.source.memory import placed
 from varlen.source.partial import PATIENCE_S, PartialStore, is_begun
@@ -75,7 +74,7 @@ def open_tokens(
             next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
         )
         raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
-    return _mapped(data, check_tokens, Naming(split=split, format=format))
+    return _mapped(data, check_tokens, split, format)
 
 
 def is_token_store(entry: str | Path | File) -> bool:
@@ -95,9 +94,11 @@ def is_megatron(entry: str | Path | File) -> bool:
         return False
 
 
-def _mapped(data: Data, check_tokens: bool, naming: Naming) -> FileTokens | None:
+def _mapped(data: Data, check_tokens: bool, split: str | None, format: Format | None) -> FileTokens | None:
     """Open Arrow files, if all are of the kind that can be read at any place."""
-    found = find(data, naming)
+    from varlen.source.finding import Naming, find  # which workers need not
+
+    found = find(data, Naming(split=split, format=format))
     files: list[ArrowFile] = []
     for file in found.files:
         mapped = map_arrow(file)

@@ -44,6 +44,9 @@ TRUNCATED = "the compressed file is truncated"
 """In the error of a compressed file that ends too early."""
 _MOST_MAGIC = max(map(len, [*_MAGIC, *_REFUSED]))
 _BUFFER_BYTES = 1 << 20
+_MOST_REMEMBERED = 1 << 16
+_compressions: dict[tuple[object, ...], Compression | None] = {}
+"""By what tells a file's content: the server's mark of it, or what was seen of a local one."""
 
 
 class _Stored(io.FileIO):
@@ -52,20 +55,20 @@ class _Stored(io.FileIO):
     def __init__(self, file: File) -> None:
         super().__init__(file.place, opener=open_regular)
         self._file = file
-        self._opened = Seen.of(os.fstat(self.fileno()))
         try:
-            self._check_same()
+            self._check_same(os.fstat(self.fileno()))
         except BaseException:
             self.close()
             raise
 
-    def _check_same(self) -> None:
-        """Require that what is open holds what was listed.
+    def _check_same(self, said: os.stat_result) -> None:
+        """Require that what is open, of which the system says this, holds what was listed.
 
         Raises:
             SourceError: it doesn't.
         """
-        file, now = self._file, self._opened
+        file, now = self._file, Seen.of(said)
+        self._at = said.st_size, said.st_mtime_ns, said.st_ctime_ns
         if 0 <= file.size != now.size:
             raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
@@ -95,10 +98,9 @@ class _Stored(io.FileIO):
             words = changed(self._file.path, self._file.size, f"{stop:,}")
             raise told(self._file.place, self._file.seen, words)
         if self._file.seen is not None:
-            now = Seen.of(os.fstat(self.fileno()))
-            if not now.has_content_of(self._opened):
-                self._opened = now
-                self._check_same()
+            said = os.fstat(self.fileno())
+            if (said.st_size, said.st_mtime_ns, said.st_ctime_ns) != self._at:
+                self._check_same(said)
         if self._file.on_read is not None:
             self._file.on_read(self._file.path, start, stop)
 
@@ -144,11 +146,20 @@ def compression_of(file: File) -> Compression | None:
     """
     if file.live is not None:
         return None
-    return _compression_of(file) if file.mark is None else _compression_by_mark(replace(file, on_read=None))
+    content = file.mark or file.seen
+    if content is None:
+        return _compression_of(file)
+    key = file.place, content, file.format, file.suffix_compression
+    if key not in _compressions:
+        found = _compression_of(replace(file, on_read=None))  # faults are not remembered
+        if len(_compressions) >= _MOST_REMEMBERED:
+            _compressions.clear()
+        _compressions[key] = found
+    return _compressions[key]
 
 
 def _compression_of(file: File) -> Compression | None:
-    with faults(file), open_stored(file, _MOST_MAGIC if file.is_remote else None) as stored:
+    with faults(file), open_stored(file, _MOST_MAGIC) as stored:
         first = stored.read(_MOST_MAGIC)
     for magic, compression in _MAGIC.items():
         if first.startswith(magic):
@@ -166,10 +177,6 @@ def _compression_of(file: File) -> Compression | None:
 def _is_unpacked_on_the_way(file: File) -> bool:
     """Whether a client may have unpacked a file already: a web server that says Content-Encoding says no size."""
     return file.size < 0 and file.path.startswith("http")
-
-
-_compression_by_mark = lru_cache(maxsize=1 << 14)(_compression_of)
-"""Remembered by the server's mark of the file's content; faults are not remembered."""
 
 
 @contextmanager

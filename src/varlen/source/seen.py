@@ -18,7 +18,7 @@ import hashlib
 import io
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from varlen.errors import SourceError
@@ -51,10 +51,6 @@ class Seen:
             inode=said.st_ino,
             changed_ns=said.st_ctime_ns,
         )
-
-    def has_content_of(self, other: Seen) -> bool:
-        """Whether size and times of change are the same, which tell an open file, whatever its name means now."""
-        return replace(self, device=0, inode=0) == replace(other, device=0, inode=0)
 
 
 def whole_digest(stored: BinaryIO) -> str:

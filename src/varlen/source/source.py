@@ -16,7 +16,6 @@ from varlen.source.chats.twins import TWIN, training_twin
 from varlen.source.columns import Columns, check_named
 from varlen.source.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
 from varlen.source.files import Data, File, Format, LeftOut, unread
-from varlen.source.finding import Naming, find
 from varlen.source.formats.plain_text import Cut
 from varlen.source.formats.reading import columns_of, cut_points, rows_of
 from varlen.source.identity import TokenizerMark, check_same, made_by, mark_of
@@ -260,6 +259,8 @@ def open_source(
     check_reading(split, format)
     named = dict(columns or {})
     check_named(named)
+    from varlen.source.finding import Naming, find  # which workers need not
+
     naming = Naming(
         split=split,
         format=format,

@@ -17,7 +17,6 @@ from varlen.source.tokenizer import (
     Specials,
     Tokenizer,
 )
-from varlen.source.tokenizer_folder import read_tokenizer
 from varlen.source.wrapped import PROBE, wrap_backend, wrap_transformers
 
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ def _made(tokenizer: Any) -> Tokenizer:
     if isinstance(tokenizer, ByteTokenizer | FastTokenizer | FunctionTokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
+        from varlen.source.tokenizer_folder import read_tokenizer
+
         return read_tokenizer(tokenizer)
     if hasattr(tokenizer, "encode_batch_fast"):
         return wrap_backend(tokenizer, type(tokenizer).__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from decimal import Decimal
-from typing import Any
+from numbers import Number
+from typing import Any, cast
 
 import numpy as np
 
@@ -98,9 +98,9 @@ def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> fl
         SourceError: it is none, or weights aren't taken.
     """
     weight = math.nan
-    if isinstance(flag, int | float | Decimal | np.number):
+    if isinstance(flag, Number):
         with suppress(OverflowError):
-            weight = float(flag)
+            weight = float(cast(Any, flag))
     is_one = key not in _SWITCHES and is_weight(weight)
     if is_one and weighs:
         return weight

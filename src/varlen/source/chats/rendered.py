@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from varlen.errors import SourceError
 from varlen.source.losses import Losses
 
 NO_LOSSES = Losses()
@@ -55,3 +58,18 @@ def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, i
     """
     bounds = [0, *(place for span in spans for place in span), length]
     return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
+
+
+def spelled(value: Any, what: str) -> str:
+    """Return JSON of what a row gives to a template.
+
+    Raises:
+        SourceError: it is none.
+    """
+    if not value:
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=what.startswith("the variables"))
+    except (TypeError, ValueError, RecursionError) as error:
+        schemas = " schemas" if "tools" in what else ""
+        raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error

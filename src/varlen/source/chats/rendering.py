@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from varlen.source.chats.chat import Chat
 from varlen.source.chats.conserve import Lost, losses_of, lost_texts
 from varlen.source.chats.generation import after_prompt, between, of_located, of_messages
 from varlen.source.chats.messages import apart_thoughts, joined, well_formed
-from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered
+from varlen.source.chats.rendered import NO_LOSSES, Choice, Rendered, spelled
 from varlen.source.chats.skeleton import Kind, Skeleton, skeleton_of
 from varlen.source.chats.slots import Shape, free_character, shape_of
 from varlen.source.chats.spans import Said, by_frames, by_prefixes, fill, fill_masked
@@ -377,18 +376,3 @@ def _is_empty(message: dict[str, Any]) -> bool:
         else (content or "").strip()
     )
     return not (said or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
-
-
-def spelled(value: Any, what: str) -> str:
-    """Return JSON of what a row gives to a template.
-
-    Raises:
-        SourceError: it is none.
-    """
-    if not value:
-        return ""
-    try:
-        return json.dumps(value, ensure_ascii=False, sort_keys=what.startswith("the variables"))
-    except (TypeError, ValueError, RecursionError) as error:
-        schemas = " schemas" if "tools" in what else ""
-        raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error

@@ -22,15 +22,14 @@ from varlen.source.chats.chat import Chat
 from varlen.source.chats.chatml import CHATML, CLOSING, write_chatml
 from varlen.source.chats.marks import EndMarks
 from varlen.source.chats.messages import as_chat, well_formed
-from varlen.source.chats.rendered import ALL, NO_LOSSES, Choice, Rendered, between
-from varlen.source.chats.rendering import Rendering, spelled
-from varlen.source.chats.skeleton import Skeleton
+from varlen.source.chats.rendered import ALL, NO_LOSSES, Choice, Rendered, between, spelled
 from varlen.source.chats.twins import training_twin, twin_of
 from varlen.source.losses import Losses
 from varlen.source.rows import READ_AS_TEXT
 
 if TYPE_CHECKING:
     from varlen.source.chats.sandbox import Program
+    from varlen.source.chats.skeleton import Skeleton
     from varlen.source.chats.wants import Wants
 
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -122,6 +121,8 @@ class ChatTemplate:
                 text, spans, empty = written
                 losses = Losses(empty_turns=empty) if empty else NO_LOSSES
                 return Rendered(text=text, spans=tuple(spans), needs_eos=False, losses=losses)
+        from varlen.source.chats.rendering import Rendering
+
         trained = _trained(chat, first, choice)
         is_alone = choice.everything and _are_others_off(chat)
         rendering = Rendering(self, chat, tools, {**self.variables, **variables})
