@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import load, machine, versions
 from benchmarks.table import RESULTS
-from varlen import jit
+from varlen.cost import kernels
 from varlen.cost.fit import mape
 from varlen.cost.hardware import Hardware
 from varlen.cost.memory import Saved
@@ -154,7 +154,7 @@ def predicted_s(cost: CostModel, plan: StepPlan) -> np.ndarray:
     `run_step` runs all of the head, its forward too, in backward tasks.
     """
     price, rates, layers = (
-        jit.kernel("varlen.cost", "kernels", "price"),
+        kernels.price,
         cost.rates(Mesh()),
         cost.model.layers,
     )

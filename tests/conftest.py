@@ -73,29 +73,19 @@ def only_new_garbage() -> None:
 @pytest.fixture
 def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, str, Any], None]]:
     """Put a fake in a kernel's place, given its file as a module, its name and the fake, until the test ends."""
-    from varlen import jit
-
-    def replace(module: Any, name: str, fake: Any) -> None:
-        monkeypatch.setattr(module, name, fake)
-        jit._found.cache_clear()
-
-    yield replace
+    yield monkeypatch.setattr
     monkeypatch.undo()
-    jit._found.cache_clear()
 
 
 @pytest.fixture
 def plain_python(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Switch from kernels to their references and back, as `VARLEN_JIT=0` does, until the test ends."""
-    from varlen import jit
+    """Switch from compiled kernels to their source in Python and back, as `VARLEN_JIT=0` does."""
 
     def switch(on: bool) -> None:
         monkeypatch.setenv("VARLEN_JIT", "0" if on else "1")
-        jit._found.cache_clear()
 
     yield switch
     monkeypatch.undo()
-    jit._found.cache_clear()
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 from batches import Case, cases, tokens_like
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import batch as reference
 
 import varlen as vl
-from varlen.batch import kernels, kernels_columns, kernels_flat, reference
+from varlen.batch import kernels, kernels_columns, kernels_flat
 
 DTYPES = ("int32", "int64", "uint16", "uint32", "int8")
 

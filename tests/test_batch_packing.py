@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 from batches import tokens_like
 
 import varlen as vl
-from varlen.batch import layout
 from varlen.errors import SettingError
 from varlen.types import Packing
 
@@ -35,7 +34,7 @@ def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
 
 
 @pytest.mark.parametrize("documents", [tokens_like([3, 2]), (np.arange(5), np.array([0, 3, 5]))])
-@pytest.mark.parametrize("module", ["kernels", "reference"])
+@pytest.mark.parametrize("in_python", [False, True])
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -53,10 +52,13 @@ def test_a_packing_made_by_hand_over_its_capacity_is_refused() -> None:
     ],
 )
 def test_a_packing_made_by_hand_of_pieces_that_cannot_be_is_refused(
-    fields: dict[str, list[int]], words: str, documents: Any, module: str, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, list[int]],
+    words: str,
+    documents: Any,
+    in_python: bool,
+    plain_python: Callable[[bool], None],
 ) -> None:
-    room = importlib.import_module(f"varlen.batch.{module}")
-    monkeypatch.setattr(layout, "_kernel", lambda name: getattr(room, name))
+    plain_python(in_python)
     right = vl.pack([3, 2], 4)
     values = {name: getattr(right, name) for name in ("document_ids", "starts", "stops", "offsets")}
     wrong = {name: np.array(fields.get(name, array), array.dtype) for name, array in values.items()}

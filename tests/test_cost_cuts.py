@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import cost as reference
 
-from varlen.cost import kernels, reference
+from varlen.cost import kernels
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import cost as reference
 
-from varlen.cost import kernels, reference
+from varlen.cost import kernels
 from varlen.cost.flops import slice_flops
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
@@ -305,16 +306,11 @@ def test_few_heads_fill_a_gpu_less_where_the_hardware_says_so() -> None:
 
 
 def test_without_kernels_prices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from varlen import jit
-
     rates = COST.rates(Mesh(dp=4, tp=2))
     columns: list[Any] = [np.array(x, np.int32) for x in ([0, 2, 2], [0, 10], [5_000, 900], [1, 2])]
-    compiled = jit.kernel("varlen.cost", "kernels", "price")(*columns, rates)
+    compiled = kernels.price(*columns, rates)
     monkeypatch.setenv("VARLEN_JIT", "0")
-    jit._found.cache_clear()
-    try:
-        readable = jit.kernel("varlen.cost", "kernels", "price")(*columns, rates)
-    finally:
-        jit._found.cache_clear()
+
+    readable = kernels.price(*columns, rates)
 
     np.testing.assert_array_equal(compiled, readable)

@@ -3,8 +3,9 @@
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
+from oracles import feed as reference
 
-from varlen.feed import kernels, reference
+from varlen.feed import kernels
 
 SOURCES = st.lists(
     st.tuples(st.floats(0.01, 100), st.lists(st.integers(0, 1000), max_size=80)), min_size=1, max_size=6

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from oracles import feed as reference
 from test_feed_windows import Store
 
-from varlen.feed import heads, reference
+from varlen.feed import heads
 from varlen.feed.groups import Enough, Groups
 from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream, Position

@@ -37,7 +37,7 @@ def add(a, b):
 
 def report():
     total = add(2, 3)
-    stats = getattr(add, "stats", None)
+    stats = getattr(add.dispatcher, "stats", None)
     hits = sum(stats.cache_hits.values()) if stats else 0
     path = stats.cache_path if stats else None
     print(json.dumps({"total": total, "hits": hits, "path": path, "messages": messages}))
@@ -307,17 +307,17 @@ class Compiled(Exception):
 def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
     monkeypatch: pytest.MonkeyPatch, call: str, compiles: bool
 ) -> None:
-    found = jit._found
+    functions = jit._functions
 
-    def reference_of(room: str, file: str, name: str) -> Any:
-        if file != "reference":
+    def only_in_python(module: str, *, compiled: bool) -> Any:
+        if compiled:
             raise Compiled
-        return found(room, file, name)
+        return functions(module, compiled=False)
 
     monkeypatch.delenv("VARLEN_JIT", raising=False)
     monkeypatch.setattr(jit, "sys", SimpleNamespace(modules={}))  # numba isn't loaded
     monkeypatch.setattr(jit, "_spent_s", 0.0)
-    monkeypatch.setattr(jit, "_found", reference_of)
+    monkeypatch.setattr(jit, "_functions", only_in_python)
 
     with pytest.raises(Compiled) if compiles else nullcontext():
         exec(call, {"vl": vl})

@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_rows import Row, header, many_rows, packed_rows, plain, saved
+from oracles import megatron_files as reference
 
 from varlen.adapters.megatron import PackedNpy, read_packed_npy
-from varlen.adapters.megatron.files import kernels, reference
+from varlen.adapters.megatron.files import kernels
 from varlen.adapters.megatron.files.flat import as_dict
 from varlen.errors import DocumentsError, SourceError, VarlenError
 

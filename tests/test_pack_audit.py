@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from oracles import pack as reference
 from packings import Case, cases, same_packing
 
 import varlen as vl
 from varlen.errors import LedgerError, VarlenError
-from varlen.pack import kernels, kernels_arrange, pieces, reference
+from varlen.pack import kernels, kernels_arrange, pieces
 from varlen.types import Ledger
 
 Replace = Callable[[Any, str, Any], None]

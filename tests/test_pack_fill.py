@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from oracles import pack_fill as reference_fill
 from packings import UNLIMITED, random_lengths
 
-from varlen.pack import kernels_fill, reference_fill
+from varlen.pack import kernels_fill
 from varlen.pack.assign import fill
 
 Filling = tuple[np.ndarray, np.ndarray, int, int, int, bool]

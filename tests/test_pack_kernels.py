@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from oracles import pack as reference
 from packings import UNLIMITED, random_lengths
 
 import varlen as vl
-from varlen.pack import assign, kernels, kernels_arrange, kernels_tree, reference
+from varlen.pack import assign, kernels, kernels_arrange, kernels_tree
 
 Search = tuple[np.ndarray, np.ndarray, np.ndarray, int, int]
 """Order, slots, sizes, capacity, max_documents."""

@@ -7,14 +7,16 @@ from types import ModuleType
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import plan_compose as reference_compose
+from oracles import simulate as reference
 
 import varlen as vl
 from varlen.cost.kernels import cut_evenly
 from varlen.cost.phases import OWN, RETURNED
-from varlen.plan import kernels_block, kernels_compose, reference_compose
+from varlen.plan import kernels_block, kernels_compose
 from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
 from varlen.plan.recut import recut
-from varlen.simulate import kernels, reference
+from varlen.simulate import kernels
 from varlen.simulate.stage_costs import priced, stage_costs
 from varlen.types import IntArray
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import plan as reference
 
 from varlen.errors import LengthsError, SettingError
-from varlen.plan import kernels, reference
+from varlen.plan import kernels
 from varlen.plan.partition import by_part, loads_of, partition
 
 
@@ -228,14 +229,10 @@ def test_an_unknown_method_is_refused() -> None:
 
 
 def test_without_kernels_the_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from varlen import jit
-
     weights = np.random.default_rng(3).integers(1, 10_000, 200)
     compiled = [partition(weights, 8, is_equal=equal).tolist() for equal in (False, True)]
     monkeypatch.setenv("VARLEN_JIT", "0")
-    jit._found.cache_clear()
 
     readable = [partition(weights, 8, is_equal=equal).tolist() for equal in (False, True)]
-    jit._found.cache_clear()
 
     assert readable == compiled

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import simulate_dispatch as reference_dispatch
 
-from varlen.simulate import kernels_dispatch, reference_dispatch
+from varlen.simulate import kernels_dispatch
 from varlen.simulate.dispatch import Pipeline, dispatch
 
 BYTES = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import simulate as reference
 from simulate_oracle import run_by_rules
 from step_plans import memory_of, priced_plans
 
-from varlen.simulate import kernels, reference
+from varlen.simulate import kernels
 from varlen.simulate.api import run_plan
 from varlen.simulate.durations import Durations
 from varlen.step_plan import KINDS, StepPlan

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import source as reference
 from test_source_store import write_store
 
-from varlen import jit
 from varlen.errors import SourceError
+from varlen.source import kernels
 from varlen.source import pieces as pieces_
-from varlen.source import reference
 
 
 @given(st.data(), st.sampled_from([(np.uint16, np.int32), (np.int32, np.int32), (np.uint8, np.uint8)]))
@@ -30,7 +30,7 @@ def test_the_kernel_reads_as_the_reference_does_up_to_the_first_piece_that_ends_
     nothing = np.zeros(len(sizes), dtype=np.int64)
     file = os.open(path, os.O_RDONLY)
     found = []
-    for read in (jit.kernel("varlen.source", "kernels", "read_pieces"), reference.read_pieces):
+    for read in (kernels.read_pieces, reference.read_pieces):
         values = np.full(int(ends[-1]), 7, dtype=wanted)
         table = (np.array([number]) for number in (file, stored.itemsize, offsets.ctypes.data))
         places = (firsts // 2, firsts - firsts // 2, np.ascontiguousarray(sizes))

@@ -1,8 +1,7 @@
 """Compile kernels with numba, lazily, in a way that can't fail because a folder is read-only.
 
-`VARLEN_JIT=0` runs the plain-Python references instead of the kernels: slower by a factor of 10 to 1,000,
-and the same results. numba itself is imported by the first kernel call that is worth it, never by
-`import varlen`.
+`VARLEN_JIT=0` runs the kernels' own source in Python: slower by a factor of 10 to 1,000, with the same results.
+numba itself is imported by the first kernel call that is worth it, never by `import varlen`.
 """
 
 from __future__ import annotations
@@ -15,10 +14,14 @@ import os
 import sys
 import threading
 import time
+import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
+
+import numpy as np
 
 from varlen import kernel_cache
 
@@ -27,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 PATIENCE_S = 0.5
-"""Seconds that a process packs by references before numba is worth its import, which takes about as long."""
+"""Seconds that a process packs in Python before numba is worth its import, which takes about as long."""
 
 _in_python: ContextVar[bool] = ContextVar("varlen_in_python", default=False)
 _spent_s = 0.0
@@ -36,6 +39,11 @@ _spent_s = 0.0
 def is_enabled() -> bool:
     """Return whether kernels are compiled; False where the environment says `VARLEN_JIT=0`."""
     return os.environ.get("VARLEN_JIT", "1") != "0"
+
+
+def in_python() -> bool:
+    """Return whether a kernel that is called now runs in Python."""
+    return _in_python.get() or not is_enabled()
 
 
 def load() -> None:
@@ -70,13 +78,13 @@ def _apart(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def sized(expected_s: float) -> Iterator[None]:
-    """Within this block, do small work by the references as long as numba isn't loaded; the results are the same.
+    """Within this block, run small work in Python as long as numba isn't loaded; the results are the same.
 
     So a script that packs some documents never waits for the compiler. `VARLEN_JIT=1` compiles whatever the
     size.
 
     Args:
-        expected_s: what the references take for it, at most.
+        expected_s: what Python takes for it, at most.
     """
     global _spent_s
     loaded = "numba" in sys.modules or "VARLEN_JIT" in os.environ
@@ -90,25 +98,71 @@ def sized(expected_s: float) -> Iterator[None]:
             _spent_s += min(time.perf_counter() - begun, expected_s)
 
 
-def kernel(room: str, file: str, name: str) -> Callable[..., Any]:
-    """Return a kernel by name, compiled, or its plain-Python reference where kernels are switched off.
+_kernels: defaultdict[str, dict[str, _Kernel]] = defaultdict(dict)
+"""The kernels of each module, by name."""
 
-    `VARLEN_JIT` is read when a kernel is first asked for.
 
-    Args:
-        room: the room's full name, such as "varlen.pack".
-        file: the file within the room that holds the kernel.
-        name: the kernel's name, the same in the room's `reference.py`.
+class _Kernel:
+    """A kernel under its own name: a call compiles it, or runs its source in Python.
+
+    Numba and plain Python each see a copy of the kernel's module in which the names of other kernels stand for their
+    compiled or plain functions.
     """
-    return _found(room, "reference" if _in_python.get() else file, name)
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        in_python: Callable[..., Any] | None = None,
+        is_inlined: bool = False,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.name = function.__name__
+        self.function, self.other, self.is_inlined = function, in_python, is_inlined
+        self.dispatcher: Any = None
+        """Numba's, once the kernel was called."""
+        self._called: Callable[..., Any] | None = None
+        _kernels[self.__module__][self.name] = self
+
+    def __call__(self, *arguments: Any) -> Any:
+        if in_python():
+            with np.errstate(over="ignore"):  # hashes wrap around
+                return _functions(self.__module__, compiled=False)[self.name](*arguments)
+        if self._called is None:
+            names = _apart(functools.partial(_functions, compiled=True), self.__module__)
+            self.dispatcher = names[self.name]
+            self._called = _interruptible(self.dispatcher)
+        return self._called(*arguments)
 
 
 @functools.cache
-def _found(room: str, file: str, name: str) -> Callable[..., Any]:
-    home = file if is_enabled() else "reference"
-    if home == "reference":
-        return getattr(importlib.import_module(f"{room}.{home}"), name)  # type: ignore[no-any-return]
-    return _interruptible(getattr(_apart(importlib.import_module, f"{room}.{home}"), name))
+def _functions(module: str, *, compiled: bool) -> dict[str, Any]:
+    """Return the namespace of a module with each of its kernels made anew, to call each other directly."""
+    kernels = _kernels[module]
+    names = dict(next(iter(kernels.values())).function.__globals__)
+    for name, kernel in kernels.items():
+        function = kernel.function
+        copy = types.FunctionType(function.__code__, names, name, function.__defaults__)
+        names[name] = _dispatcher(copy, kernel.is_inlined) if compiled else kernel.other or copy
+    return names
+
+
+def _dispatcher(function: types.FunctionType, is_inlined: bool) -> Any:
+    """Return numba's dispatcher of a kernel; it compiles on its first call."""
+    import numba
+
+    if is_inlined:
+        return numba.njit(inline="always", error_model="numpy")(function)
+    # Kernels are called from Python alone and hold no array expressions; leaving out what serves those saves
+    # a fifth of the compile time.
+    options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_rewrites": True}
+    made: Any = numba.njit(**options)(function)
+    if made is not function:  # it is under NUMBA_DISABLE_JIT=1, which runs kernels in Python for a debugger
+        if kernel_cache.keep(made, inspect.getfile(function)):
+            _forgive(made._cache)
+        else:
+            _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
+    return made
 
 
 def _interruptible(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,34 +194,28 @@ def _interruptible(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def compiled(function: _Function) -> _Function:
-    """Compile a kernel on its first call, and keep the machine code on disk where that is possible.
+@overload
+def compiled(function: _Function) -> _Function: ...
+@overload
+def compiled(*, in_python: Callable[..., Any]) -> Callable[[_Function], _Function]: ...
+def compiled(function: Any = None, *, in_python: Callable[..., Any] | None = None) -> Any:
+    """Make a kernel of a function: it is called as before, and compiled by its first call.
 
-    It is kept beside the source, or in the user's cache folder, or in a folder of the user's own, whichever can be
-    written by this user and by nobody else (see `kernel_cache`). A cache that breaks later (a full disk, a file cut
-    short) is left aside or begun anew: it costs time and a log line, never the call.
+    Machine code is kept on disk where that is possible: beside the source, or in the user's cache folder, or in a
+    folder of the user's own, whichever can be written by this user and by nobody else (see `kernel_cache`). A cache
+    that breaks later (a full disk, a file cut short) is left aside or begun anew: it costs time and a log line,
+    never the call.
 
-    The GIL is released while the kernel runs.
+    The GIL is released while the kernel runs. Under `VARLEN_JIT=0` and within `sized`, its source runs in Python.
 
     Args:
-        function: the kernel in plain Python; it takes and returns arrays and numbers.
-
-    Returns:
-        The kernel, called as `function` is. `function` itself under `NUMBA_DISABLE_JIT=1`, which runs
-        kernels in Python for a debugger.
+        function: the kernel in plain Python; it takes and returns arrays and numbers, and calls kernels of its own
+            file only.
+        in_python: what runs in Python instead of the kernel's source, where that is much faster.
     """
-    import numba
-
-    # Kernels are called from Python alone and hold no array expressions; leaving out what serves those saves
-    # a fifth of the compile time.
-    options: Any = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "no_rewrites": True}
-    kernel: Any = numba.njit(**options)(function)
-    if kernel is not function:
-        if kernel_cache.keep(kernel, inspect.getfile(function)):
-            _forgive(kernel._cache)
-        else:
-            _log.info("no folder can hold compiled kernels; %s is compiled once a process", function.__name__)
-    return cast(_Function, kernel)
+    if function is None:
+        return functools.partial(_Kernel, in_python=in_python)
+    return _Kernel(function)
 
 
 def inlined(function: _Function) -> _Function:
@@ -178,9 +226,7 @@ def inlined(function: _Function) -> _Function:
     Args:
         function: as for `compiled`.
     """
-    import numba
-
-    return cast(_Function, numba.njit(inline="always", error_model="numpy")(function))
+    return cast(_Function, _Kernel(function, is_inlined=True))
 
 
 def _forgive(cache: Any) -> None:

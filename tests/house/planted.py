@@ -88,13 +88,13 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (
         shape.kernels_have_references,
         {"src/varlen/pack/kernels.py": KERNEL.replace("best", "worst")},
-        "worst has no reference",
+        "worst has no oracle",
     ),
     (
         shape.kernels_have_references,
         {
             "src/varlen/batch/kernels_rows.py": KERNEL,
-            "src/varlen/batch/reference.py": KERNEL.replace("(a)", "(b)"),
+            "tests/oracles/batch.py": KERNEL.replace("(a)", "(b)"),
         },
         "take different arguments",
     ),
@@ -186,7 +186,7 @@ def to_lists() -> list[list[int]]:
     """Read."""
 ''',
     "src/varlen/pack/kernels.py": f'"""Kernels of this room."""\nimport numba\n@numba.njit\n{KERNEL}',
-    "src/varlen/pack/reference.py": f'"""References of this room."""\n{KERNEL.replace("(a)", "(a: int)")}',
+    "tests/oracles/pack.py": f'"""References of this room."""\n{KERNEL.replace("(a)", "(a: int)")}',
     "src/varlen/batch/torch.py": '''\
 """Tensors of a batch."""
 from typing import TYPE_CHECKING

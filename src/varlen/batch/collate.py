@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import operator
@@ -12,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
+from varlen.batch import kernels, kernels_columns
 from varlen.batch.layout import Segments, lay_out
 from varlen.batch.packed import TARGET_WEIGHTS, Layout, PackedBatch
 from varlen.batch.plain import plain_fields
@@ -22,8 +21,6 @@ from varlen.errors import OutputBufferError, SettingError
 from varlen.types import IntArray, Packing, as_packing
 
 _log = logging.getLogger(__name__)
-_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
-_column_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels_columns")
 _LAYOUTS = get_args(Layout)
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
@@ -162,7 +159,7 @@ def _fields(
             *(column.values for column in columns.values()),
         ]
         _refuse_shared(arrays, read)
-    largest = _kernel("assemble")(
+    largest = kernels.assemble(
         *tokens, segments.lengths, segments.places, pad_id, *(arrays[name] for name in _NAMES)
     )
     if largest >= 2**31:
@@ -170,11 +167,11 @@ def _fields(
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)
-        _column_kernel("mask_labels")(*targets, segments.lengths, segments.places, written, segments.targets)
+        kernels_columns.mask_labels(*targets, segments.lengths, segments.places, written, segments.targets)
         num_targets = int(segments.targets.sum())
     for name, column in columns.items():
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
-        _column_kernel("copy_column")(
+        kernels_columns.copy_column(
             values, column.starts, segments.lengths, segments.places, padding, written
         )
     weights = arrays[TARGET_WEIGHTS] if TARGET_WEIGHTS in columns else None

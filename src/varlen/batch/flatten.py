@@ -6,7 +6,6 @@ from where they lie to where frameworks want them, without a stop in between.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
+from varlen.batch import kernels_flat
 from varlen.batch.joined import Joined, as_whole, holds_ones_only, join
 from varlen.batch.layout import padding_segment
 from varlen.batch.ragged import refuse_negative
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
 
-_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels_flat")
 _NOWHERE64, _NOWHERE32 = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
@@ -116,7 +114,7 @@ def flatten(
     place = np.empty(width, np.int64) if positions else _NOWHERE64
     numbers = np.empty(width, np.int32) if owners else _NOWHERE32
     ends = np.empty(pieces.size + 1 - (tokens - width) // each, np.int32)
-    segments, longest, is_negative = _kernel("fill_flat_row")(
+    segments, longest, is_negative = kernels_flat.fill_flat_row(
         ids.values,
         ids.values if targets is None else targets.values,
         pieces,

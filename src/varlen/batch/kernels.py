@@ -1,6 +1,6 @@
 """Kernels that lay segments out and fill a batch's arrays in one pass, compiled by numba.
 
-`reference.py` says in plain Python what each must return. Arrays of tokens are one-dimensional views of the
+`tests/oracles/batch.py` says in plain Python what each must return. Arrays of tokens are one-dimensional views of the
 batch; every kernel writes padding as it goes, so no array is written twice.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.batch import in_python
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -222,7 +223,7 @@ def lay_segments(
     return targets, wrong, first
 
 
-@compiled
+@compiled(in_python=in_python.value_range)
 def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, int]:
     """Smallest and largest value of all segments; 0 and -1 if there are none."""
     low = 0
@@ -243,7 +244,7 @@ def value_range(values: Values, sources: Int64, lengths: Int32) -> tuple[int, in
     return low, high
 
 
-@compiled
+@compiled(in_python=in_python.assemble)
 def assemble(
     tokens: Values,
     sources: Int64,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.batch import in_python
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -19,7 +20,7 @@ Values = NDArray[Any]
 IGNORE = -100
 
 
-@compiled
+@compiled(in_python=in_python.mask_labels)
 def mask_labels(
     values: Values,
     value_sources: Int64,
@@ -60,7 +61,7 @@ def mask_labels(
         targets[segment] = count
 
 
-@compiled
+@compiled(in_python=in_python.copy_column)
 def copy_column(
     values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.batch import in_python
 from varlen.jit import compiled
 
 Int32 = NDArray[np.int32]
@@ -19,7 +20,7 @@ Whole = NDArray[Any]
 IGNORE = -100
 
 
-@compiled
+@compiled(in_python=in_python.fill_flat_row)
 def fill_flat_row(
     ids: Whole,
     targets: Whole,

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
+from varlen.batch import kernels
 from varlen.batch.packed import Layout
 from varlen.batch.ragged import Documents, Ragged, as_ragged
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray, Overlong, Packing
 
-_kernel = partial(jit.kernel, "varlen.batch", "kernels")
 _NOWHERE = np.empty(0, np.int64)
 _EXACTNESS: dict[Overlong, int] = {"error": 2, "drop": 2, "split": 1, "truncate": 0}
 
@@ -76,7 +75,7 @@ def lay_out(
     _check_width(width, pad_to_multiple_of)
     each = padding_segment(multiple)
     plan = (packing.document_ids, packing.starts, packing.stops, packing.offsets, pack_ids, width)
-    count, entries, positions, longest, shortest, bad = _kernel("measure")(
+    count, entries, positions, longest, shortest, bad = kernels.measure(
         *plan, multiple, math.lcm(multiple, pad_to_multiple_of), each, packing.num_documents
     )
     if bad >= 0:
@@ -92,7 +91,7 @@ def lay_out(
     wide = np.empty(3 * count + pack_ids.size + 1, np.int64)
     narrow = np.empty((3, count), np.int32)
     boundaries = np.empty((2 if multiple > 1 else 1, entries), np.int32)
-    num_targets, wrong, first = _kernel("lay_segments")(
+    num_targets, wrong, first = kernels.lay_segments(
         *plan,
         positions,
         multiple,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from varlen import jit
+from varlen.batch import kernels
 from varlen.batch.layout import exactness, padding_segment
 from varlen.batch.packed import Layout
 from varlen.batch.ragged import Documents, as_flat
@@ -83,4 +83,4 @@ def plain_fields(
 
 
 def _kernel() -> Any:
-    return jit.kernel("varlen.batch", "kernels", "plain_batch")
+    return kernels.plain_batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
+from varlen.batch import kernels
 from varlen.batch.layout import Segments, exactness, refuse_mismatch
 from varlen.batch.ragged import Documents, as_ragged, check_integers, is_flat
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray, Packing
 
-_kernel = functools.partial(jit.kernel, "varlen.batch", "kernels")
 _INT32 = np.iinfo(np.int32)
 _SIZES = (1, 2, 4, 8)
 """Bytes of the numbers that kernels can read."""
@@ -129,7 +127,7 @@ class Source:
         homes = segments.documents if homes is None else homes
         self._check_sizes(ragged.offsets, homes, name)
         starts = np.empty(homes.size, np.int64)
-        wrong, first = _kernel("locate")(
+        wrong, first = kernels.locate(
             homes,
             segments.first_tokens,
             segments.lengths,
@@ -165,7 +163,7 @@ class Source:
         unsigned = kind == "u"
         # Read as signed, what is above 2^63 is negative.
         signed = values.view(np.int64) if values.dtype == np.uint64 else values
-        low, high = _kernel("value_range")(signed, starts, self._segments.lengths)
+        low, high = kernels.value_range(signed, starts, self._segments.lengths)
         if low < (0 if unsigned else _INT32.min) or high > _INT32.max:
             low, high = sorted((low % 2**64, high % 2**64)) if unsigned else (low, high)
             raise DocumentsError(

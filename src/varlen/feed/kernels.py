@@ -1,4 +1,4 @@
-"""The feed's kernels, compiled by numba; what each does stands in `reference.py`."""
+"""The feed's kernels, compiled by numba; what each does stands in `tests/oracles/feed.py`."""
 
 # Kernels mix Python and numpy integers, which numba types by itself.
 # mypy: disable-error-code="assignment,return-value,no-any-return"
@@ -18,7 +18,7 @@ Float64 = NDArray[np.float64]
 def interleave(
     lengths: Int64, places: Int64, ends: Int64, weights: Float64, counts: Int64, most: int, choices: Int64
 ) -> int:
-    """Choose the source of each next document; see the reference.
+    """Choose the source of each next document; the oracle says how.
 
     Args:
         lengths: int64: of the documents that come next, source after source; -1 where a window begins.

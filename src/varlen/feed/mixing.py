@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from varlen import jit
 from varlen.errors import SettingError, StateError
+from varlen.feed import kernels
 from varlen.feed.heads import Columns, Head, SourcePlace
 from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
@@ -240,9 +240,7 @@ class MixedStream:
                 ahead = np.where(ahead < 0, ahead, 1)
             bounds = np.cumsum([0, *(len(head.lengths) for head in heads)])
             at, choices = bounds[:-1].copy(), np.empty(wanted, dtype=np.int64)
-            found = jit.kernel("varlen.feed", "kernels", "interleave")(
-                ahead, at, bounds[1:], shares, counts, wanted, choices
-            )
+            found = kernels.interleave(ahead, at, bounds[1:], shares, counts, wanted, choices)
             chosen, some = choices[:found], np.empty((4, found), dtype=np.int64)
             for number, (head, count) in enumerate(zip(heads, at - bounds[:-1])):
                 some[:, chosen == number] = head.take(int(count))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from varlen import jit
 from varlen.errors import LedgerError
+from varlen.pack import kernels_arrange
 from varlen.types import Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.pack", "kernels_arrange")
 
 
 def shuffled(seed: int, size: int) -> IntArray:
     """Return a random permutation, int64 `[size]`, the same for a seed on every machine and version."""
     order = np.empty(size, np.int64)
-    _kernel("permutation")(np.uint64(seed), order)
+    kernels_arrange.permutation(np.uint64(seed), order)
     return order
 
 
@@ -39,30 +35,30 @@ def arrange(
     Raises:
         LedgerError: a pack was opened and left empty; a bug in varlen.
     """
-    used = _kernel("rank_packs")(pack_of, np.full(num_packs, -1, np.int32))
+    used = kernels_arrange.rank_packs(pack_of, np.full(num_packs, -1, np.int32))
     if used != num_packs:
         raise LedgerError(
             f"{num_packs:,} packs were opened and {num_packs - used:,} of them left empty. "
             "This is a bug in varlen; please report the lengths and the settings"
         )
     if seed is not None:
-        _kernel("renumber")(pack_of, shuffled(seed, num_packs))
+        kernels_arrange.renumber(pack_of, shuffled(seed, num_packs))
     length_bits = max(int(lengths.max(initial=0)), 1).bit_length()
     # A word is 63 bits; 2^11 packs, some 20,000 pieces, are sorted within a core's cache.
     shift = min(11, 63 - length_bits - max(pack_of.size, 1).bit_length())
     begin = np.zeros(-(-num_packs >> shift) + 1 if num_packs else 1, np.int64)
-    largest = int(_kernel("batch_bounds")(pack_of, shift, begin))
+    largest = int(kernels_arrange.batch_bounds(pack_of, shift, begin))
     words = np.empty(int(begin[-1]), np.int64)
-    _kernel("gather_batches")(pack_of, lengths, shift, length_bits, begin.copy(), words)
+    kernels_arrange.gather_batches(pack_of, lengths, shift, length_bits, begin.copy(), words)
     placed_lengths, offsets = pack_of[: words.size], np.zeros(num_packs + 1, np.int64)
     space = np.empty(largest, np.int64), np.empty((1 << shift) + 1, np.int64)
-    _kernel("order_batches")(words, begin, shift, length_bits, *space, offsets, placed_lengths)
+    kernels_arrange.order_batches(words, begin, shift, length_bits, *space, offsets, placed_lengths)
     return words, placed_lengths, offsets
 
 
 def checksum(lengths: Int32Array) -> int:
     """Return a 64-bit number that any loss, swap or repetition of a piece would change; see `audit`."""
-    return int(_kernel("checksum")(lengths))
+    return int(kernels_arrange.checksum(lengths))
 
 
 def audit_cuts(documents: IntArray, starts: Int32Array, lengths: Int32Array, wholes: Int32Array) -> None:
@@ -79,7 +75,7 @@ def audit_cuts(documents: IntArray, starts: Int32Array, lengths: Int32Array, who
     Raises:
         LedgerError: a token stands in no piece or in two; a bug in varlen.
     """
-    wrong = int(_kernel("misplaced")(documents, starts, lengths, wholes))
+    wrong = int(kernels_arrange.misplaced(documents, starts, lengths, wholes))
     if wrong:
         raise LedgerError(
             f"documents were cut so that {wrong:,} of {documents.size:,} pieces miss or repeat tokens. "
@@ -113,7 +109,7 @@ def audit(
     Raises:
         LedgerError: a pack is over its limits, or other pieces came out than went in; a bug in varlen.
     """
-    tokens, overfull, total = _kernel("audit")(pieces, lengths, offsets, capacity, multiple)
+    tokens, overfull, total = kernels_arrange.audit(pieces, lengths, offsets, capacity, multiple)
     crowded = int((np.diff(offsets) > max_documents).sum())
     if overfull or crowded or int(total) != expected:
         _, first = np.unique(pieces, return_index=True)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from varlen import jit
+from varlen.pack import in_python, kernels, kernels_fill, kernels_tree
 from varlen.pack.pieces import Items
 from varlen.types import FloatArray, Int32Array, Method
 
-_search = functools.partial(jit.kernel, "varlen.pack", "kernels")
-_tree = functools.partial(jit.kernel, "varlen.pack", "kernels_tree")
-_fill = functools.partial(jit.kernel, "varlen.pack", "kernels_fill")
 FILL_PIECE_S = 6e-5
-"""What the references take to fill packs with a piece, at most."""
+"""What Python takes to fill packs with a piece, at most."""
 _TABLE = 2**24
-"""Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each; references keep none."""
+"""Largest capacity for which kernels keep a table of all free spaces, up to 40 bytes each."""
 
 
 def assign(
@@ -38,23 +34,26 @@ def assign(
     if capacity > slots.size:
         # Kernels take memory for every free space that a pack can have; none needs more than for all tokens.
         capacity = min(capacity, max(int(slots.sum(dtype=np.int64)), 1))
-    fitting = _search if capacity <= _TABLE else functools.partial(jit.kernel, "varlen.pack", "reference")
+    fitting = in_python if capacity > _TABLE or jit.in_python() else kernels
     pack_of = np.empty(slots.size, np.int32)
     if method == "best_fit_decreasing" and (items.sizes is None or max_documents >= items.sizes.sum()):
-        return pack_of, fitting("best_fit_decreasing")(slots, capacity, max_documents, pack_of)
+        return pack_of, fitting.best_fit_decreasing(slots, capacity, max_documents, pack_of)
     sizes = np.ones(slots.size, np.int32) if items.sizes is None else items.sizes
     if method == "next_fit":
-        return pack_of, _search("next_fit")(slots, sizes, capacity, max_documents, pack_of)
+        return pack_of, kernels.next_fit(slots, sizes, capacity, max_documents, pack_of)
     if method == "balanced":
         assert item_work is not None
         return _balance(slots, sizes, item_work, capacity, max_documents)
     order = np.arange(slots.size, dtype=np.int32)
     if method in ("first_fit_decreasing", "best_fit_decreasing"):
-        fitting("descending")(slots, int(slots.max(initial=0)), order)
+        if fitting is kernels:
+            kernels.descending(slots, int(slots.max(initial=0)), order)
+        else:
+            order[:] = np.argsort(-slots, kind="stable")
     if method in ("best_fit", "best_fit_decreasing"):
-        return pack_of, fitting("best_fit")(order, slots, sizes, capacity, max_documents, pack_of)
+        return pack_of, fitting.best_fit(order, slots, sizes, capacity, max_documents, pack_of)
     most = _most_packs(slots, sizes, capacity, max_documents)
-    return pack_of, _tree("first_fit")(order, slots, sizes, capacity, max_documents, most, pack_of)
+    return pack_of, kernels_tree.first_fit(order, slots, sizes, capacity, max_documents, most, pack_of)
 
 
 def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
@@ -83,7 +82,7 @@ def spread(
         most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
         pack_of = np.empty(slots.size, np.int32)
-        used = _tree("balanced")(order, slots, sizes, item_work, *settings, pack_of)
+        used = kernels_tree.balanced(order, slots, sizes, item_work, *settings, pack_of)
         if best is not None and used > best[1]:
             break
         best = (pack_of, used)
@@ -117,7 +116,7 @@ def fill(
         int32 `[num_pieces]`, the pack of each piece or -1, and the number of packs.
     """
     pack_of, least = np.empty(slots.size, np.int32), -int(-min_fill * capacity // 1)
-    return pack_of, _fill("fill")(order, slots, capacity, least, max_documents, from_first, pack_of)
+    return pack_of, kernels_fill.fill(order, slots, capacity, least, max_documents, from_first, pack_of)
 
 
 def _balance(

@@ -1,4 +1,4 @@
-"""Packing kernels over flat arrays, compiled by numba; `reference.py` says in plain Python what each must return.
+"""Packing kernels over flat arrays, compiled by numba; `tests/oracles/pack.py` says in plain Python what each must return.
 
 An *item* is what must stay together in one pack: a document, a piece of one, or a group of documents. Items
 have slots (tokens they take up) and sizes (documents they count as); an item with slot 0 is skipped and keeps
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varlen.jit import compiled
+from varlen.pack import in_python
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -92,7 +93,7 @@ def descending(slots: Int32, largest: int, order: Int32) -> None:
         begin[value] += 1
 
 
-@compiled
+@compiled(in_python=in_python.next_fit)
 def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
     """Fill one pack after the other in input order; returns the number of packs."""
     room = 0

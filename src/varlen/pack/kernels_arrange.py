@@ -1,6 +1,6 @@
 """Kernels that turn an assignment into the arrays of a Packing, and that cut a stream into full packs.
 
-Compiled by numba; `reference.py` says in plain Python what each must return.
+Compiled by numba; `tests/oracles/pack.py` says in plain Python what each must return.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varlen.jit import compiled
+from varlen.pack import in_python
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-@compiled
+@compiled(in_python=in_python._scramble)
 def _scramble(state: np.uint64) -> np.uint64:
     """SplitMix64's output function (Steele, Lea and Flood 2014): 64 well mixed bits of a counter."""
     word = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -25,7 +26,7 @@ def _scramble(state: np.uint64) -> np.uint64:
     return word ^ (word >> np.uint64(31))
 
 
-@compiled
+@compiled(in_python=in_python.permutation)
 def permutation(seed: np.uint64, order: Int64) -> None:
     """Write a random permutation of 0 … n - 1, the same for a seed on every machine and version."""
     for index in range(order.size):
@@ -37,7 +38,7 @@ def permutation(seed: np.uint64, order: Int64) -> None:
         order[index], order[other] = order[other], order[index]
 
 
-@compiled
+@compiled(in_python=in_python.rank_packs)
 def rank_packs(pack_of: Int32, rank: Int32) -> int:
     """Renumber packs, in place, by their first piece; returns the number of packs that hold a piece.
 
@@ -57,7 +58,7 @@ def rank_packs(pack_of: Int32, rank: Int32) -> int:
     return used
 
 
-@compiled
+@compiled(in_python=in_python.renumber)
 def renumber(pack_of: Int32, number: Int64) -> None:
     """Give every pack another number, in place; -1 stays."""
     for piece in range(pack_of.size):
@@ -65,7 +66,7 @@ def renumber(pack_of: Int32, number: Int64) -> None:
             pack_of[piece] = number[pack_of[piece]]
 
 
-@compiled
+@compiled(in_python=in_python.batch_bounds)
 def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
     """Write where each batch of 2^shift neighbouring packs begins; returns the pieces of the largest batch.
 
@@ -84,7 +85,7 @@ def batch_bounds(pack_of: Int32, shift: int, begin: Int64) -> int:
     return largest
 
 
-@compiled
+@compiled(in_python=in_python.gather_batches)
 def gather_batches(
     pack_of: Int32, lengths: Int32, shift: int, length_bits: int, position: Int64, words: Int64
 ) -> None:
@@ -112,7 +113,7 @@ def gather_batches(
             position[batch] += 1
 
 
-@compiled
+@compiled(in_python=in_python.order_batches)
 def order_batches(
     words: Int64,
     begin: Int64,
@@ -159,7 +160,7 @@ def order_batches(
     offsets[offsets.size - 1] = words.size
 
 
-@compiled
+@compiled(in_python=in_python.checksum)
 def checksum(lengths: Int32) -> np.uint64:
     """An order-free 64-bit sum over all non-empty pieces of their numbers and lengths, scrambled."""
     total = np.uint64(0)
@@ -169,7 +170,7 @@ def checksum(lengths: Int32) -> np.uint64:
     return total
 
 
-@compiled
+@compiled(in_python=in_python.audit)
 def audit(
     pieces: Int64, lengths: Int32, offsets: Int64, capacity: int, multiple: int
 ) -> tuple[int, int, np.uint64]:
@@ -203,7 +204,7 @@ def audit(
     return tokens, overfull, total
 
 
-@compiled
+@compiled(in_python=in_python.misplaced)
 def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) -> int:
     """Count pieces, in input order, that don't go on where the one before ended, and documents left unfinished.
 
@@ -235,7 +236,7 @@ def misplaced(documents: Int64, starts: Int32, lengths: Int32, wholes: Int32) ->
     return wrong
 
 
-@compiled
+@compiled(in_python=in_python.wrapped)
 def wrapped(
     lengths: Int32,
     capacity: int,

@@ -1,6 +1,6 @@
 """The kernel that fills packs to the brim: each around one item, with such others as sum up to what is left free.
 
-Compiled by numba; `reference.py` says in plain Python what it must return. Items, slots and pack numbers are as in
+Compiled by numba; `tests/oracles/pack_fill.py` says in plain Python what it must return. Items, slots and pack numbers are as in
 `kernels.py`.
 
 Which of some items fill a pack best is told by the sums that they can make (the minimum bin slack of Gupta and Ho
@@ -18,13 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varlen.jit import compiled
-from varlen.pack.reference_fill import FAILED, FINEST, PASSED, PATIENT, SUMMED, UNSURE
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
 
 _ONE = np.uint64(1)
+
+
+UNSURE = 8
+"""Last items of those that fit one after the other in place of which `fill` looks for better ones."""
+PASSED = 1024
+"""Items that it passes by for a pack, at most."""
+SUMMED = 256
+"""Items whose sums it tells apart, at most."""
+PATIENT = 32
+"""Items of which it looks for those that leave no space at all; after them, for any that leave little."""
+FINEST = 1 << 16
+"""Sums that it tells apart, at most; in more space than that they are rounded up."""
+
+FAILED = 256
+"""Packs that it fails to fill before it gives up, beside as many as it has filled."""
 
 
 @compiled

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
+from varlen.pack import kernels_arrange
 from varlen.pack.arrange import audit_cuts
 from varlen.pack.lengths import LARGEST
 from varlen.types import Int32Array, IntArray, Overlong
@@ -96,7 +96,7 @@ def wrap(
 ) -> tuple[Pieces, Int32Array, int]:
     """Lay documents end to end and cut them into full packs; returns pieces, the pack of each, and packs."""
     _check_pieces(int(lengths.sum(dtype=np.int64)) // capacity, capacity)
-    kernel = jit.kernel("varlen.pack", "kernels_arrange", "wrapped")
+    kernel = kernels_arrange.wrapped
     settings = (lengths, capacity, max_documents, multiple)
     num_pieces, _ = kernel(*settings, np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
     _check_pieces(num_pieces, capacity)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
 from varlen.errors import SettingError
+from varlen.pack import kernels
 from varlen.pack.api import DEFAULT_WORK, as_work
 from varlen.pack.arrange import shuffled
 from varlen.pack.bound import lower_bound
@@ -176,7 +176,7 @@ def length_correlation(lengths: npt.ArrayLike, offsets: npt.ArrayLike) -> float:
 def _random_correlations(lengths: Int32Array, slots: IntArray, capacity: int) -> FloatArray:
     """The correlation of the same pieces in shuffled order packed next-fit, once a shuffle."""
     sample = shuffled(0, lengths.size)[:_SAMPLE] if lengths.size > _SAMPLE else np.arange(lengths.size)
-    next_fit = jit.kernel("varlen.pack", "kernels", "next_fit")
+    next_fit = kernels.next_fit
     pack_of, sizes = np.empty(sample.size, np.int32), np.ones(sample.size, np.int32)
     results = np.zeros(_SHUFFLES)
     for shuffle in range(_SHUFFLES):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Final
 
@@ -11,10 +10,9 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import LengthsError, PlanError, SettingError
+from varlen.plan import kernels_assign
 from varlen.plan.partition import as_weights, partition
 from varlen.types import FloatArray, Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_assign")
 
 STEPS: Final = 2**21
 """Steps of search, each about the time of a look at a memory address: some milliseconds in all."""
@@ -106,7 +104,7 @@ def _searched(
     best, heaviest = None, np.inf
     for group_of in _beginnings(order, values, sizes, limits, before):
         if _heaviest(values, group_of, before) > enough:
-            left = _kernel("lighten")(
+            left = kernels_assign.lighten(
                 order, values, sizes, limits, before, enough, _NEAR, steps // 4, group_of
             )
             steps -= steps // 4 - left
@@ -117,9 +115,9 @@ def _searched(
             return group_of
     assert best is not None
     if values.size <= _WHOLE:
-        _kernel("search")(order, values, sizes, limits, before, enough, steps, best)
+        kernels_assign.search(order, values, sizes, limits, before, enough, steps, best)
     else:
-        _kernel("regroup")(order, values, sizes, limits, before, enough, _WHOLE, _NODES, steps, best)
+        kernels_assign.regroup(order, values, sizes, limits, before, enough, _WHOLE, _NODES, steps, best)
     return best
 
 
@@ -136,7 +134,7 @@ def _beginnings(
         PlanError: none was found.
     """
     dealt = np.empty(values.size, np.int32)
-    is_dealt = _kernel("deal")(order, values, sizes, limits, before, dealt) == 0
+    is_dealt = kernels_assign.deal(order, values, sizes, limits, before, dealt) == 0
     if is_dealt:
         yield dealt
     if values.size >= limits.size:
@@ -160,11 +158,11 @@ def _fitted(sizes: IntArray, limits: IntArray) -> Int32Array:
     weights, filled = sizes.astype(np.float64), (limits.max() - limits).astype(np.float64)
     group_of = np.full(sizes.size, -1, np.int32)
     nodes = STEPS if sizes.size <= _WHOLE else 64 * sizes.size
-    _kernel("search")(large_first, weights, sizes, limits, filled, 0.0, nodes, group_of)
+    kernels_assign.search(large_first, weights, sizes, limits, filled, 0.0, nodes, group_of)
     if group_of.min(initial=0) >= 0:
         return group_of
     free = np.full(limits.size, _UNLIMITED, np.int64)
-    _kernel("deal")(large_first, weights, sizes, free, filled, group_of)
+    kernels_assign.deal(large_first, weights, sizes, free, filled, group_of)
     over = np.bincount(group_of, weights, limits.size) - limits
     raise PlanError(
         f"no way was found to fit {sizes.size:,} documents of {int(sizes.sum()):,} tokens in all into "

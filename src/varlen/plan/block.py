@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from varlen import jit
 from varlen.cost.rates import NUM_COLUMNS, ROWS
+from varlen.plan import kernels_block, kernels_compose
 from varlen.plan.compose import BlockComposition, Composition
 from varlen.plan.groups import Groups
 from varlen.simulate.dispatch import Pipeline
@@ -17,8 +16,6 @@ from varlen.simulate.durations import gathers_s
 from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.simulate.stage_costs import StageCosts, priced
 from varlen.types import FloatArray, Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
 
 
 def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
@@ -124,7 +121,9 @@ def _joined(compositions: Sequence[Composition], forward: Sequence[Composition])
     """Compositions of a block's ranks, of either pass."""
     ends = np.cumsum([0, *(one.slices.shape[1] for one in compositions)], dtype=np.int32)
     offsets = [one.slice_offsets[:-1] + end for one, end in zip(compositions, ends)]
-    found = [_kernel("backward_order")(one.chains, ahead.chains) for one, ahead in zip(compositions, forward)]
+    found = [
+        kernels_compose.backward_order(one.chains, ahead.chains) for one, ahead in zip(compositions, forward)
+    ]
     packs = compositions[0].num_micropacks
     return BlockComposition(
         slice_offsets=np.concatenate([*offsets, ends[-1:]]),
@@ -162,7 +161,7 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
     taken = bytes_of(
         costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
     )
-    forward, backward, weight = jit.kernel("varlen.plan", "kernels_block", "task_seconds")(
+    forward, backward, weight = kernels_block.task_seconds(
         work.ahead,
         work.back,
         costs.layers,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from varlen import jit
+from varlen.cost import kernels
 from varlen.cost.rates import Rates
+from varlen.plan import kernels_compose
 from varlen.types import FloatArray, Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
-_cost_kernel = functools.partial(jit.kernel, "varlen.cost", "kernels")
 
 TYPICAL_ROWS = 8192.0
 """Rows of the MicroPacks that documents are weighed in before there are any."""
@@ -124,7 +121,7 @@ class Composition:
     @property
     def backward_order(self) -> IntArray:
         """int64 `[num_micropacks]`: chains in the same order, each from its last MicroPack to its first."""
-        order: IntArray = _kernel("reversed_chains")(self.chains)
+        order: IntArray = kernels_compose.reversed_chains(self.chains)
         return order
 
 
@@ -178,7 +175,7 @@ def seconds_of(
         rates: of the mesh.
         forward_part: how much of the forward pass counts; 0 for the backward pass alone.
     """
-    seconds: FloatArray = _cost_kernel("document_seconds")(lengths, num_ranks, rows, forward_part, rates)
+    seconds: FloatArray = kernels.document_seconds(lengths, num_ranks, rows, forward_part, rates)
     return seconds
 
 
@@ -221,10 +218,10 @@ def compose(
     asked = (num_micropacks, budget if documents.shared.any() else 0.0, least_rows)
     cut = documents.cuts.get(asked)
     if cut is None:
-        chained, *rest = _kernel("to_cut")(*given, own, budget, least_rows)
-        cuts = _cost_kernel("cut_evenly")(*rest, least_rows, ROW_MULTIPLE, 1.0, rates)
+        chained, lengths, ranks, seconds, budgets = kernels_compose.to_cut(*given, own, budget, least_rows)
+        cuts = kernels.cut_evenly(lengths, ranks, seconds, budgets, least_rows, ROW_MULTIPLE, 1.0, rates)
         cut = documents.cuts[asked] = chained, np.array(cuts)
-    offsets, slices, chains, order, waits = _kernel("composed_ranks")(
+    offsets, slices, chains, order, waits = kernels_compose.composed_ranks(
         cut[1],
         cut[0],
         *given,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,9 +9,8 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import LengthsError, SettingError
+from varlen.plan import kernels
 from varlen.types import Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels")
 
 Division = Literal["best", "karmarkar_karp", "greedy"]
 STEPS = 2**23
@@ -67,9 +65,9 @@ def partition(
     with jit.sized(_reference_s(values.size, num_parts, method)):
         if method == "greedy":
             given = np.arange(values.size, dtype=np.int32)
-            _kernel("greedy")(given, values, num_parts, is_equal, part_of)
+            kernels.greedy(given, values, num_parts, is_equal, part_of)
             return part_of
-        _kernel("karmarkar_karp")(values, num_parts, is_equal, part_of)
+        kernels.karmarkar_karp(values, num_parts, is_equal, part_of)
         if method == "karmarkar_karp":
             return part_of
         return _improved(values, num_parts, is_equal, part_of)
@@ -172,12 +170,12 @@ def _improved(values: npt.NDArray[Any], num_parts: int, is_equal: bool, first: I
     """
     order = np.argsort(-values, kind="stable").astype(np.int32)
     second = np.empty(values.size, np.int32)
-    _kernel("greedy")(order, values, num_parts, is_equal, second)
+    kernels.greedy(order, values, num_parts, is_equal, second)
     candidates = [first]
     if np.bincount(second, minlength=num_parts).min() > 0:  # weights of 0 all go where the first of them went
         candidates.append(second)
     for part_of in candidates:
-        _kernel("improve")(order, values, num_parts, is_equal, STEPS // 2, part_of)
+        kernels.improve(order, values, num_parts, is_equal, STEPS // 2, part_of)
     best = min(candidates, key=lambda part_of: loads_of(values, part_of, num_parts).max())
     _, begins, numbers = np.unique(best, return_index=True, return_inverse=True)
     rank = np.empty(num_parts, np.int32)

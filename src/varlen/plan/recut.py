@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
-from varlen import jit
+from varlen.cost import kernels
 from varlen.cost.rates import Rates
+from varlen.plan import kernels_compose
 from varlen.plan.compose import ROW_MULTIPLE, TYPICAL_ROWS, Composition, seconds_of
 from varlen.types import Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_compose")
-_cost_kernel = functools.partial(jit.kernel, "varlen.cost", "kernels")
 
 
 def recut(composition: Composition, factor: float, *, least_rows: int, rates: Rates) -> Composition:
@@ -48,7 +44,7 @@ def recut(composition: Composition, factor: float, *, least_rows: int, rates: Ra
         last = long[-1]
         length, ranks = stops[last : last + 1], num_ranks[last : last + 1]
         work = seconds_of(length, ranks, TYPICAL_ROWS, rates, forward_part=0.0)
-        _, first, end = _cost_kernel("cut_evenly")(
+        _, first, end = kernels.cut_evenly(
             length, ranks, work, work / max(1.0, count * factor), least_rows, ROW_MULTIPLE, 0.0, rates
         )
         shorts = mine[~is_long[mine]]
@@ -56,7 +52,7 @@ def recut(composition: Composition, factor: float, *, least_rows: int, rates: Ra
         costs = seconds_of(stops[shorts], num_ranks[shorts], TYPICAL_ROWS, rates, forward_part=0.0)
         order = np.argsort(-costs, kind="stable")
         beside = np.empty(shorts.size, np.int64)
-        beside[order] = _kernel("fill_lightest")(costs[order], loads)
+        beside[order] = kernels_compose.fill_lightest(costs[order], loads)
         again = np.ones_like(first)
         table = np.stack(
             [first, end, ranks[0] * again, ids[last] * again, (end == length[0]).astype(np.int32)]

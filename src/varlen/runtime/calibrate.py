@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from varlen import jit
+from varlen.cost import kernels
 from varlen.cost.fit import Samples, fit_curve, fit_table, mape
 from varlen.cost.flops import BACKWARD_RATIO
 from varlen.cost.hardware import Hardware, Link
@@ -326,7 +326,7 @@ def _predictions(
 
 def _price(*given: Any) -> FloatArray:
     """Price MicroPacks."""
-    priced: FloatArray = jit.kernel("varlen.cost", "kernels", "price")(*given)
+    priced: FloatArray = kernels.price(*given)
     return priced
 
 

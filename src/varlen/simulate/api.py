@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +9,7 @@ from varlen import jit
 from varlen.cost.memory import Memory
 from varlen.cost.model import CostModel
 from varlen.errors import DeadlockError, SettingError
+from varlen.simulate import kernels
 from varlen.simulate.deadlock import explain
 from varlen.simulate.durations import Durations, durations
 from varlen.simulate.form import check_form, check_places, check_shares
@@ -19,8 +18,6 @@ from varlen.simulate.memory import memory_of
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import StepPlan
 from varlen.types import FloatArray
-
-_kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels")
 
 
 def simulate(
@@ -107,7 +104,7 @@ def run_plan(
     count = len(graph.kinds)
     starts, stops, deciders = np.empty(count), np.empty(count), np.empty(count, np.int32)
     with jit.sized(1e-5 * count):
-        ran = _kernel("run_tasks")(
+        ran = kernels.run_tasks(
             graph.stream_offsets,
             graph.afters,
             graph.lags_s,

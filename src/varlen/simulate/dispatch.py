@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen import jit
+from varlen.simulate import kernels_dispatch
 from varlen.types import FloatArray, Int32Array
-
-_kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels_dispatch")
 
 _TRIES = 4
 
@@ -93,15 +90,28 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     codes = np.zeros((pipeline.limits.size, pipeline.tasks_per_stage), np.uint8)
     peaks = np.zeros(pipeline.limits.size)
     allowed = pipeline.limits.copy()
-    names = (
-        "forward backward weight send_forward send_backward after forward_peaks forward_left backward_peaks "
-        "backward_left waiting begins limits"
-    )
-    arguments = [getattr(pipeline, name) for name in names.split()]
     for _ in range(_TRIES):
         makespan = float(
-            _kernel("dispatch")(
-                *arguments, allowed, pipeline.splits, forward_first, codes, peaks, float(limit_s)
+            kernels_dispatch.dispatch(
+                pipeline.forward,
+                pipeline.backward,
+                pipeline.weight,
+                pipeline.send_forward,
+                pipeline.send_backward,
+                pipeline.after,
+                pipeline.forward_peaks,
+                pipeline.forward_left,
+                pipeline.backward_peaks,
+                pipeline.backward_left,
+                pipeline.waiting,
+                pipeline.begins,
+                pipeline.limits,
+                allowed,
+                pipeline.splits,
+                forward_first,
+                codes,
+                peaks,
+                float(limit_s),
             )
         )
         over = peaks - pipeline.limits

@@ -1,4 +1,4 @@
-"""The dispatcher as a numba kernel: which task each stage of a pipeline runs next; its twin is in the reference."""
+"""The dispatcher as a numba kernel: which task each stage of a pipeline runs next; `tests/oracles` has its oracle."""
 
 from __future__ import annotations
 

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from varlen import jit
 from varlen.cost.memory import Memory
+from varlen.simulate import kernels
 from varlen.simulate.graph import Graph
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, MicroPacks, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
-
-_kernel = functools.partial(jit.kernel, "varlen.simulate", "kernels")
 
 
 class Curves(NamedTuple):
@@ -96,8 +94,20 @@ def bytes_of(
         stages: of the pipeline.
         splits: whether weight gradients are tasks of their own.
     """
-    found = _kernel("task_bytes")(forward, backward, *_coefficients(memory, splits), stages)
-    return TaskBytes._make(found)
+    forward_peaks, forward_left, backward_peaks, backward_left, apart, first = _coefficients(memory, splits)
+    return TaskBytes._make(
+        kernels.task_bytes(
+            forward,
+            backward,
+            forward_peaks,
+            forward_left,
+            backward_peaks,
+            backward_left,
+            apart,
+            first,
+            stages,
+        )
+    )
 
 
 def forward_counts(
@@ -112,7 +122,7 @@ def forward_counts(
         rank_offsets: int32 `[ranks + 1]`.
         cp: GPUs of a rank that share a slice.
     """
-    found: FloatArray = _kernel("forward_counts")(slice_offsets, slices, rank_offsets, cp)
+    found: FloatArray = kernels.forward_counts(slice_offsets, slices, rank_offsets, cp)
     return found
 
 
@@ -137,7 +147,7 @@ def backward_counts(
     cuts = np.zeros(0, np.int64)
     if forward is not slices:  # else every piece goes as it came
         cuts = np.sort(forward[3].astype(np.int64) << 32 | forward[1])
-    found: FloatArray = _kernel("backward_counts")(slice_offsets, slices, order, rank_offsets, cp, cuts)
+    found: FloatArray = kernels.backward_counts(slice_offsets, slices, order, rank_offsets, cp, cuts)
     return found
 
 
@@ -176,5 +186,5 @@ def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, 
     points = 2 * count + num_places
     times, sizes = np.empty(points), np.empty(points)
     begins = np.tile(memory.state_bytes, mesh.dp) + taken.begins.ravel()
-    _kernel("memory_curves")(offsets, at_start, at_stop, starts[:count], stops[:count], begins, times, sizes)
+    kernels.memory_curves(offsets, at_start, at_stop, starts[:count], stops[:count], begins, times, sizes)
     return Curves(2 * offsets.astype(np.int64) + np.arange(num_places + 1), times, sizes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen import jit
+from varlen.cost import kernels
 from varlen.cost.memory import Memory
 from varlen.cost.model import CostModel
 from varlen.cost.rates import Rates
@@ -16,7 +16,6 @@ from varlen.types import FloatArray, Int32Array
 
 KEPT = 64
 """Of the last meshes and cost models asked for."""
-_price = functools.partial(jit.kernel, "varlen.cost", "kernels", "price")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,5 +85,5 @@ def priced(costs: StageCosts, slice_offsets: Int32Array, slices: Int32Array) -> 
         slice_offsets: int32 `[num_micropacks + 1]`.
         slices: int32 `[3 or more, num_slices]`: starts, stops, ranks that share the slice.
     """
-    result: FloatArray = _price()(slice_offsets, slices[0], slices[1], slices[2], costs.rates)
+    result: FloatArray = kernels.price(slice_offsets, slices[0], slices[1], slices[2], costs.rates)
     return result

@@ -1,4 +1,4 @@
-"""The kernel that reads pieces of token files, compiled by numba; what it does stands in `reference.py`."""
+"""The kernel that reads pieces of token files, compiled by numba; what it does stands in `tests/oracles/source.py`."""
 
 # Kernels mix Python and numpy integers, which numba types by itself.
 # mypy: disable-error-code="assignment,return-value,no-any-return"
@@ -33,7 +33,7 @@ def read_pieces(
     first: int,
     values: Values,
 ) -> int:
-    """Read pieces of documents end to end into an array; see the reference.
+    """Read pieces of documents end to end into an array; the oracle says how.
 
     Args:
         shards: int64 `[pieces]`.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.jit import kernel
+from varlen.source import kernels
 from varlen.source.loss_masks import Mask
 from varlen.source.shard import Shard, ShardFiles
 from varlen.types import Int32Array, IntArray
@@ -63,9 +63,12 @@ class Reader:
 
     def _fill(self, pieces: list[IntArray], role: int, width: int, values: npt.NDArray[Any]) -> None:
         """Read one value a token."""
-        read, first = kernel("varlen.source", "kernels", "read_pieces"), 0
-        table = self._table
-        while (failed := read(*pieces, table[role], table[width], table[_OFFSETS], first, values)) >= 0:
+        table, first = self._table, 0
+        shards, documents, starts, lengths = pieces
+        places = table[role], table[width], table[_OFFSETS]
+        while (
+            failed := kernels.read_pieces(shards, documents, starts, lengths, *places, first, values)
+        ) >= 0:
             index, document, start, length = (int(part[failed]) for part in pieces)
             if table[role, index] == _CLOSED:
                 self._open(index)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
 
 from varlen import jit
+from varlen.plan import kernels_groups
 from varlen.plan.baselines.orders import Order, ordered
 from varlen.plan.baselines.packed import rank_choices
 from varlen.plan.baselines.placing import placed, work_of_packs
@@ -15,8 +15,6 @@ from varlen.plan.candidate import Candidate
 from varlen.plan.partition import partition
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 
 BALANCED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle", "long_ends")
 COUNTS = (
@@ -121,7 +119,7 @@ def by_workload(
     limit = max(SLACK * lengths.sum(dtype=np.int64) / (count * dp), float(lengths.max(initial=0)))
     pack_of = np.full(lengths.size, -1, np.int32)
     with jit.sized(1e-7 * lengths.size * count * dp):
-        _kernel("least_work")(order, lengths, work, count * dp, int(limit), pack_of)
+        kernels_groups.least_work(order, lengths, work, count * dp, int(limit), pack_of)
     used, numbers = np.unique(pack_of[order], return_inverse=True)
     pack_of[order] = numbers
     pack_work = work_of_packs(work, pack_of, used.size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
 from varlen import jit
+from varlen.plan import kernels_groups
 from varlen.plan.baselines.balanced import micro_batch_counts
 from varlen.plan.baselines.orders import Order, ordered
 from varlen.plan.baselines.packed import capacities
@@ -17,8 +17,6 @@ from varlen.plan.candidate import Candidate
 from varlen.plan.partition import partition
 from varlen.step_plan import Mesh
 from varlen.types import FloatArray, Int32Array
-
-_kernel = functools.partial(jit.kernel, "varlen.plan", "kernels_groups")
 
 SHARED_ORDERS: tuple[Order, ...] = ("long_first", "long_last", "long_middle")
 Way = Literal["Megatron", "FlexSP"]
@@ -104,13 +102,13 @@ def by_need(
     size = np.maximum(lengths, 1) / capacity
     least = np.clip(np.ceil(np.log2(size)), 0, work.shape[1] - 1).astype(np.int32)
     own = work[np.arange(lengths.size), least]
-    order = np.lexsort((-own, -least))
-    order = order[lengths[order] > 0].astype(np.int32)
+    heaviest = np.lexsort((-own, -least))
+    order = heaviest[lengths[heaviest] > 0].astype(np.int32)
     batch_of, group_of = np.full(lengths.size, -1, np.int32), np.full(lengths.size, -1, np.int32)
     levels, offsets = np.zeros(order.size + dp, np.int32), np.zeros(order.size + 1, np.int32)
     target_s = SLACK * float((own * 2.0**least).sum()) / (dp * count)
     with jit.sized(2e-7 * order.size * dp * count):
-        num_batches = _kernel("fill")(
+        num_batches = kernels_groups.fill(
             order, least, lengths, work, dp, capacity, target_s, batch_of, group_of, levels, offsets
         )
     groups_of = np.diff(offsets[: num_batches + 1])
@@ -140,7 +138,7 @@ def by_speed(
     with jit.sized(1e-5 * lengths.size * dp):
         sizes = np.bincount(batch_of[by_work], minlength=1)
         for batch, mine in enumerate(np.split(by_work, np.cumsum(sizes)[:-1])):
-            found = _kernel("share")(mine, lengths, work, dp, capacity, group_of, levels)
+            found = kernels_groups.share(mine, lengths, work, dp, capacity, group_of, levels)
             group_of[mine] += num_groups
             all_levels.append(levels[:found].copy())
             batches += [batch] * found

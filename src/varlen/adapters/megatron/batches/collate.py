@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen import jit
+from varlen.adapters.megatron.batches import kernels
 from varlen.adapters.megatron.batches.attention import causal_mask, padding_places
 from varlen.adapters.megatron.batches.boundaries import TAIL, Boundaries, MegatronBatch, boundary_keys
 from varlen.adapters.megatron.batches.stored import NOTHING, StoredRows, as_silent
@@ -21,8 +20,6 @@ from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray
-
-_kernel = partial(jit.kernel, "varlen.adapters.megatron.batches", "kernels")
 
 _NOBODY: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 _METADATA = ("max_samples_per_bin", "dataset_max_seqlen", "min_packed_seqlen")
@@ -174,7 +171,7 @@ class RowCollator:
         if is_fractional:
             mask = np.empty(mask.shape, np.float32)
         eos_in_loss = not self.compatible if self.eos_in_loss is None else self.eos_in_loss
-        _kernel("fill_rows")(
+        kernels.fill_rows(
             stored.input_ids,
             stored.loss_mask,
             stored.offsets,
@@ -219,7 +216,7 @@ class RowCollator:
         """
         lengths, used = np.empty(len(stored.starts), np.int64), np.empty(len(stored.offsets) - 1, np.int64)
         keep = 2 if self.pad_seq_to_mult == 1 else 0 if self.compatible else 1
-        wrong, differs = _kernel("measure_rows")(
+        wrong, differs = kernels.measure_rows(
             stored.input_ids,
             stored.loss_mask,
             stored.offsets,
@@ -297,7 +294,7 @@ class RowCollator:
             )
         logical, places = np.empty((2, len(used), entries), np.int32)
         counts, longest = np.empty(len(used), np.int64), np.empty(len(used), np.int32)
-        _kernel("lay_boundaries")(
+        kernels.lay_boundaries(
             stored.offsets,
             stored.starts,
             stored.document_offsets,

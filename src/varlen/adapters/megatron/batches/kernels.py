@@ -1,6 +1,6 @@
 """Kernels that measure packed rows and write their batch, compiled by numba.
 
-`reference.py` says in plain Python what each must return. Rows are those of `PackedRows`: a document stored as
+`tests/oracles/megatron_batches.py` says in plain Python what each must return. Rows are those of `PackedRows`: a document stored as
 n tokens is n - 1 inputs.
 """
 
@@ -168,7 +168,7 @@ def lay_boundaries(
     logical: Int32,
     physical: Int32,
     counts: Int64,
-    longest: Int64,
+    longest: Int32,
 ) -> None:
     """Write where documents and the padding behind them end, in real inputs and in places.
 

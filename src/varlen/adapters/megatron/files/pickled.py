@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen import jit
+from varlen.adapters.megatron.files import kernels
 from varlen.adapters.megatron.files.permitted import PERMITTED, Array, Dtype, UnfitError, build, reduce
 from varlen.errors import SourceError
 
@@ -84,7 +85,7 @@ class Reader:
         self._memo: dict[int, Any] = {}
         self._buffer = np.empty(_RUN, dtype=np.int32)
         with jit.sized(_REFERENCE_S_A_BYTE * len(data)):
-            self._number_run = jit.kernel("varlen.adapters.megatron.files", "kernels", "number_run")
+            self._number_run = kernels.number_run
 
     def read(self) -> Any:
         """Return what the pickle holds.

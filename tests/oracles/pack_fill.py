@@ -1,8 +1,4 @@
-"""The kernel that fills packs to the brim, in Python: the specification, and the oracle of its tests.
-
-`reference.py` hands it on, and the kernel takes its numbers from here. Whoever changes one touches `kernels_fill.py`
-as well: compiled kernels are kept as long as their own file is unchanged.
-"""
+"""The kernel that fills packs to the brim, in Python: the specification, and the oracle of its tests."""
 
 from __future__ import annotations
 
@@ -13,21 +9,9 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from varlen.pack.kernels_fill import FAILED, FINEST, PASSED, PATIENT, SUMMED, UNSURE
+
 Int32 = NDArray[np.int32]
-
-UNSURE = 8
-"""Last items of those that fit one after the other in place of which `fill` looks for better ones."""
-PASSED = 1024
-"""Items that it passes by for a pack, at most."""
-SUMMED = 256
-"""Items whose sums it tells apart, at most."""
-PATIENT = 32
-"""Items of which it looks for those that leave no space at all; after them, for any that leave little."""
-FINEST = 1 << 16
-"""Sums that it tells apart, at most; in more space than that they are rounded up."""
-
-FAILED = 256
-"""Packs that it fails to fill before it gives up, beside as many as it has filled."""
 
 
 def fill(

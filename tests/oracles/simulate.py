@@ -11,6 +11,7 @@ from math import inf, nan
 import numpy as np
 from numpy.typing import NDArray
 
+from oracles.simulate_dispatch import dispatch as dispatch
 from varlen.cost.phases import (
     AHEAD,
     ANY,
@@ -32,7 +33,6 @@ from varlen.cost.phases import (
     RETURNED,
     SHARED,
 )
-from varlen.simulate.reference_dispatch import dispatch as dispatch
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

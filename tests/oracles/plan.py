@@ -11,22 +11,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.plan.reference_assign import deal as deal
-from varlen.plan.reference_assign import lighten as lighten
-from varlen.plan.reference_assign import regroup as regroup
-from varlen.plan.reference_assign import search as search
-from varlen.plan.reference_compose import arrange as arrange
-from varlen.plan.reference_compose import backward_order as backward_order
-from varlen.plan.reference_compose import backward_waits as backward_waits
-from varlen.plan.reference_compose import composed as composed
-from varlen.plan.reference_compose import composed_ranks as composed_ranks
-from varlen.plan.reference_compose import fill_lightest as fill_lightest
-from varlen.plan.reference_compose import reversed_chains as reversed_chains
-from varlen.plan.reference_compose import task_seconds as task_seconds
-from varlen.plan.reference_compose import to_cut as to_cut
-from varlen.plan.reference_groups import fill as fill
-from varlen.plan.reference_groups import least_work as least_work
-from varlen.plan.reference_groups import share as share
+from oracles.plan_assign import deal as deal
+from oracles.plan_assign import lighten as lighten
+from oracles.plan_assign import regroup as regroup
+from oracles.plan_assign import search as search
+from oracles.plan_compose import arrange as arrange
+from oracles.plan_compose import backward_order as backward_order
+from oracles.plan_compose import backward_waits as backward_waits
+from oracles.plan_compose import composed as composed
+from oracles.plan_compose import composed_ranks as composed_ranks
+from oracles.plan_compose import fill_lightest as fill_lightest
+from oracles.plan_compose import reversed_chains as reversed_chains
+from oracles.plan_compose import task_seconds as task_seconds
+from oracles.plan_compose import to_cut as to_cut
+from oracles.plan_groups import fill as fill
+from oracles.plan_groups import least_work as least_work
+from oracles.plan_groups import share as share
 
 Int32 = NDArray[np.int32]
 Weights = NDArray[Any]

@@ -1,45 +1,21 @@
-"""Every packing kernel in Python and NumPy: the specification, the oracle of the tests, and `VARLEN_JIT=0`.
+"""Kernels in another form: what runs where nothing is compiled and Python does it faster than the kernel's source.
 
-Written to be read. Arguments, results and numbering of packs are those of the kernels. They also pack what a
-process packs first, sooner than numba could be imported (`jit.sized`).
+Best fit here also takes packs of huge capacity, without the kernel's table of every free space that a pack can have.
+Arguments and results are those of the kernels.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.pack.reference_fill import fill as fill
-
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-Float64 = NDArray[np.float64]
 UInt64 = NDArray[np.uint64]
-
-
-def descending(slots: Int32, largest: int, order: Int32) -> None:
-    """Write the items in order of falling slots, equal ones in input order."""
-    order[:] = np.argsort(-slots, kind="stable")
-
-
-def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
-    """Fill one pack after the other in input order; returns the number of packs."""
-    num_packs = room = places = 0
-    for item, slot in enumerate(slots.tolist()):
-        if slot == 0:
-            pack_of[item] = -1
-            continue
-        if room < slot or places < sizes[item]:
-            num_packs, room, places = num_packs + 1, capacity, max_documents
-        room -= slot
-        places -= int(sizes[item])
-        pack_of[item] = num_packs - 1
-    return num_packs
 
 
 def best_fit(
@@ -130,79 +106,25 @@ def best_fit_decreasing(slots: Int32, capacity: int, max_documents: int, pack_of
             left -= placed
     firsts, eachs, sizes = np.array(runs, np.int64).T
     turns = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    order = np.empty(len(slots), np.int32)
-    descending(slots, capacity, order)
+    order = np.argsort(-slots, kind="stable")
     pack_of[:] = -1
     pack_of[order[: len(turns)]] = np.repeat(firsts, sizes) + turns // np.repeat(eachs, sizes)
     return num_packs
 
 
-def first_fit(
-    order: Int32,
-    slots: Int32,
-    sizes: Int32,
-    capacity: int,
-    max_documents: int,
-    most_packs: int,
-    pack_of: Int32,
-) -> int:
-    """Put each item, in the order given, into the first pack with space; returns the number of packs."""
-    rooms: list[int] = []
-    places: list[int] = []
-    for item in order.tolist():
-        slot, size = int(slots[item]), int(sizes[item])
+def next_fit(slots: Int32, sizes: Int32, capacity: int, max_documents: int, pack_of: Int32) -> int:
+    """Fill one pack after the other in input order; returns the number of packs."""
+    num_packs = room = places = 0
+    for item, slot in enumerate(slots.tolist()):
         if slot == 0:
             pack_of[item] = -1
             continue
-        pack = next(_fitting(rooms, places, slot, size), len(rooms))
-        if pack == len(rooms):
-            rooms.append(capacity)
-            places.append(max_documents)
-        pack_of[item] = pack
-        rooms[pack] -= slot
-        places[pack] -= size
-    return len(rooms)
-
-
-def _fitting(rooms: list[int], places: list[int], slot: int, size: int) -> Iterator[int]:
-    """The packs with space for an item, in order."""
-    return (pack for pack in range(len(rooms)) if rooms[pack] >= slot and places[pack] >= size)
-
-
-def balanced(
-    order: Int32,
-    slots: Int32,
-    sizes: Int32,
-    item_work: Float64,
-    capacity: int,
-    max_documents: int,
-    num_packs: int,
-    most_packs: int,
-    pack_of: Int32,
-) -> int:
-    """Put each item, in the order given, into the pack with the least work that has space for it.
-
-    Starts with `num_packs` empty packs and opens another only where no pack has space; returns the number of
-    packs.
-    """
-    rooms = [capacity] * num_packs
-    places = [max_documents] * num_packs
-    work = [0.0] * num_packs
-    for item in order.tolist():
-        slot, size = int(slots[item]), int(sizes[item])
-        if slot == 0:
-            pack_of[item] = -1
-            continue
-        pack = min(_fitting(rooms, places, slot, size), key=work.__getitem__, default=len(rooms))
-        if pack == len(rooms):
-            rooms.append(capacity)
-            places.append(max_documents)
-            work.append(0.0)
-        pack_of[item] = pack
-        rooms[pack] -= slot
-        places[pack] -= size
-        work[pack] += float(item_work[item])
-    return len(rooms)
+        if room < slot or places < sizes[item]:
+            num_packs, room, places = num_packs + 1, capacity, max_documents
+        room -= slot
+        places -= int(sizes[item])
+        pack_of[item] = num_packs - 1
+    return num_packs
 
 
 def wrapped(
