@@ -60,7 +60,7 @@ def files_open_with_a_sentence(root: Path) -> list[str]:
 
 
 def kernels_have_references(root: Path) -> list[str]:
-    """Every kernel has a function of the same name and arguments among the oracles, or in another form in its room."""
+    """Every kernel has a function of the same name and arguments among the oracles, or in its room in another form."""
     found = []
     for room in ROOMS_WITH_KERNELS:
         in_room = [s for s in python_files(root, f"src/varlen/{room}") if s.path.count("/") == 3]

@@ -1,4 +1,4 @@
-"""Packing kernels over flat arrays, compiled by numba; `tests/oracles/pack.py` says in plain Python what each must return.
+"""Packing kernels over flat arrays; `tests/oracles/pack.py` says in plain Python what each must return.
 
 An *item* is what must stay together in one pack: a document, a piece of one, or a group of documents. Items
 have slots (tokens they take up) and sizes (documents they count as); an item with slot 0 is skipped and keeps

@@ -1,6 +1,7 @@
 """Packing kernels that search the packs in a tree: first-fit (by free space) and balanced (by work and space).
 
-Compiled by numba; `tests/oracles/pack.py` says in plain Python what each must return. Items, slots, sizes and pack
+`tests/oracles/pack.py` says in plain Python what each must return.
+Items, slots, sizes and pack
 numbers are as in `kernels.py`.
 """
 

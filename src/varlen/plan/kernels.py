@@ -1,4 +1,4 @@
-"""Planning kernels over flat arrays, compiled by numba; `tests/oracles/plan.py` says in plain Python what each must return.
+"""Planning kernels over flat arrays; `tests/oracles/plan.py` says in plain Python what each must return.
 
 The subsets of a state, and the items of a part, stand in linked lists: merging and moving then cost what is
 changed and not what is there. A state with fewer subsets than parts keeps no empty ones, so that 10^5 items in

@@ -1,4 +1,4 @@
-"""The event engine over flat arrays, compiled by numba; `tests/oracles/simulate.py` says in plain Python what it must return.
+"""The event engine over flat arrays; `tests/oracles/simulate.py` says in plain Python what it must return.
 
 Every stream runs its tasks in an order known beforehand, links too (a stage's messages leave in the order in which
 it computes them), so that a start is the longest path to it: no time is ever looked up in a queue, a task costs

@@ -1,6 +1,7 @@
 """Kernels that measure packed rows and write their batch, compiled by numba.
 
-`tests/oracles/megatron_batches.py` says in plain Python what each must return. Rows are those of `PackedRows`: a document stored as
+`tests/oracles/megatron_batches.py` says in plain Python what each must return.
+Rows are those of `PackedRows`: a document stored as
 n tokens is n - 1 inputs.
 """
 
