@@ -22,11 +22,11 @@ from benchmarks.reading import source_texts, trained_tokenizer
 from benchmarks.rows import Limit, Row
 from benchmarks.step import Step
 from benchmarks.stopwatch import alternate
-from varlen.source.chats.template import ChatTemplate, chat_template
-from varlen.source.columns import Columns
-from varlen.source.documents import Encoding, encode_rows
-from varlen.source.rows import Rows
-from varlen.source.tokenize import load_tokenizer
+from varlen.documents.documents import Encoding, encode_rows
+from varlen.files.columns import Columns
+from varlen.files.rows import Rows
+from varlen.text.chat_template import ChatTemplate, chat_template
+from varlen.text.load_tokenizer import load_tokenizer
 
 SECTION = "chats"
 NUM_ROWS = 96

@@ -12,7 +12,7 @@ from benchmarks.child import measure
 from benchmarks.inputs import CAPACITY
 from benchmarks.rows import Limit, Row
 from benchmarks.step import Step
-from varlen.source.order import hashed
+from varlen.documents.order import hashed
 from varlen.types import IntArray
 
 SECTION = "feed_scale"

@@ -105,8 +105,8 @@ def steps() -> list[Step]:
 @cache
 def store_folder() -> Path:
     """Write the documents in every form that a contestant reads, and return their folder, removed at the end."""
+    from varlen.documents.source import open_source
     from varlen.offline.index import index_source
-    from varlen.source.source import open_source
 
     folder = _temporary()
     documents = Documents.draw(lognormal_lengths(COUNT))

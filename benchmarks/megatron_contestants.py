@@ -42,8 +42,8 @@ def write_chats(path: str, count: str, longest: str, is_quiet: bool = False) -> 
 
 def index_chats(path: str, folder: str) -> None:
     """Make the token store of a file of tokenized chats."""
+    from varlen.documents.source import open_source
     from varlen.offline.index import index_source
-    from varlen.source.source import open_source
 
     index_source(open_source([path]), Path(folder))
     print(json.dumps({}))
@@ -60,7 +60,7 @@ def ours(store: str, capacity: str, form: str, algorithm: str, folder: str) -> N
         folder: to make.
     """
     from varlen.adapters.megatron import MegatronPackSettings, pack_for_megatron
-    from varlen.source.source import open_source
+    from varlen.documents.source import open_source
 
     settings = MegatronPackSettings(
         pack_size=int(capacity),

@@ -14,9 +14,9 @@ from benchmarks.checks import WrongResultError
 from benchmarks.rows import Contestant, Race, Row
 from benchmarks.step import Step
 from benchmarks.stopwatch import alternate
-from varlen.source.interpreter import interpreter_texts
-from varlen.source.source import open_source
-from varlen.source.tokenize import train_bpe
+from varlen.documents.source import open_source
+from varlen.documents.texts import interpreter_texts
+from varlen.text.load_tokenizer import train_bpe
 
 SECTION = "reading"
 VOCABULARY = 16_384

@@ -93,8 +93,8 @@ def _write(folder: Path, documents: Documents) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from varlen.documents.source import open_source
     from varlen.offline.index import index_source
-    from varlen.source.source import open_source
 
     np.save(folder / "tokens.npy", documents.tokens)
     np.save(folder / "offsets.npy", documents.offsets)

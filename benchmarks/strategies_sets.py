@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from varlen.source.interpreter import interpreter_texts
-from varlen.source.tokenize import load_tokenizer, train_bpe
+from varlen.documents.texts import interpreter_texts
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
 from varlen.train.demo.corpus import Documents
 
 TEXTS = Path(__file__).resolve().parents[2] / "shared" / "data" / "text"

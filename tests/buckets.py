@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from faulty_proxy import FaultyProxy
 
-from varlen.source.remote import file_system
-from varlen.source.retry import Retry
+from varlen.files.remote import file_system
+from varlen.files.retry import Retry
 
 PATIENT = Retry(attempts=6, first_s=0.005, most_s=0.02, silence_s=10, deadline_s=60)
 TEXTS = [f"{number} " + chr(97 + number % 26) * (number * 37 % 700) for number in range(600)]

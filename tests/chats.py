@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from varlen.source.chats.rendered import Choice, Rendered
-from varlen.source.chats.template import ChatTemplate, chat_template
+from varlen.text.chat_template import ChatTemplate, chat_template
+from varlen.text.rendering import Choice, Rendered
 
 LOSSES_ALLOWED = Choice(allow_unwritten=True)
 

@@ -7,7 +7,7 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 

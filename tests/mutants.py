@@ -27,9 +27,9 @@ import pyarrow.parquet as pq
 import pytest
 from reading_oracle import check
 
+from varlen.documents.source import Source, open_source
 from varlen.errors import VarlenError
-from varlen.source.finding import find_files
-from varlen.source.source import Source, open_source
+from varlen.files.finding import find_files
 
 TEXTS = ["one", "", "two\nlines", 'say "hi", you', "żółć 🦆", "tab\there", "x" * 40, "a\\b", "[1]", "5"]
 WORDS = [

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from varlen.documents.source import Source, open_source
 from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
 from varlen.offline.pack import PackedSet, pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.source import Source, open_source
 
 WORDS = ["tokens", "of", "a", "document", "that", "nobody", "loses,", "wherever", "it", "is", "cut"]
 

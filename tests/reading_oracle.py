@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from varlen.documents.documents import Documents
+from varlen.documents.source import Source
 from varlen.errors import VarlenError
-from varlen.source.documents import Documents
-from varlen.source.source import Source
 
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 GONE = object()

@@ -5,7 +5,7 @@ import shutil
 
 from loaders import NAMES, loader_of
 
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 PAD = 7
 WORKERS = ("thread", "process")

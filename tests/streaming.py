@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from varlen.documents.source import Source
 from varlen.errors import WorkerDiedError
 from varlen.feed.ahead import AheadSettings
 from varlen.feed.batches import BatchSettings
@@ -19,7 +20,6 @@ from varlen.feed.exchange import Exchange
 from varlen.feed.feed import Made
 from varlen.feed.state import FeedState
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
-from varlen.source.source import Source
 
 NAMES = ("input_ids", "labels", "position_ids", "segment_ids", "document_ids", "document_starts", "pack_ids")
 

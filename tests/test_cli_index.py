@@ -8,7 +8,7 @@ import pytest
 from offline_packs import contents, write_chats, write_texts
 
 from varlen.offline import index as index_module
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 
 def test_a_store_is_made_once_and_packed_any_number_of_times(verb, tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import varlen as vl
+from varlen.documents import blocks
 from varlen.pack.score import length_correlation
-from varlen.source import blocks
 
 DEALT = 40
 """Times that the same documents are dealt at random: packs no more alike than all these but one are at random."""

@@ -8,11 +8,11 @@ import pytest
 from streaming import feed_of, run
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SourceError
 from varlen.feed.feed import Ended, new_arrays
 from varlen.feed.state import FeedState
-from varlen.source.losses import Losses
-from varlen.source.source import open_source
+from varlen.files.losses import Losses
 
 
 def lines_of(rows):

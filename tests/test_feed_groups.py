@@ -17,14 +17,14 @@ from test_source_megatron import write_pair
 from test_source_store import write_store
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.feed.groups import Enough, Groups, enough_for
 from varlen.feed.spec import grouped
 from varlen.feed.windows import WindowSettings
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
-from varlen.source.open_tokens import open_tokens
-from varlen.source.partial import PartialStore
-from varlen.source.source import open_source
+from varlen.store.growing import PartialStore
+from varlen.store.open import open_tokens
 
 FILES, EACH, CAPACITY = 300, 50, 512
 KINDS = ("arrow", "saved", "megatron", "store")

@@ -12,6 +12,8 @@ from loaders import drained
 from offline_packs import write_texts
 from test_feed_indexed import content, new_arrays
 
+from varlen.documents.mixture import Mixture
+from varlen.documents.source import open_source
 from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.groups import Enough, Groups
@@ -24,11 +26,9 @@ from varlen.offline import index as index_module
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
 from varlen.offline.places import working_folder
-from varlen.source.mixture import Mixture
-from varlen.source.open_tokens import open_tokens
-from varlen.source.partial import PartialStore
-from varlen.source.source import open_source
-from varlen.source.store import open_store
+from varlen.store.growing import PartialStore
+from varlen.store.open import open_tokens
+from varlen.store.store import open_store
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from streaming import feed_of, rows, run, side_by_side
 from test_feed_streaming import FeedState
 
 import varlen as vl
+from varlen.documents.memory import placed
+from varlen.documents.source import open_source
 from varlen.errors import InputError, SettingError, SourceError, StateError
 from varlen.feed.lane import chunk_of, document_ids
-from varlen.source.memory import placed
-from varlen.source.source import open_source
 
 ROWS = [{"text": np.random.default_rng(n).bytes(20 + 13 * (n % 11)).hex()} for n in range(240)]
 

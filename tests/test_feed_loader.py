@@ -10,7 +10,7 @@ from loaders import content, drained, loader_of, random_store
 
 import varlen as vl
 from varlen.errors import SettingError, StateError
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 

@@ -9,7 +9,7 @@ from loaders import content, drained, random_store
 import varlen as vl
 from varlen.errors import InputError, StateError
 from varlen.feed.mixing import MixedStream
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 WEIGHTS = {"web": 6.0, "code": 3.0, "books": 1.0}
 

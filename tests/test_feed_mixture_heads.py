@@ -15,7 +15,7 @@ from varlen.feed.groups import Enough, Groups
 from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream, Position
 from varlen.feed.windows import Windows, WindowSettings
-from varlen.source.joined_tokens import JoinedTokens
+from varlen.store.open import JoinedTokens
 
 SOURCE = st.lists(st.lists(st.integers(0, 40), max_size=12), min_size=1, max_size=3).filter(any)
 

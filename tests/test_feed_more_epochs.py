@@ -30,11 +30,11 @@ from streaming import (
 )
 
 import varlen as vl
+from varlen.documents import blocks
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, StateError
 from varlen.feed.lane import LanePacks
 from varlen.feed.state import FeedState, from_json, to_json
-from varlen.source import blocks
-from varlen.source.source import open_source
 
 
 @pytest.fixture(autouse=True)

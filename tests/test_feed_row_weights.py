@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from weighted_rows import Weighed, chats, expected, segments, targets, write
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError, StateError
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.source import open_source
 
 ON = {"row_weights": True}
 ROWS = [*chats(30, 0), *chats(30, 1, weights=(0, 1)), *chats(30, 2)]

@@ -19,8 +19,8 @@ from test_source_token_documents import write_arrow
 import varlen as vl
 from varlen.errors import SourceError
 from varlen.offline import index as index_module
-from varlen.source.megatron import MegatronFile
-from varlen.source.partial import PartialStore
+from varlen.store.bin_idx import MegatronFile
+from varlen.store.growing import PartialStore
 
 
 def rows_of(count=150, longest=50, seed=2):

@@ -14,13 +14,13 @@ import pytest
 from rarely import mostly
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.processors import processors
 from varlen.offline.settings import PackSettings
-from varlen.source.open_tokens import open_tokens
-from varlen.source.source import open_source
+from varlen.store.open import open_tokens
 
 
 def write(root: Path, *names: str) -> Path:

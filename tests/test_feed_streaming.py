@@ -27,12 +27,12 @@ from streaming import (
     write_texts,
 )
 
+from varlen.documents import blocks
+from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
 from varlen.feed.lane import document_ids
 from varlen.feed.resumed import Unread
 from varlen.feed.state import FeedState, from_json, to_json
-from varlen.source import blocks
-from varlen.source.source import open_source
 
 
 @pytest.fixture(autouse=True)

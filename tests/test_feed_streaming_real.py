@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from streaming import documents, feed_of, pieces, run, side_by_side, some_texts, tokens_of
 
+from varlen.documents import blocks
+from varlen.documents.source import open_source
 from varlen.feed.state import FeedState
-from varlen.source import blocks
-from varlen.source.source import open_source
 
 FILES = [
     "c4_demo.jsonl",

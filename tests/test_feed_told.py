@@ -66,8 +66,8 @@ def failing_from(monkeypatch: pytest.MonkeyPatch, epoch: int, error: Exception) 
 
     def read(self, claims, soon=()):
         if any(claim.epoch >= epoch for claim in claims):
-            monkeypatch.setattr("varlen.source.opening._Stored.readinto", fail)
-            monkeypatch.setattr("varlen.source.opening._Stored.readall", fail)
+            monkeypatch.setattr("varlen.files.opening._Stored.readinto", fail)
+            monkeypatch.setattr("varlen.files.opening._Stored.readall", fail)
         return bring(self, claims, ())
 
     def fail(self, *_: object):

@@ -15,11 +15,11 @@ from test_source_megatron import write_pair
 from test_source_store import write_store
 
 import varlen as vl
+from varlen.documents.mixture import Mixture
 from varlen.errors import InputError, ModelError, SourceError
 from varlen.feed import vocabulary
 from varlen.feed.batches import BatchSettings, Contents, fill_batch
 from varlen.feed.vocabulary import check_first_ids
-from varlen.source.mixture import Mixture
 
 MODEL = SimpleNamespace(vocab_size=64)
 

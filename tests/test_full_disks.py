@@ -9,14 +9,14 @@ import pytest
 from offline_packs import write_texts
 from training import Notes, settings, write_store
 
+from varlen.documents import spool as spool_module
+from varlen.documents.source import open_source
 from varlen.errors import VarlenError
 from varlen.offline import index as index_module
 from varlen.offline import places, write
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source import spool as spool_module
-from varlen.source.source import open_source
 from varlen.train import checkpoint, export
 from varlen.train.trainer import train
 

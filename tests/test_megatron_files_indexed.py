@@ -25,7 +25,7 @@ from varlen.adapters.megatron import (
 )
 from varlen.adapters.megatron.files.flat import between, from_dicts
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.source.open_tokens import open_tokens
+from varlen.store.open import open_tokens
 
 ROW = {"input_ids": [10, 11, 12, 20, 21, 22], "loss_mask": [0, 1, 0, 1, 1, 0], "seq_start_id": [0, 3]}
 

@@ -19,12 +19,12 @@ from varlen.adapters.megatron import (
     pack_for_megatron,
     read_metadata,
 )
+from varlen.documents.source import open_source
 from varlen.errors import DocumentsError, OverlongDocumentError, SettingError, SourceError
 from varlen.offline import pack as pack_module
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
-from varlen.source.source import open_source
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 EOS = 256
 FIELDS = ("input_ids", "loss_mask", "offsets", "seq_start_id", "document_offsets", "seq_lengths")

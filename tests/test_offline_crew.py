@@ -11,11 +11,11 @@ import time
 import pytest
 from offline_packs import contents, pack, small_parts, write_texts
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError, WorkerDiedError
 from varlen.offline import processes as processes_module
 from varlen.offline.crew import Crew
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer, train_bpe
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from offline_packs import (
     write_texts,
 )
 
+from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError
 from varlen.offline.crew import Crew
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.source import open_source
 
 
 @pytest.fixture

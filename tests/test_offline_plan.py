@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.documents import order as order_module
 from varlen.errors import OverlongDocumentError, SettingError
 from varlen.offline import plan as plan_module
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
-from varlen.source import order as order_module
 
 
 class Lengths:

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from offline_packs import contents, pack, table_of, write_texts
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
+from varlen.files.finding import find_files
+from varlen.files.written import skipped_path
 from varlen.offline.crew import Crew
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.finding import find_files
-from varlen.source.source import open_source
-from varlen.source.written import skipped_path
 
 
 @pytest.fixture(scope="module", params=["packed", "dev-test/train"])

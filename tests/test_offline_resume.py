@@ -18,11 +18,11 @@ from offline_packs import (
     write_texts,
 )
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, WorkerDiedError
 from varlen.offline import index as index_module
 from varlen.offline import places as places_module
 from varlen.offline import write as write_module
-from varlen.source.source import open_source
 
 TOKEN_PARTS = 3
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from weighted_rows import chats, expected, read, write
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.source import open_source
-from varlen.source.store import open_store
+from varlen.store.store import open_store
 
 ON = {"row_weights": True}
 

@@ -134,8 +134,8 @@ OWN = {
     # What our own processes say to each other, and what was written a line before.
     *("src/varlen/plan/line.py", "src/varlen/plan/wire.py", "src/varlen/feed/worker.py"),
     *("src/varlen/feed/agree.py", "src/varlen/feed/process.py", "src/varlen/feed/wire.py"),
-    *("src/varlen/source/live.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
-    *("src/varlen/source/wrapped.py", "src/varlen/source/remote.py"),
+    *("src/varlen/files/paths.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
+    *("src/varlen/text/wrapped.py", "src/varlen/files/remote.py"),
     "src/varlen/train/plans.py",  # its handlers stand in a variable
 }
 

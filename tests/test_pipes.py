@@ -14,10 +14,10 @@ import varlen as vl
 from varlen.adapters.megatron import check_config, read_metadata
 from varlen.adapters.megatron.files.npy import read_packed_npy
 from varlen.cost.saved import load_hardware
+from varlen.documents.source import open_source
 from varlen.errors import VarlenError
-from varlen.source.lengths import counted_lengths
-from varlen.source.source import open_source
-from varlen.source.tokenizer_folder import _read_json, _template_files
+from varlen.store.lengths import counted_lengths
+from varlen.text.load_tokenizer import _read_json, _template_files
 from varlen.train.changes import WeightsMark
 from varlen.train.config import read_config
 

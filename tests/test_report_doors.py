@@ -9,6 +9,7 @@ from rarely import mostly
 from test_cli import asked
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
@@ -24,7 +25,6 @@ from varlen.report.doors import (
 from varlen.report.inspect_table import packs_of as written_packs
 from varlen.report.inspection import inspect_lengths
 from varlen.report.packings import METHODS
-from varlen.source.source import open_source
 
 RNG = np.random.default_rng(0)
 SETS = {

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streaming import some_texts, tokens_of, write_texts
 
+from varlen.documents import blocks as blocks_file
+from varlen.documents.block_reader import BlockReader, Chunk, encode
+from varlen.documents.blocks import cut_blocks, read_by_all
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source import blocks as blocks_file
-from varlen.source.block_reader import BlockReader, Chunk, encode
-from varlen.source.blocks import cut_blocks, read_by_all
-from varlen.source.source import open_source
 
 
 @pytest.fixture(scope="module")

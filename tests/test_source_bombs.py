@@ -12,14 +12,14 @@ READ = (
     PEAK
     + f"""
 import sys
-from varlen.source.formats import json_values, jsonl, plain_text
+from varlen.files.formats import json_values, jsonl, plain_text
 for module, name in (
     (jsonl, "MOST_RECORD_BYTES"), (json_values, "MOST_RECORD_BYTES"), (plain_text, "_MOST_DOCUMENT_BYTES")
 ):
     setattr(module, name, {LIMIT})
-from varlen.source.formats import delimited
+from varlen.files.formats import delimited
 delimited._MOST_FIELD_CHARACTERS = {LIMIT}
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
 before = peak()
 source = open_source(sys.argv[1], on_error="skip")
 count = lost = 0

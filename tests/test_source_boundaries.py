@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.documents.pretokenized import ready_documents
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source.ready import ready_documents
-from varlen.source.source import open_source
 
 Row = dict[str, Any]
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source.finding import find_files
-from varlen.source.formats.reading import all_columns
-from varlen.source.rows import json_kind
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
+from varlen.files.finding import find_files
+from varlen.files.formats.reader import all_columns
+from varlen.files.rows import json_kind
 
 KINDS = ("file.arrow", "stream.arrow", "zstd.arrow", "a.parquet", "plain.parquet", "v2.parquet")
 TEXTS = ['{"a":[1,null]}', None, "null", '"s"', "5"]
@@ -280,6 +280,6 @@ def test_datasets_own_features_are_read_as_datasets_reads_them(tmp_path):
 
 
 def test_a_cell_that_is_no_json_is_named_in_json_s_words():
-    from varlen.source.cells import NotJson
+    from varlen.files.rows import NotJson
 
     assert json_kind(NotJson("text that is not valid JSON")) == "text that is not valid JSON"

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from varlen.documents.source import open_source
 from varlen.errors import MissingExtraError, SettingError, SourceError
-from varlen.source import fingerprints
-from varlen.source.files import File
-from varlen.source.finding import find_files
-from varlen.source.fingerprints import fingerprint, fingerprint_files, quick_fingerprint
-from varlen.source.opening import open_stored
-from varlen.source.retry import Retry, is_passing, retried, within
-from varlen.source.source import open_source
+from varlen.files import fingerprints
+from varlen.files.finding import find_files
+from varlen.files.fingerprints import fingerprint, fingerprint_files, quick_fingerprint
+from varlen.files.opening import open_stored
+from varlen.files.paths import File
+from varlen.files.retry import Retry, is_passing, retried, within
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
 

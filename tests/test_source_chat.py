@@ -8,7 +8,7 @@ import pytest
 from chats import BARE, LLAMA, LOSSES_ALLOWED, MARKS, SPECIAL, TEMPLATES, chat, said, template
 
 from varlen.errors import SettingError, SourceError
-from varlen.source.chats.template import CHATML, chat_template, prompt_and_completion
+from varlen.text.chat_template import CHATML, chat_template, prompt_and_completion
 
 TALK = chat("u:Hi", "a:Hello!", "u:Bye", "a:See you.")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"to": "<é>"}}}

@@ -8,7 +8,7 @@ from chats import LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source.chats.template import CHATML, chat_template, prompt_and_completion
+from varlen.text.chat_template import CHATML, chat_template, prompt_and_completion
 
 # What looks like a template's words, a slot of a skeleton, or a mark of a block; and white space of all kinds.
 FRAGMENTS = [
@@ -143,7 +143,7 @@ def tokenizer():
         from transformers import PreTrainedTokenizerFast
     except ImportError:
         pytest.skip("transformers is not installed, so there is nothing to compare with")
-    from varlen.source.tokenize import train_bpe
+    from varlen.text.load_tokenizer import train_bpe
 
     return PreTrainedTokenizerFast(tokenizer_object=train_bpe([], 256), **SPECIAL)
 

@@ -13,10 +13,10 @@ from rarely import mostly
 from trl_chats import FAMILIES, source_of, template_names, tokenizer_of
 
 from varlen.errors import SourceError
-from varlen.source.chats import rendering
-from varlen.source.chats.skeleton import Skeleton
-from varlen.source.chats.template import ChatTemplate, chat_template
-from varlen.source.tokenize import load_tokenizer
+from varlen.text import rendering
+from varlen.text.chat_template import ChatTemplate, chat_template
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.skeleton import Skeleton
 
 SHIPPED = [name for name in sorted(FAMILIES) if name in template_names()]
 OFTEN = ["deepseekv3", "gemma4", "gptoss", "lfm2_v2", "llama3_1", "muse_glimmer", "qwen2_5", "qwen3"]

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source.chats.template import chat_template
-from varlen.source.source import open_source
+from varlen.text.chat_template import chat_template
 
 WITH_CALLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"

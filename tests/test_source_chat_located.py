@@ -6,7 +6,7 @@ import pytest
 from chats import BARE, LLAMA, LOSSES_ALLOWED, SPECIAL, TEMPLATES, chat, said, template
 
 from varlen.errors import SourceError
-from varlen.source.chats.template import CHATML, chat_template
+from varlen.text.chat_template import CHATML, chat_template
 
 TALK = chat("u:Hi", "a:Hello!", "u:Bye", "a:See you.")
 

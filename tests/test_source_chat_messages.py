@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SourceError, VarlenError
-from varlen.source.chats.messages import as_messages
+from varlen.text.messages import as_messages
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from varlen.source.chats.rendered import Rendered
-from varlen.source.divided import dividing_id
-from varlen.source.documents import _encode_spans
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer
+from varlen.documents.documents import _encode_spans, dividing_id
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.rendering import Rendered
+from varlen.text.tokenizer import FastTokenizer
 
 END, HEAD = "<|im_end|>", "<|im_start|>"
 WORDS = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
-from varlen.source.chats.rendered import Choice
-from varlen.source.chats.template import chat_template, prompt_and_completion
-from varlen.source.source import open_source
+from varlen.text.chat_template import chat_template, prompt_and_completion
+from varlen.text.rendering import Choice
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 CONTENT = "{{ m.content if m.content is defined and m.content else '' }}"

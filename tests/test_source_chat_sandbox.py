@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SettingError, SourceError, VarlenError
-from varlen.source.chats import sandbox
-from varlen.source.chats.sandbox import compile_template
-from varlen.source.chats.template import CHATML, chat_template
+from varlen.text import jinja_sandbox
+from varlen.text.chat_template import CHATML, chat_template
+from varlen.text.jinja_sandbox import compile_template
 
 TALK = chat("u:Hi", "a:<é>")
 
@@ -105,7 +105,7 @@ def test_a_template_that_asks_for_gigabytes_is_refused(attempt):
 
 
 def test_a_template_that_writes_without_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(sandbox, "_LONGEST_TEXT", 1000)
+    monkeypatch.setattr(jinja_sandbox, "_LONGEST_TEXT", 1000)
 
     with pytest.raises(SourceError, match="writes more than 1,000 characters"):
         run("{% for i in range(100000) %}{{ 'abcdefgh' }}{% endfor %}")

@@ -27,13 +27,13 @@ from tests.trl_conversations import CHATS, KEPT_BY_THE_TWIN, REWRITES
 from tests.trl_oracle import Expected, hidden_twin, of_last_turn, of_original, of_twin, preserves
 from tests.trl_turns import TURNS, UNTOLD
 
+from varlen.documents.documents import Encoding, encode_rows
 from varlen.errors import SourceError
-from varlen.source.chats.rendered import Choice
-from varlen.source.chats.template import ChatTemplate, chat_template, prompt_and_completion
-from varlen.source.columns import Columns
-from varlen.source.documents import Encoding, encode_rows
-from varlen.source.rows import Rows
-from varlen.source.tokenize import load_tokenizer
+from varlen.files.columns import Columns
+from varlen.files.rows import Rows
+from varlen.text.chat_template import ChatTemplate, chat_template, prompt_and_completion
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.rendering import Choice
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="trl, whose templates are the oracle, is not installed"

@@ -9,10 +9,10 @@ import pytest
 from contents import arrow, parquet, texts_of
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source.columns import find_columns
-from varlen.source.open_tokens import open_tokens
-from varlen.source.source import open_source
+from varlen.files.columns import find_columns
+from varlen.store.open import open_tokens
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])

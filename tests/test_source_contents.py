@@ -18,10 +18,10 @@ import pytest
 from buckets import PATIENT
 from contents import LINES, arrow, parquet, texts_of
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
-from varlen.source.contents import LOOKED_AT_BYTES, rows_in
-from varlen.source.finding import find
-from varlen.source.source import open_source
+from varlen.files.contents import LOOKED_AT_BYTES, rows_in
+from varlen.files.finding import find
 
 FIELDS = {"text", "messages", "prompt"}
 

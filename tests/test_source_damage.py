@@ -10,17 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import varlen as vl
+from varlen.documents import blocks
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
+from varlen.files.losses import Losses
 from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source import blocks
-from varlen.source.lengths import read_lengths
-from varlen.source.losses import Losses
-from varlen.source.source import open_source
-from varlen.source.store import open_store
+from varlen.store.lengths import read_lengths
+from varlen.store.store import open_store
 
 COUNT = 60
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from shared_values import chats, undone
 
-from varlen.source.formats.decoded import list_counts, plain, row_sizes
+from varlen.files.formats.decoded import list_counts, plain, row_sizes
 
 
 def size_of(value):

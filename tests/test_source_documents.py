@@ -12,14 +12,14 @@ from chats import GEMMA, LLAMA
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.documents.documents import Documents, Encoding, encode_rows
+from varlen.documents.source import Source, open_source
 from varlen.errors import SettingError, SourceError
-from varlen.source.chats.template import chat_template
-from varlen.source.columns import Columns
-from varlen.source.documents import Documents, Encoding, encode_rows
-from varlen.source.rows import Rows
-from varlen.source.source import Source, open_source
-from varlen.source.tokenize import load_tokenizer, train_bpe
-from varlen.source.tokenizer import FastTokenizer, Specials, Tokenizer
+from varlen.files.columns import Columns
+from varlen.files.rows import Rows
+from varlen.text.chat_template import chat_template
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
+from varlen.text.tokenizer import FastTokenizer, Specials, Tokenizer
 
 EOS = 256
 

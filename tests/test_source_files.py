@@ -9,11 +9,11 @@ import datasets
 import fsspec
 import pytest
 
+from varlen.documents.texts import read_texts
 from varlen.errors import MissingExtraError, SourceError
-from varlen.source.files import File, kind_of
-from varlen.source.finding import find_files
-from varlen.source.fingerprints import fingerprint
-from varlen.source.read import read_texts
+from varlen.files.finding import find_files
+from varlen.files.fingerprints import fingerprint
+from varlen.files.paths import File, kind_of
 
 
 def touch(folder: Path, *names: str) -> None:

@@ -16,8 +16,8 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source.source import open_source
 
 TEXTS = ["one", 'two\nlines, "quoted"', "żółć 🦆\ttab", "", "last\r\nline"]
 

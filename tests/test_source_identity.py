@@ -12,8 +12,8 @@ from tokenizer_kinds import byte_bpe, llama_bpe, split_bpe, unigram, wordlevel, 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 
 from varlen.errors import SettingError
-from varlen.source.identity import TokenizerMark, canonical, check_same, mark_in, mark_of
-from varlen.source.tokenize import load_tokenizer
+from varlen.text.identity import TokenizerMark, canonical, check_same, mark_in, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
 
 MAKERS = [byte_bpe, split_bpe, llama_bpe, wordpiece, unigram, wordlevel]
 

@@ -12,15 +12,15 @@ from tokenizer_kinds import byte_bpe, llama_bpe, split_bpe
 from tokenizers import Tokenizer
 
 import varlen as vl
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, StateError
+from varlen.files.written import read_manifest
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.identity import made_by, mark_of
-from varlen.source.open_tokens import open_tokens
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.written import read_manifest
+from varlen.store.open import open_tokens
+from varlen.text.identity import made_by, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
 
 
 @pytest.fixture

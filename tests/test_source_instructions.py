@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from varlen.documents.source import open_source
+from varlen.documents.texts import read_texts
 from varlen.errors import SourceError
-from varlen.source.columns import find_columns
-from varlen.source.read import read_texts
-from varlen.source.source import open_source
+from varlen.files.columns import find_columns
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from varlen.documents.texts import interpreter_texts
 from varlen.errors import SourceError
-from varlen.source.interpreter import interpreter_texts
 
 MODULE = '''"""A module."""
 import os

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source.lists import flat_values, list_column
+from varlen.files.token_tables import flat_values, list_column
 
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 rows_of_numbers = st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=6)
@@ -78,9 +78,9 @@ from pathlib import Path
 import numpy as np
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.lists import list_column
-from varlen.source.source import open_source
-from varlen.source.writing import write_table
+from varlen.files.token_tables import list_column
+from varlen.documents.source import open_source
+from varlen.files.token_tables import write_table
 folder = Path(sys.argv[1])
 column = list_column(np.arange(100, dtype=np.int32), np.arange(0, 101, 10))
 write_table({"input_ids": column}, folder / "tokens.parquet", "parquet", 10)

@@ -13,8 +13,8 @@ from test_source_megatron import write_pair
 
 import varlen as vl
 from varlen.errors import SourceError, StateError
-from varlen.source import token_files
-from varlen.source.open_tokens import open_tokens
+from varlen.store import token_files
+from varlen.store.open import open_tokens
 
 NUM = 500_000
 """Documents, of which an index takes 10 MB: more than samples cover."""
@@ -84,7 +84,7 @@ def test_an_index_is_told_by_all_of_it_and_its_window_table_with_it(pair, tmp_pa
 
 def test_a_state_of_an_earlier_version_goes_on_with_a_sentence(pair, monkeypatch, caplog):
     with monkeypatch.context() as patched:
-        patched.setattr("varlen.source.megatron.whole_mark", token_files.sampled_mark)
+        patched.setattr("varlen.store.bin_idx.whole_mark", token_files.sampled_mark)
         with loader_of(pair) as loader:
             next(loader)
             state, expected = loader.state_dict(), next(loader).input_ids.tobytes()

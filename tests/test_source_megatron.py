@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.errors import SourceError
-from varlen.source import token_files
-from varlen.source.megatron import MegatronFile
-from varlen.source.open_tokens import open_tokens
-from varlen.source.token_files import FileTokens
+from varlen.store import token_files
+from varlen.store.bin_idx import MegatronFile
+from varlen.store.open import open_tokens
+from varlen.store.token_files import FileTokens
 
 KINDS = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 from memory_rows import FORMS, ITERABLES, KINDS, OF_ARRAYS, TEXTS, TOKENS, as_file
 
+from varlen.documents.source import open_source
+from varlen.documents.texts import read_texts
 from varlen.errors import SourceError
+from varlen.files.fingerprints import fingerprint, fingerprint_files
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
 from varlen.offline.pack import pack_source
 from varlen.offline.settings import PackSettings
-from varlen.source.fingerprints import fingerprint, fingerprint_files
-from varlen.source.read import read_texts
-from varlen.source.source import open_source
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_fingerprint_follows_from_the_rows_however_a_table_is_cut():
 
 def test_another_process_gives_the_same_fingerprint(tmp_path):
     program = (
-        "from varlen.source.source import open_source; from varlen.source.fingerprints import fingerprint;"
+        "from varlen.documents.source import open_source; from varlen.files.fingerprints import fingerprint;"
         "print(fingerprint(open_source([{'text': 'a'}, {'text': 'b'}], 'bytes').files[0]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

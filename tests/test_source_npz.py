@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from shared_values import PEAK
 
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
-from varlen.source.source import open_source
 
 LIMITED = (
     PEAK
     + """
 import sys
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
 source = open_source(sys.argv[1])
 before = peak()
 documents = tokens = 0

@@ -8,9 +8,9 @@ import pytest
 from test_source_replaced import KINDS, SAID, by_rename, content, in_place
 
 from varlen.errors import SourceError
-from varlen.source import fingerprints
-from varlen.source.finding import find_files
-from varlen.source.opening import open_stored
+from varlen.files import fingerprints
+from varlen.files.finding import find_files
+from varlen.files.opening import open_stored
 
 
 @pytest.mark.parametrize("kind", KINDS)

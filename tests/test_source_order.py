@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.source import order as order_module
-from varlen.source.order import STRETCH, DocumentOrder, hashed
+from varlen.documents import order as order_module
+from varlen.documents.order import STRETCH, DocumentOrder, hashed
 
 GOLDEN = [[2, 2], [2, 1], [2, 0], [2, 5], [0, 0], [0, 2], [0, 4], [0, 3], [2, 3], [2, 4], [2, 6], [0, 1]]
 GOLDEN_DIGEST = "67bc0b1f28829a4a710a180379f26007a566ceb438ae551e76d55933a87cbf86"

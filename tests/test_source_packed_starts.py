@@ -13,8 +13,8 @@ from megatron_rows import Row, packed_rows, plain, write_parquet
 
 from varlen.adapters.megatron import write_packed_parquet
 from varlen.cli import app as app_module
-from varlen.source.ready import ready_documents
-from varlen.source.store import open_store
+from varlen.documents.pretokenized import ready_documents
+from varlen.store.store import open_store
 
 
 def oracle(row: Row) -> list[tuple[list[int], list[int]]]:

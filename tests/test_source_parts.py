@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.documents.source import Source, open_source
 from varlen.errors import SourceError
+from varlen.files.formats import jsonl
 from varlen.offline.crew import Crew
 from varlen.offline.index import build_store
-from varlen.source.formats import jsonl
-from varlen.source.lengths import read_lengths
-from varlen.source.source import Source, open_source
+from varlen.store.lengths import read_lengths
 
 TEXTS = st.lists(st.text(st.sampled_from("ab\n\r\ufeffż🦆\u2028"), max_size=12), min_size=1, max_size=12)
 BLANKS = st.lists(st.sampled_from(["", " ", "\t", "\r", "\ufeff"]), min_size=12, max_size=12)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import source as reference
+from oracles import store as reference
 from test_source_store import write_store
 
 from varlen.errors import SourceError
-from varlen.source import kernels
-from varlen.source import pieces as pieces_
+from varlen.store import kernels
+from varlen.store import store as pieces_
 
 
 @given(st.data(), st.sampled_from([(np.uint16, np.int32), (np.int32, np.int32), (np.uint8, np.uint8)]))

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from varlen.documents.texts import read_texts
 from varlen.errors import SourceError
-from varlen.source.finding import find_files
-from varlen.source.read import read_texts
+from varlen.files.finding import find_files
 
 
 def write_lines(path: Path, *rows: object) -> Path:

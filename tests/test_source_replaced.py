@@ -22,10 +22,10 @@ from rarely import mostly
 
 import varlen as vl
 from varlen.errors import SourceError, StateError
-from varlen.source import fingerprints
-from varlen.source.finding import find_files
-from varlen.source.opening import open_stored
-from varlen.source.remote import replaced, said_of
+from varlen.files import fingerprints
+from varlen.files.finding import find_files
+from varlen.files.opening import open_stored
+from varlen.files.remote import replaced, said_of
 
 KINDS = ("jsonl", "jsonl.gz", "csv", "txt", "parquet", "arrow", "json", "npz")
 IN_MEMORY = ("parquet", "arrow")
@@ -254,7 +254,7 @@ def test_a_fifo_or_a_folder_in_place_of_a_file_is_told_and_not_waited_for(tmp_pa
 
 
 def test_packing_and_indexing_refuse_a_file_that_was_rewritten_since_it_was_listed(tmp_path):
-    from varlen.source.source import open_source
+    from varlen.documents.source import open_source
 
     path = tmp_path / "data.jsonl"
     path.write_bytes(content("jsonl", "a", tmp_path))

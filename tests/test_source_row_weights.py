@@ -22,10 +22,10 @@ from tokenizer_kinds import byte_bpe, split_bpe
 from weighted_rows import chats, expected, read
 
 from varlen.errors import SourceError
-from varlen.source.chats.messages import as_chat
-from varlen.source.chats.rendered import Choice
-from varlen.source.chats.template import ChatTemplate, chat_template
-from varlen.source.tokenize import load_tokenizer
+from varlen.text.chat_template import ChatTemplate, chat_template
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.messages import as_chat
+from varlen.text.rendering import Choice
 
 ON = {"row_weights": True}
 PLAIN = HEAD + "{{ m.content }}" + TAIL

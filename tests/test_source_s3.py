@@ -14,13 +14,13 @@ import pytest
 from buckets import LINES, PATIENT, TEXTS, Bucket, served
 from faulty_proxy import Spoil
 
+from varlen.documents.source import Part, Source, open_source
 from varlen.errors import SourceError
-from varlen.source import opening, ranges
-from varlen.source.finding import Naming, find, find_files
-from varlen.source.fingerprints import fingerprint, fingerprint_files
-from varlen.source.formats import reading
-from varlen.source.remote import file_system
-from varlen.source.source import Part, Source, open_source
+from varlen.files import opening, remote
+from varlen.files.finding import Naming, find, find_files
+from varlen.files.fingerprints import fingerprint, fingerprint_files
+from varlen.files.formats import reader
+from varlen.files.remote import file_system
 
 QUICK = replace(PATIENT, silence_s=0.8, deadline_s=8)
 """Where silence is to be noticed; the rest is patient, since tests may run on a busy machine."""
@@ -61,8 +61,8 @@ def forget() -> None:
     """Forget what is remembered of objects by their marks, so that it is asked for again."""
     opening._compressions.clear()
     opening._head_by_mark.cache_clear()
-    reading._column_names_by_mark.cache_clear()
-    reading._row_names_by_mark.cache_clear()
+    reader._column_names_by_mark.cache_clear()
+    reader._row_names_by_mark.cache_clear()
 
 
 def starts_of(requests: list[str]) -> list[int]:
@@ -176,7 +176,7 @@ def test_what_lasts_is_told_within_the_deadline(bucket, kind, said):
     ],
 )
 def test_a_read_that_fails_half_way_says_after_which_line(bucket, monkeypatch, kind, spoiled, after):
-    monkeypatch.setattr(ranges, "_MOST_FETCHED", 50_000)
+    monkeypatch.setattr(remote, "_MOST_FETCHED", 50_000)
     source = opened(bucket.url("set/a.jsonl"))
     texts_of(source)
     bucket.proxy.spoil({number: Spoil(kind=kind) for number in range(spoiled, 99)})
@@ -299,7 +299,7 @@ def test_a_web_server_that_says_nothing_is_asked_again(bucket):
 
 
 def test_an_object_read_in_one_go_is_whole(bucket, monkeypatch):
-    monkeypatch.setattr(ranges, "_MOST_FETCHED", 50_000)
+    monkeypatch.setattr(remote, "_MOST_FETCHED", 50_000)
     [file] = find_files(bucket.url("set/a.jsonl"), retry=PATIENT)
 
     with opening.open_stored(file) as stored:

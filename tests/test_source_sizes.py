@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from shared_values import MB, PEAK, chats, text_column, undone, write
 
-from varlen.source.blocks import cut_blocks
-from varlen.source.finding import find_files
-from varlen.source.formats import row_groups, tables
-from varlen.source.formats.arrow_blocks import blocks_of
-from varlen.source.formats.decoded import plain, row_sizes
-from varlen.source.rows import as_list
-from varlen.source.source import open_source
+from varlen.documents.blocks import cut_blocks
+from varlen.documents.source import open_source
+from varlen.files.finding import find_files
+from varlen.files.formats import row_groups, tables
+from varlen.files.formats.decoded import plain, row_sizes
+from varlen.files.formats.record_batches import blocks_of
+from varlen.files.rows import as_list
 
 
 def rows_of(path):
@@ -35,9 +35,9 @@ LIMITED = (
     PEAK
     + """
 import sys
-from varlen.source.formats import tables
-from varlen.source.finding import find_files
-from varlen.source.rows import as_list
+from varlen.files.formats import tables
+from varlen.files.finding import find_files
+from varlen.files.rows import as_list
 import pyarrow.parquet, numpy
 before = peak()
 (file,) = find_files(sys.argv[1])

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from varlen.documents.texts import read_texts
 from varlen.errors import SourceError
-from varlen.source.files import Found
-from varlen.source.finding import Naming, find
-from varlen.source.read import read_texts
+from varlen.files.finding import Naming, find
+from varlen.files.paths import Found
 
 LAYOUTS = {
     "shards": "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet",

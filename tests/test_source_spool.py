@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from varlen.documents import spool as spooling
+from varlen.documents.source import open_source
+from varlen.documents.spool import spool
 from varlen.errors import SettingError, SourceError
-from varlen.source import spool as spooling
-from varlen.source.source import open_source
-from varlen.source.spool import spool
 
 ROWS = [{"text": "a"}, {"text": "b"}]
 HOLDER = """
 import sys
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
 source = open_source([{"text": "a"}, {"text": "b"}], "bytes")
 print(source.files[0].place, flush=True)
 sys.stdin.readline()

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from varlen.documents.documents import Documents
 from varlen.errors import SourceError
-from varlen.source.documents import Documents
-from varlen.source.losses import Losses
-from varlen.source.rows import Fault
-from varlen.source.shard import Shard, ShardWriter, shard_counts
-from varlen.source.store import TokenStore, open_store
+from varlen.files.losses import Losses
+from varlen.files.rows import Fault
+from varlen.store.shard import Shard, ShardWriter, shard_counts
+from varlen.store.store import TokenStore, open_store
 
 Batch = list[tuple[list[int], list[int] | None]]
 

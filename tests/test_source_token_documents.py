@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from offline_packs import write_texts
 from test_source_store import write_store
 
+from varlen.documents.source import open_source
 from varlen.errors import SourceError
 from varlen.offline.index import index_source
-from varlen.source import token_files
-from varlen.source.open_tokens import open_tokens
-from varlen.source.partial import PartialStore
-from varlen.source.source import open_source
-from varlen.source.store import TokenStore
-from varlen.source.token_documents import ReadableTokens, TokenDocuments
-from varlen.source.token_files import FileTokens
+from varlen.store import token_files
+from varlen.store.growing import PartialStore
+from varlen.store.open import open_tokens
+from varlen.store.store import TokenStore
+from varlen.store.token_files import FileTokens
+from varlen.store.tokens import ReadableTokens, TokenDocuments
 
 
 def everything(store: TokenDocuments) -> list[tuple[list[int], list[int], int]]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from varlen.errors import SettingError
-from varlen.source.tokenize import load_tokenizer, train_bpe
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
 
 TEXTS = ["def one():\n    return 1\n", "", "żółć 🦆\x00", "def two():\n    return 2\n"] * 30
 

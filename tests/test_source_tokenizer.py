@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from varlen.documents.source import open_source
 from varlen.errors import MissingExtraError, SettingError
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer, train_bpe
-from varlen.source.tokenizer import ByteTokenizer, FastTokenizer, FunctionTokenizer
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
+from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, FunctionTokenizer
 
 TEXTS = ["hello world", "", "def f():\n    return 1", "żółć 🦆"]
 

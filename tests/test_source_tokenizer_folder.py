@@ -16,11 +16,10 @@ from tokenizer_folders import FAST, FORMS, SPECIAL, Form
 from tokenizer_kinds import TEXTS, byte_bpe, llama_bpe, split_bpe
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
+from varlen.documents.source import open_source
 from varlen.errors import MissingExtraError, SettingError
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer
-from varlen.source.tokenizer_folder import _MODEL_TYPES
+from varlen.text.load_tokenizer import _MODEL_TYPES, load_tokenizer
+from varlen.text.tokenizer import FastTokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 PLAIN = [form for form in FORMS if form.is_plain]
@@ -154,7 +153,7 @@ def test_a_plain_folder_is_read_without_transformers(form, tmp_path):
     with_it = load_tokenizer(folder)
 
     got = run(
-        WITHOUT_TRANSFORMERS + "import json\nfrom varlen.source.tokenize import load_tokenizer\n"
+        WITHOUT_TRANSFORMERS + "import json\nfrom varlen.text.load_tokenizer import load_tokenizer\n"
         "made = load_tokenizer(sys.argv[1])\n"
         "print(json.dumps([made.fingerprint, made.encode(json.loads(sys.argv[2]))[0].tolist()]))",
         str(folder),
@@ -169,7 +168,7 @@ def test_without_transformers_others_are_refused_by_the_file_and_the_key(tmp_pat
 
     got = run(
         WITHOUT_TRANSFORMERS + "import json\nfrom varlen.errors import MissingExtraError\n"
-        "from varlen.source.tokenize import load_tokenizer\n"
+        "from varlen.text.load_tokenizer import load_tokenizer\n"
         "said = []\n"
         "for folder in json.loads(sys.argv[1]):\n"
         "    try:\n"

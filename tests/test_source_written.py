@@ -31,14 +31,14 @@ from varlen.adapters.megatron.packing.offline import pack_for_megatron
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.cost.model import Hardware
 from varlen.cost.saved import load_hardware, save_hardware
+from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
+from varlen.files.written import PARTIAL, WORK, sealed
 from varlen.offline.index import index_source
 from varlen.plan.save import load_plan, plan_fingerprint, save_plan
-from varlen.source.lengths import counted_lengths
-from varlen.source.partial import PartialStore
-from varlen.source.source import open_source
-from varlen.source.store import TokenStore, open_store
-from varlen.source.written import PARTIAL, WORK, sealed
+from varlen.store.growing import PartialStore
+from varlen.store.lengths import counted_lengths
+from varlen.store.store import TokenStore, open_store
 
 MOST_BYTES = 1 << 30
 NOTED = ("tokens.bin", "loss_mask.bin", "loss_weights.bin", "skipped.log", ".skipped.log", "lock")

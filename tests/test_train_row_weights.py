@@ -27,9 +27,9 @@ from varlen.adapters.megatron.packing.offline import pack_for_megatron
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.adapters.torchtitan.batch import trainer_batch
 from varlen.adapters.torchtitan.loader import PackedDataLoader
+from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
-from varlen.source.source import open_source
 from varlen.train.config import as_settings
 from varlen.train.loss import BLOCK, target_loss_sum
 from varlen.train.settings import TrainSettings

@@ -16,10 +16,10 @@ from tokenizer_kinds import byte_bpe, split_bpe
 from training import LLAMA, Notes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError, StateError
 from varlen.offline.index import index_source
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer
+from varlen.text.load_tokenizer import load_tokenizer
 from varlen.train.model import model_config, saved_dtype
 from varlen.train.settings import ModelSettings
 from varlen.train.tokens import run_tokenizer

@@ -16,9 +16,9 @@ from typing import Any
 from offline_packs import write_chats
 from safetensors.torch import load_file
 
+from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 from varlen.signals import Stopped
-from varlen.source.source import open_source
 from varlen.train.config import as_settings
 from varlen.train.metrics import TIMINGS
 from varlen.train.settings import TrainSettings

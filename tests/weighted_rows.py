@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import varlen as vl
-from varlen.source.source import open_source
+from varlen.documents.source import open_source
 
 Messages = list[dict[str, Any]]
 Weighed = tuple[tuple[int, ...], tuple[float, ...]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from varlen.source.written import sealed
+from varlen.files.written import sealed
 
 VALUES: list[Any] = [
     None,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from varlen.cost.hardware import Hardware
     from varlen.cost.model import CostModel
     from varlen.cost.shape import ModelShape
+    from varlen.documents.mixture import Mixture
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
     from varlen.feed.state import merge_states
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from varlen.runtime.engine import SliceEngine, StepStats
     from varlen.simulate.api import simulate
     from varlen.simulate.timeline import Timeline
-    from varlen.source.mixture import Mixture
     from varlen.step_plan import Mesh, StepPlan
     from varlen.types import Ledger, Packing
     from varlen.verify.api import verify
@@ -56,7 +56,7 @@ _HOMES = {
     "Hardware": "varlen.cost.hardware",
     "Ledger": "varlen.types",
     "Mesh": "varlen.step_plan",
-    "Mixture": "varlen.source.mixture",
+    "Mixture": "varlen.documents.mixture",
     "ModelShape": "varlen.cost.shape",
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",

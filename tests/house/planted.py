@@ -71,14 +71,28 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     ),
     (imports.torch_stays_upstairs, {"src/varlen/batch/torch.py": "import torch"}, "outside a function"),
     (imports.torch_stays_upstairs, {"src/varlen/types.py": "from transformers import A"}, "below its floor"),
-    (imports.readers_stay_in_source, {"src/varlen/batch/a.py": "import pyarrow"}, "is for source"),
+    (
+        imports.readers_stay_in_their_rooms,
+        {"src/varlen/batch/a.py": "import pyarrow"},
+        "is for rooms that read",
+    ),
     (imports.numba_waits_for_a_kernel, {"src/varlen/pack/api.py": "from numba import njit"}, "imports numba"),
     (
         imports.kernels_call_their_own_file,
         {"src/varlen/pack/kernels_tree.py": "from varlen.pack.kernels import best"},
         "numba's cache sees one file",
     ),
-    (shape.files_are_short, {"src/varlen/pack/a.py": "a = 1\n" * 401}, "401 lines"),
+    (shape.long_files_justify_themselves, {"src/varlen/pack/a.py": "a = 1\n" * 801}, "801 lines"),
+    (
+        shape.kernels_are_called_by_name,
+        {"src/varlen/pack/a.py": 'best = kernel("varlen.pack", "kernels_tree", "best")'},
+        "import the kernel",
+    ),
+    (
+        shape.neighbours_have_names_of_their_own,
+        {"src/varlen/pack/inner/score.py": "", "src/varlen/pack/score.py": ""},
+        "score is also",
+    ),
     (shape.functions_are_short, {"src/varlen/pack/a.py": LONG_FUNCTION}, "f has 61 lines"),
     (shape.names_name_a_noun, {"src/varlen/pack/helpers.py": ""}, "helpers.py"),
     (shape.names_name_a_noun, {"tests/common/a.py": ""}, "tests/common"),
@@ -195,7 +209,7 @@ if TYPE_CHECKING:
 def _f():
     import torch
 ''',
-    "src/varlen/source/read.py": '"""Documents from files."""\nimport pyarrow\n',
+    "src/varlen/documents/texts.py": '"""Documents from files."""\nimport pyarrow\n',
     "src/varlen/adapters/hf.py": '"""Spellings of a peer."""\nimport torch\nfrom varlen.batch import torch\n',
     "src/varlen/cli/main.py": '"""The command line here."""\nfrom varlen import __version__\n'
     "from varlen.train import run\ndef table(rows: list[tuple[str, list[str]]]) -> None:\n"

@@ -11,7 +11,7 @@ from varlen.errors import SourceError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from varlen.source.lengths import Lengths
+    from varlen.store.lengths import Lengths
 
 _MOST_DIGITS = 18
 """Of a number that int64 holds."""
@@ -71,7 +71,7 @@ def _checked(path: Path, found: npt.NDArray[Any]) -> Lengths:
     """Take an array as lengths."""
     import numpy as np
 
-    from varlen.source.lengths import Lengths
+    from varlen.store.lengths import Lengths
 
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise SourceError(
@@ -94,7 +94,7 @@ def _lines(path: Path) -> Lengths | None:
     """
     import numpy as np
 
-    from varlen.source.lengths import Lengths
+    from varlen.store.lengths import Lengths
 
     try:
         with path.open(encoding="ascii") as file:

@@ -57,10 +57,10 @@ def demo(
     [bold]Example:[/]  varlen demo --data 'chats/*.jsonl' -o chats.html
     """
     require_training("demo")
+    from varlen.files.finding import find
+    from varlen.files.paths import unread
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
-    from varlen.source.files import unread
-    from varlen.source.finding import find
     from varlen.train.demo.demo import run_demo
     from varlen.train.demo.settings import DemoSettings
 

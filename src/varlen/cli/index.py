@@ -106,8 +106,8 @@ def index(
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -> None:
     """Say what the store doesn't hold, what it does, and what to do with it."""
-    from varlen.source.identity import made_by
-    from varlen.source.losses import stored
+    from varlen.files.losses import stored
+    from varlen.text.identity import made_by
 
     if was_there:
         print(f"{folder} was finished already, from the same data and settings:")

@@ -30,7 +30,7 @@ from varlen.cli.options import (
 from varlen.counts import TOKENS, as_tokens, many
 
 if TYPE_CHECKING:
-    from varlen.source.losses import Losses
+    from varlen.files.losses import Losses
 
 MEASURING = "Measuring"
 _SHOWN_SKIPS = 5

@@ -80,7 +80,7 @@ _USUAL: dict[str, Any] = {
 
 def split_of(read: str | None) -> str:
     """Return Megatron-Bridge's word for the split that is read."""
-    from varlen.source.splits import canonical
+    from varlen.files.splits import canonical
 
     return "validation" if read is not None and canonical(read) == "validation" else "training"
 
@@ -155,7 +155,7 @@ def megatron_packer(
 
 def print_reading(manifest: Mapping[str, Any], folder: Path) -> None:
     """Say what lies there, and how Megatron-Bridge reads it."""
-    from varlen.source.written import manifest_name
+    from varlen.files.written import manifest_name
 
     settings = manifest["settings"]
     if "index_bytes" in manifest:

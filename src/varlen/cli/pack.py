@@ -53,8 +53,8 @@ from varlen.cli.reading import print_unread
 from varlen.counts import TOKENS, as_tokens, many
 
 if TYPE_CHECKING:
+    from varlen.files.losses import Losses
     from varlen.offline.pack import PackedSet
-    from varlen.source.losses import Losses
 
 PACKING = "Packing"
 _BYTES = "tokens are bytes (no --tokenizer is given): for a model with one, pack again and name it"
@@ -163,7 +163,7 @@ def pack(
     """
     from varlen.cli.progress import progress
     from varlen.cli.reading import as_crew, as_source, check_one_store
-    from varlen.source.identity import made_by
+    from varlen.text.identity import made_by
 
     given: dict[str, Any] = {
         "pad_to_multiple_of": pad_to_multiple_of,
@@ -248,8 +248,8 @@ def _packer(**settings: Any) -> Callable[..., PackedSet]:
 
 def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool, are_bytes: bool) -> None:
     """Say what can't be read, what was packed, what became of every token, and how to read it."""
-    from varlen.source.losses import stored
-    from varlen.source.written import MANIFEST_OF_ROWS, manifest_name, skipped_path
+    from varlen.files.losses import stored
+    from varlen.files.written import MANIFEST_OF_ROWS, manifest_name, skipped_path
 
     ledger, settings = manifest["ledger"], manifest["settings"]
     is_megatron = manifest["kind"] != "packed"

@@ -11,9 +11,9 @@ from varlen.errors import SettingError
 from varlen.parsed import parse_json
 
 if TYPE_CHECKING:
+    from varlen.documents.source import Source
     from varlen.offline.crew import Crew
-    from varlen.source.lengths import Lengths
-    from varlen.source.source import Source
+    from varlen.store.lengths import Lengths
 
 
 def as_source(
@@ -32,8 +32,8 @@ def as_source(
         SourceError: no such files.
         SettingError: an argument out of its range.
     """
-    from varlen.source.source import open_source
-    from varlen.source.written import read_manifest
+    from varlen.documents.source import open_source
+    from varlen.files.written import read_manifest
 
     if len(data) == 1 and Path(data[0]).is_dir():
         manifest = read_manifest(Path(data[0]))
@@ -107,8 +107,8 @@ def lengths_of(
     Raises:
         SourceError: a record can't be read, or there is no document.
     """
-    from varlen.source.lengths import counted_lengths, read_lengths, stored_lengths
-    from varlen.source.store import open_store
+    from varlen.store.lengths import counted_lengths, read_lengths, stored_lengths
+    from varlen.store.store import open_store
 
     source = as_source(data, **settings)
     if len(data) == 1 and data[0].endswith(".npz") and Path(data[0]).is_file():
@@ -184,7 +184,7 @@ def _as_variables(text: str | None) -> dict[str, Any] | None:
 
 def print_unread(source: Mapping[str, Any]) -> None:
     """Say which split was read, and what of folders wasn't, where the marks of a source tell."""
-    from varlen.source.files import LeftOut, unread
+    from varlen.files.paths import LeftOut, unread
 
     left_out = [LeftOut(**{**one, "names": tuple(one["names"])}) for one in source.get("left_out", ())]
     said = unread(left_out, source.get("taken", ()))

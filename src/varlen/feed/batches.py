@@ -18,10 +18,10 @@ from varlen.feed.deal import deal
 from varlen.feed.packs import StorePacks
 from varlen.feed.unreadable import Pieces
 from varlen.feed.vocabulary import check_ids, where_of
+from varlen.files.losses import Losses, nothing_left
 from varlen.pack.api import DEFAULT_WORK
-from varlen.source.loss_masks import Mask
-from varlen.source.losses import Losses, nothing_left
-from varlen.source.token_documents import ReadableTokens
+from varlen.store.tokens import ReadableTokens
+from varlen.text.loss_masks import Mask
 from varlen.types import FloatArray, IntArray, Ledger, Packing
 
 

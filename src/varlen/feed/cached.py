@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 from varlen.counts import many
+from varlen.documents.source import Source
 from varlen.errors import SettingError, StalledError
+from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
 from varlen.offline.processors import processors
-from varlen.source.source import Source
-from varlen.source.written import LOCK, PARTIAL, WORK
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 0.5

@@ -10,8 +10,8 @@ from varlen.counts import many
 from varlen.errors import OverlongDocumentError, SourceError
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.vocabulary import check_first_ids
-from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments
+from varlen.store.store import TokenStore
+from varlen.store.tokens import TokenDocuments
 from varlen.types import Ledger, Overlong
 
 _CHECKED = 1 << 20

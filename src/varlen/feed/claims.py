@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
+from varlen.documents.block_reader import Chunk
+from varlen.documents.blocks import Blocks
 from varlen.errors import SourceError, StateError
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
-from varlen.source.block_reader import Chunk
-from varlen.source.blocks import Blocks
 from varlen.types import IntArray
 
 

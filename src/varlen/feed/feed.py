@@ -11,7 +11,7 @@ import numpy as np
 from varlen.batch.collate import Out
 from varlen.batch.packed import PackedBatch
 from varlen.feed.state import FeedState
-from varlen.source.losses import Losses
+from varlen.files.losses import Losses
 from varlen.types import Ledger
 
 Buffers = Callable[[], Out | None]

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from varlen.documents.block_reader import Chunk
+from varlen.documents.blocks import Blocks, block_bytes_for
 from varlen.errors import SourceError
 from varlen.feed.claims import ChunkSequence, Claim
 from varlen.feed.exchange import Solo
@@ -25,11 +27,9 @@ from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import grouped
 from varlen.feed.stream import PackStream, Position
 from varlen.feed.streaming import round_settings
+from varlen.files.losses import Losses
 from varlen.pack.lengths import LARGEST
-from varlen.source.blank_tokens import BlankTokens
-from varlen.source.block_reader import Chunk
-from varlen.source.blocks import Blocks, block_bytes_for
-from varlen.source.losses import Losses
+from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray
 
 Pieces = tuple[IntArray, IntArray]

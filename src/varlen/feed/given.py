@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 from varlen.counts import many
+from varlen.documents.memory import placed
+from varlen.documents.mixture import Mixture
+from varlen.documents.source import Source
 from varlen.errors import SettingError
 from varlen.feed.settings import LoaderSettings
-from varlen.source.files import Data, File, entries_of, is_url
-from varlen.source.memory import placed
-from varlen.source.mixture import Mixture
-from varlen.source.source import Source
+from varlen.files.paths import Data, File, entries_of, is_url
 
 _log = logging.getLogger(__name__)
 

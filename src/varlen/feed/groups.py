@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.source.token_documents import TokenDocuments
+from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray, Overlong
 
 PARTS_A_GROUP = 16

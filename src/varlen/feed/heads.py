@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from varlen.documents.order import hashed
 from varlen.feed.stream import PackStream, Position, refuse
-from varlen.source.order import hashed
 from varlen.types import IntArray
 
 _LEAST = 1 << 10

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from varlen.documents.source import OnError
 from varlen.errors import InputError, SettingError, StateError
 from varlen.feed.batches import (
     BatchSettings,
@@ -22,9 +23,8 @@ from varlen.feed.state import FeedState, check_micro_batch
 from varlen.feed.stream import Stream
 from varlen.feed.unreadable import ReadPieces, Unreadable
 from varlen.feed.vocabulary import where_of
+from varlen.files.losses import Losses
 from varlen.pack.lengths import as_count
-from varlen.source.losses import Losses
-from varlen.source.source import OnError
 from varlen.types import IntArray, Ledger
 
 _NOTHING = Ledger(tokens_in=0, packed=0)

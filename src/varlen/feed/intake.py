@@ -10,14 +10,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from varlen.documents.block_reader import BlockReader, Chunk, Raw, Read, encode
+from varlen.documents.source import Source
 from varlen.errors import StateError
 from varlen.feed.claims import Claim
 from varlen.feed.lane import RECORD_BITS, Arrival, arrival_of, chunk_of, joined
 from varlen.feed.record import LaneRecord
-from varlen.source.block_reader import BlockReader, Chunk, Raw, Read, encode
-from varlen.source.losses import Losses
-from varlen.source.rows import losses_of
-from varlen.source.source import Source
+from varlen.files.losses import Losses
+from varlen.files.rows import losses_of
 from varlen.types import IntArray
 
 _TASKS_A_THREAD = 16

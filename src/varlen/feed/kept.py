@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from varlen import __version__
+from varlen.files.ours import is_there
+from varlen.files.token_tables import unfinished
 from varlen.regular import open_regular
-from varlen.source.ours import is_there
-from varlen.source.token_documents import TokenDocuments
-from varlen.source.tokenizer import digest
-from varlen.source.writing import unfinished
+from varlen.store.tokens import TokenDocuments
+from varlen.text.tokenizer import digest
 from varlen.types import IntArray
 
 _MARK = b"varlen t"

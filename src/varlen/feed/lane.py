@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.documents.block_reader import Chunk, Read
+from varlen.documents.order import hashed
 from varlen.errors import OverlongDocumentError, SourceError
 from varlen.feed.state import MOST
+from varlen.files.losses import Losses
 from varlen.pack.lengths import as_count
 from varlen.pack.passes import Passes, arrived
 from varlen.pack.pieces import slots_of
 from varlen.pack.rounds import take, take_all
 from varlen.pack.waiting import Waiting
-from varlen.source.block_reader import Chunk, Read
-from varlen.source.loss_masks import Mask, as_marks, end_to_end
-from varlen.source.losses import Losses
-from varlen.source.order import hashed
+from varlen.text.loss_masks import Mask, as_marks, end_to_end
 from varlen.types import Int32Array, IntArray, Overlong
 
 BLOCK_BITS, CHUNK_BITS, RECORD_BITS = 25, 18, 20

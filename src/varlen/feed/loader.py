@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from varlen.batch.packed import Layout, PackedBatch
+from varlen.documents.documents import Supervise
+from varlen.documents.mixture import Mixture
+from varlen.documents.source import OnError, TextCut
 from varlen.errors import SettingError, UnknownLengthError
 from varlen.feed.checks import say_first_cut
 from varlen.feed.feed import Ended
@@ -22,12 +25,9 @@ from varlen.feed.settings import FREE, LoaderSettings, Scope, WorkerKind
 from varlen.feed.spec import let_go
 from varlen.feed.state import MOST, FeedState, from_json, to_json
 from varlen.feed.stats import MOST_NOTED, LoaderStats, Meter
+from varlen.files.paths import Data, Format
+from varlen.files.retry import Retry
 from varlen.pack.lengths import as_count
-from varlen.source.documents import Supervise
-from varlen.source.files import Data, Format
-from varlen.source.mixture import Mixture
-from varlen.source.retry import Retry
-from varlen.source.source import OnError, TextCut
 from varlen.types import Int32Array, Method, Overlong
 
 _log = logging.getLogger(__name__)

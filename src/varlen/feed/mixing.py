@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from varlen.documents.mixture import Unit, Until
 from varlen.errors import SettingError, StateError
 from varlen.feed import kernels
 from varlen.feed.heads import Columns, Head, SourcePlace
@@ -27,8 +28,7 @@ from varlen.feed.state import MOST
 from varlen.feed.stream import Grown, PackStream, Position, refuse
 from varlen.feed.windows import Window, WindowSettings, packs_of
 from varlen.pack.lengths import as_count
-from varlen.source.joined_tokens import JoinedTokens
-from varlen.source.mixture import Unit, Until
+from varlen.store.open import JoinedTokens
 from varlen.types import FloatArray, IntArray, Ledger
 
 _KEPT = 4

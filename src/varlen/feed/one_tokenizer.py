@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import SettingError, VarlenError
-from varlen.source.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
-from varlen.source.open_tokens import open_tokens
-from varlen.source.tokenize import load_tokenizer
+from varlen.store.open import open_tokens
+from varlen.text.identity import TokenizerMark, check_same, made_by, mark_in, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from varlen.counts import many
+from varlen.documents.mixture import Mixture
+from varlen.documents.source import Source
 from varlen.errors import SettingError, SourceError
 from varlen.feed.agree import Agreement, job_store, name_of
 from varlen.feed.ahead import AheadSettings
@@ -28,17 +30,15 @@ from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, open
 from varlen.feed.state import TOKENIZER, Mode
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import WindowSettings
+from varlen.files.fingerprints import fingerprint_of, known_prints
+from varlen.files.losses import Losses
+from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.processors import processors
-from varlen.source.files import Data, File, entries_of, is_url
-from varlen.source.fingerprints import fingerprint_of, known_prints
-from varlen.source.identity import TokenizerMark, made_by
-from varlen.source.losses import Losses
-from varlen.source.mixture import Mixture
-from varlen.source.open_tokens import is_megatron, is_token_store, open_tokens
-from varlen.source.source import Source
-from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments, weighs
-from varlen.source.tokenizer import digest
+from varlen.store.open import is_megatron, is_token_store, open_tokens
+from varlen.store.store import TokenStore
+from varlen.store.tokens import TokenDocuments, weighs
+from varlen.text.identity import TokenizerMark, made_by
+from varlen.text.tokenizer import digest
 
 _log = logging.getLogger(__name__)
 _WINDOW, _WINDOW_PACKS = 1 << 16, 32

@@ -32,9 +32,9 @@ from varlen.feed.ring import Bytes, Ring
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.feed.wire import read_ended, read_made
+from varlen.files.retry import await_end
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import NOT_FOUND, receive, send
-from varlen.source.retry import await_end
 
 _log = logging.getLogger(__name__)
 _MOST_DEATHS = 3

@@ -22,7 +22,7 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.lane import Arrival, Counts, shuffle_keys
 from varlen.feed.state import MOST
 from varlen.pack.lengths import as_count
-from varlen.source.loss_masks import all_weigh_one
+from varlen.text.loss_masks import all_weigh_one
 from varlen.types import Int32Array, IntArray
 
 _MALFORMED = (LookupError, AttributeError, ArithmeticError, TypeError, ValueError, zlib.error)

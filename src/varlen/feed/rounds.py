@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from varlen import errors
+from varlen.documents.block_reader import Chunk
 from varlen.errors import SourceError
 from varlen.feed.claims import ChunkSequence, Claim, Claimed, Print, deal_claims
 from varlen.feed.exchange import Exchange
@@ -34,9 +35,8 @@ from varlen.feed.lane import (
 from varlen.feed.place import Place, place_of
 from varlen.feed.record import from_record, to_record
 from varlen.feed.resumed import Unread, unread
+from varlen.files.losses import Losses, total
 from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
-from varlen.source.block_reader import Chunk
-from varlen.source.losses import Losses, total
 from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from varlen.batch.packed import Layout
+from varlen.documents.source import OnError
 from varlen.errors import SettingError
 from varlen.feed.ranks import as_batch_sizes, as_ranks, check_reader
 from varlen.feed.state import MOST, Mode
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, check_multiple
-from varlen.source.source import OnError
 from varlen.types import Method, Overlong
 
 Scope = Literal["minibatch", "window", "all"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from varlen.documents.source import Source, check_reading, open_source
 from varlen.errors import SettingError
 from varlen.feed.settings import LoaderSettings
-from varlen.source.files import Data
-from varlen.source.open_tokens import open_tokens
-from varlen.source.source import Source, check_reading, open_source
-from varlen.source.token_documents import TokenDocuments, weighs
-from varlen.source.token_files import FileTokens
+from varlen.files.paths import Data
+from varlen.store.open import open_tokens
+from varlen.store.token_files import FileTokens
+from varlen.store.tokens import TokenDocuments, weighs
 
 _log = logging.getLogger(__name__)
 

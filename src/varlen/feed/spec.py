@@ -8,6 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from varlen.documents import memory
+from varlen.documents.order import hashed
+from varlen.documents.source import OnError, Source
 from varlen.errors import SourceError
 from varlen.feed.batches import BatchSettings
 from varlen.feed.exchange import Exchanges
@@ -18,16 +21,12 @@ from varlen.feed.mixing import MixedStream, MixSettings
 from varlen.feed.stream import PackStream
 from varlen.feed.streaming import StreamingFeed, StreamingSettings
 from varlen.feed.windows import Windows, WindowSettings
-from varlen.source import memory
-from varlen.source.files import Data, Format
-from varlen.source.joined_tokens import JoinedTokens
-from varlen.source.losses import Losses, total
-from varlen.source.open_tokens import open_tokens
-from varlen.source.order import hashed
-from varlen.source.partial import PATIENCE_S, PartialStore
-from varlen.source.source import OnError, Source
-from varlen.source.store import TokenStore
-from varlen.source.token_documents import TokenDocuments
+from varlen.files.losses import Losses, total
+from varlen.files.paths import Data, Format
+from varlen.store.growing import PATIENCE_S, PartialStore
+from varlen.store.open import JoinedTokens, open_tokens
+from varlen.store.store import TokenStore
+from varlen.store.tokens import TokenDocuments
 
 
 class Spec(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from varlen.errors import StateError
 from varlen.pack.lengths import as_count
-from varlen.source.identity import mark_in
+from varlen.text.identity import mark_in
 
 VERSION = 2
 TOKENIZER = "tokenizer"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from varlen.feed.feed import BatchCounts, Ended, Worker
-from varlen.source.losses import Losses
+from varlen.files.losses import Losses
 from varlen.types import Ledger
 
 

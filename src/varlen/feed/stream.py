@@ -12,8 +12,8 @@ from varlen.feed.packs import StorePacks, end_to_end
 from varlen.feed.state import MOST
 from varlen.feed.windows import Windows
 from varlen.pack.lengths import as_count
-from varlen.source.token_documents import ReadableTokens, TokenDocuments
-from varlen.source.token_files import FileTokens
+from varlen.store.token_files import FileTokens
+from varlen.store.tokens import ReadableTokens, TokenDocuments
 from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from varlen.documents.block_reader import BlockReader, Chunk
+from varlen.documents.blocks import cut_blocks, read_by_all
+from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
 from varlen.feed.ahead import Ahead, AheadSettings
 from varlen.feed.batches import BatchSettings, Contents, check_heard, fill_batch, no_batch, work_of
@@ -25,12 +28,9 @@ from varlen.feed.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
 from varlen.feed.place import check_place, place_of
 from varlen.feed.rounds import Round, Rounds, RoundSettings
 from varlen.feed.state import FeedState, check_micro_batch
+from varlen.files.losses import Losses
 from varlen.pack.passes import Passes
-from varlen.source.block_reader import BlockReader, Chunk
-from varlen.source.blocks import cut_blocks, read_by_all
-from varlen.source.loss_masks import end_to_end
-from varlen.source.losses import Losses
-from varlen.source.source import Source
+from varlen.text.loss_masks import end_to_end
 from varlen.types import FloatArray, IntArray, Ledger, Method, Overlong
 
 _NOTHING = Ledger(tokens_in=0, packed=0)

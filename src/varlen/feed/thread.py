@@ -13,7 +13,7 @@ from varlen.feed.exchange import Exchange, Exchanges
 from varlen.feed.feed import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.source.retry import await_end
+from varlen.files.retry import await_end
 
 _LOOK_S = 0.1
 """A thread that waits looks so often whether it is still wanted."""

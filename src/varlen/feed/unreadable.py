@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
+from varlen.documents.source import OnError
 from varlen.errors import SourceError
-from varlen.source.loss_masks import Mask, as_wide
-from varlen.source.source import OnError
-from varlen.source.token_documents import ReadableTokens
+from varlen.store.tokens import ReadableTokens
+from varlen.text.loss_masks import Mask, as_wide
 from varlen.types import Int32Array, IntArray
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from varlen.errors import ModelError
 from varlen.feed.unreadable import Pieces, place_of
-from varlen.source.token_documents import TokenDocuments
+from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray
 
 _DOCUMENTS, _TOKENS = 1 << 12, 10_000_000

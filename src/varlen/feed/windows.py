@@ -18,12 +18,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from varlen.documents.order import DocumentOrder, hashed
 from varlen.feed.groups import Groups
 from varlen.feed.packs import StorePacks
 from varlen.pack.lengths import LARGEST
 from varlen.pack.window import WindowPacker
-from varlen.source.order import DocumentOrder, hashed
-from varlen.source.token_documents import TokenDocuments
+from varlen.store.tokens import TokenDocuments
 from varlen.types import IntArray, Ledger, Method, Overlong
 
 _KEPT = 4

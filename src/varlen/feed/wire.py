@@ -23,7 +23,7 @@ from varlen.batch.packed import PackedBatch
 from varlen.feed.feed import BatchCounts, Ended, Made, counts_of
 from varlen.feed.ring import Bytes
 from varlen.feed.state import FeedState
-from varlen.source.losses import Losses
+from varlen.files.losses import Losses
 from varlen.types import Ledger
 
 _BY_POSITION = ("input_ids", "labels", "position_ids", "segment_ids")

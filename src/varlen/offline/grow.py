@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from varlen import __version__
+from varlen.documents.source import Source
 from varlen.errors import SettingError
+from varlen.files.token_tables import sync
+from varlen.files.written import MANIFEST, PLAN, WORK, read_manifest, sealed
 from varlen.offline.owned import part_of, remove_unfinished
 from varlen.offline.places import disk_faults, write_json
-from varlen.source.source import Source
-from varlen.source.store import STORE_FORMAT, STORE_FORMATS
-from varlen.source.token_documents import ROW_WEIGHTS
-from varlen.source.tokenizer import ByteTokenizer, digest
-from varlen.source.writing import sync
-from varlen.source.written import MANIFEST, PLAN, WORK, read_manifest, sealed
+from varlen.store.store import STORE_FORMAT, STORE_FORMATS
+from varlen.store.tokens import ROW_WEIGHTS
+from varlen.text.tokenizer import ByteTokenizer, digest
 
 
 def fingerprint_of(marks: dict[str, Any], grown: Sequence[dict[str, Any]] = ()) -> str:

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from varlen import __version__
+from varlen.documents.progress import Watch
+from varlen.documents.source import Part, Source
 from varlen.errors import SettingError, SourceError
+from varlen.files.fingerprints import fingerprint
+from varlen.files.losses import nothing_read, stored, total
+from varlen.files.written import MANIFEST, SKIPPED, WORK, read_manifest
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import (
     TOLD,
@@ -33,15 +38,10 @@ from varlen.offline.places import (
     write_json,
 )
 from varlen.regular import read_regular
-from varlen.source.fingerprints import fingerprint
-from varlen.source.identity import made_by, mark_in
-from varlen.source.losses import nothing_read, stored, total
-from varlen.source.shard import Shard, ShardWriter
-from varlen.source.source import Part, Source
-from varlen.source.store import TokenStore, format_of, open_store
-from varlen.source.token_documents import ROW_WEIGHTS
-from varlen.source.watch import Watch
-from varlen.source.written import MANIFEST, SKIPPED, WORK, read_manifest
+from varlen.store.shard import Shard, ShardWriter
+from varlen.store.store import TokenStore, format_of, open_store
+from varlen.store.tokens import ROW_WEIGHTS
+from varlen.text.identity import made_by, mark_in
 
 OnProgress = Callable[[int, int, str], None]
 SHARD_TOKENS = 1 << 24

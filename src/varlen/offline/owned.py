@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from varlen.errors import SettingError
+from varlen.files.ours import check_names, is_there, mark_of_folder, refuse_link, remove_entry, remove_marked
+from varlen.files.written import LOCK, MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK
 from varlen.regular import read_regular
-from varlen.source.ours import check_names, is_there, mark_of_folder, refuse_link, remove_entry, remove_marked
-from varlen.source.shard import SHARD_FILES
-from varlen.source.store import TABLES
-from varlen.source.written import LOCK, MANIFESTS, SKIPPED, SKIPPED_OF_ROWS, WORK
+from varlen.store.shard import SHARD_FILES
+from varlen.store.store import TABLES
 
 STATE = "state.json"
 """Among the work: what a run makes; the mark of an unfinished result."""

@@ -10,7 +10,17 @@ from typing import Any, TypeAlias
 
 from varlen import __version__
 from varlen.counts import many
+from varlen.documents.source import Source
 from varlen.errors import LedgerError, OverlongDocumentError
+from varlen.files.written import (
+    MANIFEST_OF_ROWS,
+    SKIPPED,
+    SKIPPED_OF_ROWS,
+    WORK,
+    check_parts,
+    read_manifest,
+    sealed,
+)
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import deciding
 from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
@@ -25,18 +35,8 @@ from varlen.offline.places import (
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.offline.write import PartCounts, opened_store, write_part
-from varlen.source.source import Source
-from varlen.source.store import TokenStore, open_store
-from varlen.source.tokenizer import digest
-from varlen.source.written import (
-    MANIFEST_OF_ROWS,
-    SKIPPED,
-    SKIPPED_OF_ROWS,
-    WORK,
-    check_parts,
-    read_manifest,
-    sealed,
-)
+from varlen.store.store import TokenStore, open_store
+from varlen.text.tokenizer import digest
 
 _TOKENS = "tokens"
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]

@@ -29,6 +29,10 @@ from typing import IO, Any
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.files.ours import open_own
+from varlen.files.paths import File
+from varlen.files.token_tables import sync, unfinished
+from varlen.files.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest, sealed
 from varlen.offline.owned import (
     STATE,
     check_replaced,
@@ -39,10 +43,6 @@ from varlen.offline.owned import (
     remove_work,
     replaced_place,
 )
-from varlen.source.files import File
-from varlen.source.ours import open_own
-from varlen.source.writing import sync, unfinished
-from varlen.source.written import LOCK, MANIFESTS, PARTIAL, PLAN, WORK, read_manifest, sealed
 
 _LOCK_S = 0.5
 """How long a lock is tried for: those who wait for a store hold it for a moment, to see whether anybody does."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen.counts import many
+from varlen.documents.order import STRETCH, DocumentOrder
 from varlen.errors import OverlongDocumentError
 from varlen.offline.settings import PackSettings
 from varlen.pack.window import WindowPacker
-from varlen.source.order import STRETCH, DocumentOrder
-from varlen.source.token_documents import ReadableTokens
+from varlen.store.tokens import ReadableTokens
 from varlen.types import Int32Array, IntArray, Ledger, Packing
 
 

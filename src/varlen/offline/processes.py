@@ -10,10 +10,10 @@ from queue import SimpleQueue
 from typing import IO, Any, TypeVar, cast
 
 from varlen.errors import SettingError, WorkerDiedError
+from varlen.files.retry import await_end
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.processors import processors
 from varlen.offline.tasks import KEPT, NOT_FOUND, receive, send
-from varlen.source.retry import await_end
 
 Result = TypeVar("Result")
 _AHEAD = 8

@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import SourceError
+from varlen.files.token_tables import list_column, write_table
+from varlen.files.written import WORK
 from varlen.offline.places import disk_faults, made_whole, write_json
 from varlen.offline.plan import PartPlan
 from varlen.offline.settings import PackSettings
 from varlen.regular import open_regular, read_regular
-from varlen.source.lists import list_column
-from varlen.source.store import TokenStore, open_store
-from varlen.source.token_documents import weighs
-from varlen.source.writing import write_table
-from varlen.source.written import WORK
+from varlen.store.store import TokenStore, open_store
+from varlen.store.tokens import weighs
 
 _IGNORED = -100
 _ROW_GROUP_TOKENS = 1 << 20

@@ -16,7 +16,7 @@ from varlen.feed.settings import LoaderSettings
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.pack.api import pack
-from varlen.source.blank_tokens import BlankTokens
+from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray, Method, Overlong
 
 STEP_PACKS = 8

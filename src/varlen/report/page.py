@@ -12,8 +12,8 @@ from pathlib import Path
 
 from varlen import __version__
 from varlen.errors import SettingError
-from varlen.source.ours import is_there, refuse_link
-from varlen.source.writing import unfinished
+from varlen.files.ours import is_there, refuse_link
+from varlen.files.token_tables import unfinished
 
 GENERATOR = '<meta name="generator" content="varlen'
 _HEAD_BYTES = 1024

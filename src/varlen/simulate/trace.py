@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from varlen import __version__
+from varlen.files.token_tables import unfinished
 from varlen.simulate.kinds import KIND_NAMES
-from varlen.source.writing import unfinished
 from varlen.step_plan import BACKWARD, FORWARD, KINDS
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from varlen.errors import SettingError, StateError, VarlenError
+from varlen.files.token_tables import sync
 from varlen.offline.places import free_words
-from varlen.source.writing import sync
 from varlen.train.checksums import HashingFiles, check_files, gathered, shard_number
 from varlen.train.manifest import (
     FORMAT,

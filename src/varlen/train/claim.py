@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from varlen.errors import SettingError
+from varlen.files.ours import open_own
 from varlen.offline.places import NO_LOCKS
-from varlen.source.ours import open_own
 
 _NAME = ".running"
 _WRITTEN, _MOST_BYTES = re.compile(rb"process \d+\n?"), 64

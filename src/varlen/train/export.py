@@ -14,11 +14,11 @@ from transformers.utils import logging as hf_logging
 
 from varlen import __version__
 from varlen.errors import SettingError, VarlenError
+from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked
+from varlen.files.token_tables import sync, unfinished
 from varlen.offline.places import free_words, write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
-from varlen.source.ours import is_there, mark_of_folder, refuse_link, remove_marked
-from varlen.source.writing import sync, unfinished
 from varlen.train.ranks import Ranks
 
 _MARK = ".varlen.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from varlen.cost.saved import load_hardware
 from varlen.errors import SettingError
-from varlen.source.ours import is_there, refuse_link
+from varlen.files.ours import is_there, refuse_link
 from varlen.train.export import clear_models
 from varlen.train.metrics import check_metrics
 from varlen.train.plans import STATE

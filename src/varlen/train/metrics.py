@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from varlen.errors import SettingError
-from varlen.source.ours import is_there, open_own
+from varlen.files.ours import is_there, open_own
 
 TIMINGS = ("tokens_per_s", "data_wait_s", "step_s", "plan_wait_s")
 """What differs between two runs of the same steps; everything else is equal."""

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from varlen.cost.model import CostModel
 from varlen.errors import PlanError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
+from varlen.files.token_tables import unfinished
 from varlen.offline.places import free_words
 from varlen.plan.ahead import Planner
 from varlen.plan.one_gpu import one_gpu_plan
@@ -23,7 +24,6 @@ from varlen.plan.search import Search
 from varlen.regular import read_regular
 from varlen.runtime.engine import SLICE_TOKENS
 from varlen.simulate.api import simulate
-from varlen.source.writing import unfinished
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.train.ranks import Ranks
 from varlen.train.settings import PlanSettings

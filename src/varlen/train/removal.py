@@ -8,8 +8,8 @@ from pathlib import Path
 
 from varlen import __version__
 from varlen.errors import SettingError
+from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked
 from varlen.regular import read_regular
-from varlen.source.ours import is_there, mark_of_folder, refuse_link, remove_marked
 from varlen.train.manifest import MANIFEST, checkpoints_in
 
 KIND = "checkpoint"

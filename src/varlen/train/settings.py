@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from varlen.counts import TOKENS
 from varlen.errors import SettingError
-from varlen.source.files import Format
-from varlen.source.retry import Retry
+from varlen.files.paths import Format
+from varlen.files.retry import Retry
 from varlen.step_plan import PlanMethod
 from varlen.types import Method, Overlong
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from varlen.documents.source import open_source
 from varlen.errors import SettingError, VarlenError
-from varlen.source.chats.template import template_text
-from varlen.source.chats.twins import TWIN
-from varlen.source.identity import check_same, made_by, mark_of
-from varlen.source.open_tokens import open_tokens
-from varlen.source.source import open_source
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
-from varlen.source.tokenizer_folder import holds_tokenizer, tokenizer_files
+from varlen.store.open import open_tokens
+from varlen.text.chat_template import template_text
+from varlen.text.identity import check_same, made_by, mark_of
+from varlen.text.load_tokenizer import holds_tokenizer, load_tokenizer, tokenizer_files
+from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
+from varlen.text.twins import TWIN
 from varlen.train.settings import DataSettings, ModelSettings
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import torch
 from varlen.adapters import hf
 from varlen.errors import ModelError, VarlenError
 from varlen.parsed import parse_json
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.tokenizer import FastTokenizer
 from varlen.verify.families import tiny_model
 from varlen.verify.said import named
 

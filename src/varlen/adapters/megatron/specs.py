@@ -17,7 +17,7 @@ from varlen.adapters.megatron.packing.alignment import alignment, check_size
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.adapters.peers import raises_too
 from varlen.errors import SettingError, SourceError
-from varlen.source.written import read_manifest
+from varlen.files.written import read_manifest
 
 _FIELDS = (
     "packed_sequence_size",

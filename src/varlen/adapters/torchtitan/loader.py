@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 from varlen.adapters.torchtitan.batch import TrainerBatch, trainer_batch
 from varlen.adapters.torchtitan.protocol import BaseDataLoader
+from varlen.documents.memory import placed
+from varlen.documents.mixture import Mixture
 from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.settings import WorkerKind
 from varlen.pack.lengths import as_count
 from varlen.parsed import parse_json
-from varlen.source.identity import check_same, made_by, mark_of
-from varlen.source.memory import placed
-from varlen.source.mixture import Mixture
-from varlen.source.open_tokens import open_tokens
-from varlen.source.tokenize import load_tokenizer
-from varlen.source.tokenizer import FastTokenizer
-from varlen.source.wrapped import put_before
+from varlen.store.open import open_tokens
+from varlen.text.identity import check_same, made_by, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.tokenizer import FastTokenizer
+from varlen.text.wrapped import put_before
 from varlen.types import Method, Overlong
 
 _KEY = "varlen"

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from varlen.documents.texts import interpreter_texts, read_texts
 from varlen.errors import SourceError
-from varlen.source.interpreter import interpreter_texts
-from varlen.source.read import read_texts
-from varlen.source.tokenize import load_tokenizer, train_bpe
+from varlen.text.load_tokenizer import load_tokenizer, train_bpe
 from varlen.train.demo.settings import DemoSettings
 from varlen.types import Int32Array, IntArray
 

@@ -16,7 +16,7 @@ from varlen.adapters.megatron.files.paths import PARQUET, Spec, resolve_packed
 from varlen.adapters.megatron.files.reader import PackedReader
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
-from varlen.source.token_files import whole_mark
+from varlen.store.token_files import whole_mark
 
 _PARQUET, _NPY, _PAIR = "Parquet", "an array (.npy)", "a pair (.sft.bin, .sft.idx)"
 _KINDS = {_PARQUET: PackedParquet, _NPY: PackedNpy, _PAIR: PackedIndexed}

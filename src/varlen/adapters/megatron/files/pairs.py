@@ -1,4 +1,4 @@
-"""Write Megatron's pairs of `.bin` and `.idx`, streamed, whole or not at all; `varlen.source.megatron` reads them."""
+"""Write Megatron's pairs of `.bin` and `.idx`, streamed, whole or not at all; `varlen.store.bin_idx` reads them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from varlen.adapters.megatron.files.flat import bounds_of
 from varlen.errors import DocumentsError, SettingError
+from varlen.files.token_tables import sync, unfinished
 from varlen.offline.places import disk_faults
-from varlen.source.megatron import MAGIC
-from varlen.source.writing import sync, unfinished
+from varlen.store.bin_idx import MAGIC
 from varlen.types import IntArray
 
 Stored: TypeAlias = Literal["int32", "uint16"]

@@ -20,10 +20,10 @@ from varlen.adapters.megatron.files.flat import COLUMNS, LENGTHS, MASK, from_fla
 from varlen.adapters.megatron.files.paths import Spec, resolve_packed_parquet_paths
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
+from varlen.documents.pretokenized import flat_column
 from varlen.errors import SourceError, VarlenError
-from varlen.source.ready import flat_column
-from varlen.source.retry import first_line
-from varlen.source.rows import listed
+from varlen.files.retry import first_line
+from varlen.files.rows import listed
 from varlen.types import IntArray
 
 _KEPT_BYTES = 256 << 20

@@ -26,10 +26,10 @@ from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.packing.alignment import slots_of
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import SettingError, SourceError
-from varlen.source.array_files import map_array
-from varlen.source.store import TokenStore, open_store
-from varlen.source.writing import sync
-from varlen.source.written import read_manifest
+from varlen.files.array_files import map_array
+from varlen.files.token_tables import sync
+from varlen.files.written import read_manifest
+from varlen.store.store import TokenStore, open_store
 from varlen.types import Int32Array, IntArray, Packing
 
 INDEX = "megatron-index"

@@ -23,18 +23,18 @@ from varlen.adapters.megatron.packing.index import INDEX, arrays_of, opened, wri
 from varlen.adapters.megatron.packing.plan import plan_rows
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.adapters.megatron.rows import PackedRows
+from varlen.documents.source import Source
 from varlen.errors import DocumentsError, LedgerError, SettingError
+from varlen.files.losses import nothing_left
+from varlen.files.written import WORK
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, quiet
 from varlen.offline.pack import PackedSet, make_set
 from varlen.offline.places import disk_faults, write_json
 from varlen.offline.write import opened_store
 from varlen.regular import read_regular
-from varlen.source.losses import nothing_left
-from varlen.source.source import Source
-from varlen.source.store import TokenStore, open_store
-from varlen.source.token_documents import weighs
-from varlen.source.written import WORK
+from varlen.store.store import TokenStore, open_store
+from varlen.store.tokens import weighs
 from varlen.types import IntArray, Packing
 
 _KIND = "megatron"

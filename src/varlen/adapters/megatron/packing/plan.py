@@ -9,10 +9,10 @@ import numpy as np
 from varlen.adapters.megatron.packing.alignment import aligned_pieces
 from varlen.adapters.megatron.packing.replay import as_packing, replay_packs
 from varlen.adapters.megatron.packing.settings import RELEASES, WINDOWED, MegatronPackSettings
+from varlen.documents.order import DocumentOrder
 from varlen.pack.pieces import Pieces
 from varlen.pack.window import WindowPacker
-from varlen.source.order import DocumentOrder
-from varlen.source.store import TokenStore
+from varlen.store.store import TokenStore
 from varlen.types import Int32Array, IntArray, Packing
 
 

@@ -1,0 +1,476 @@
+"""Reads blocks: the rows of each, as they are asked for, and what rows become once they are encoded.
+
+What must be read from its beginning stays open, so that asking for it in order reads it once.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from varlen.documents.blocks import SPREAD, Blocks
+from varlen.documents.documents import Documents, encode_rows, none_of
+from varlen.documents.source import Source
+from varlen.errors import SourceError
+from varlen.files.columns import Columns
+from varlen.files.formats import tables
+from varlen.files.formats.lost import rest_of
+from varlen.files.formats.reader import columns_of, rows_in
+from varlen.files.losses import total
+from varlen.files.opening import compression_of
+from varlen.files.rows import PRINT, Column, Rows, faulty
+from varlen.files.seen import check_told
+from varlen.text.loss_masks import end_to_end
+from varlen.types import IntArray
+
+_OPEN = 2 * SPREAD
+"""Tables that stay open."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """What is read in one go: a block, or the next chunk of one that can't be cut."""
+
+    block: int
+    number: int = 0
+    """Of the chunk within its block; 0 where the block is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Raw:
+    """A chunk's rows, not yet encoded."""
+
+    chunk: Chunk
+    path: str
+    rows: tuple[Rows, ...]
+    columns: Columns | None
+    """What they hold; None where there are none but faults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Read:
+    """A chunk's documents."""
+
+    documents: Documents
+    """Whose faults are all of the chunk."""
+    records: IntArray
+    """int64 `[num_documents]`: what tells each from the others of the chunk."""
+
+
+def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
+    """Turn a chunk's rows into documents.
+
+    Args:
+        raw: the rows.
+        source: that they are of.
+        wanted: records to be encoded, ascending; None for all. Those that the chunk hasn't are left out.
+
+    Raises:
+        SourceError: something can't be read, and `on_error` is "raise".
+        SettingError: the tokenizer fails.
+    """
+    parts: list[Documents] = []
+    records: list[IntArray] = []
+    before = 0
+    is_ready = raw.columns is not None and raw.columns.kind == "tokens"
+    for some in raw.rows:
+        rows, known = some, np.arange(len(some))
+        if wanted is not None and not is_ready:
+            known = wanted[(wanted >= before) & (wanted < before + len(some))] - before
+            rows = some.chosen(known.tolist())
+        if raw.columns is None or not len(rows):
+            documents = none_of(rows.faults)
+        else:
+            documents = encode_rows(rows, raw.columns, source.encoding)
+        if documents.faults and source.on_error == "raise":
+            raise documents.faults[0].raised()
+        of = known if documents.rows is None else known[documents.rows]
+        # Of ready tokens a row may be several documents, and encoding them all costs little.
+        records.append(before + (np.arange(len(documents)) if is_ready else of))
+        before += len(documents) if is_ready else len(some)
+        parts.append(documents)
+    read = Read(documents=_end_to_end(parts), records=_joined(records))
+    return _only(read, wanted) if wanted is not None and is_ready else read
+
+
+def _end_to_end(parts: Sequence[Documents]) -> Documents:
+    """Put documents one after the other."""
+    masks = end_to_end([part.loss_mask for part in parts], [len(part.tokens) for part in parts])
+    lengths = _joined([part.lengths for part in parts])
+    return Documents(
+        tokens=np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in parts)]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        loss_mask=masks,
+        faults=tuple(fault for part in parts for fault in part.faults),
+        losses=total(part.losses for part in parts),
+    )
+
+
+def _only(read: Read, wanted: IntArray) -> Read:
+    """Return some of a chunk's documents."""
+    documents, chosen = read.documents, np.flatnonzero(np.isin(read.records, wanted))
+    bounds = documents.offsets
+    index = _joined([np.arange(bounds[d], bounds[d + 1]) for d in chosen.tolist()])
+    lengths = documents.lengths[chosen]
+    some = replace(
+        documents,
+        tokens=documents.tokens[index],
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        loss_mask=None if documents.loss_mask is None else documents.loss_mask[index],
+    )
+    return Read(documents=some, records=read.records[chosen])
+
+
+def _joined(arrays: Sequence[IntArray]) -> IntArray:
+    return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
+
+
+class BlockReader:
+    """Gives the rows of chunks; several threads may ask for chunks of different stretches."""
+
+    def __init__(self, source: Source, blocks: Blocks) -> None:
+        """Take the files, and how they are cut."""
+        self._source, self._blocks = source, blocks
+        self._lock = threading.Lock()
+        self._columns: dict[int, Columns | None] = {}
+        self._tables: OrderedDict[tuple[int, int], TableCursor] = OrderedDict()
+        self._streams: dict[int, StreamCursor] = {}
+        self.ends: dict[int, tuple[int, str]] = {}
+        """Of blocks whose rows are given while they are read: the last chunk of the last whole pass, and its hash."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are."""
+        return len(self._blocks)
+
+    def is_cut(self, chunk: Chunk) -> bool:
+        """Whether a chunk is found without reading what comes before it in its file.
+
+        Args:
+            chunk: of a block that there is.
+        """
+        return bool(self._blocks.of_parts[chunk.block])
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether there is such a chunk; of a block that can't be cut, reads on to it and keeps it for `rows`.
+
+        Args:
+            chunk: of a block; one before those that were forgotten costs reading from the beginning.
+        """
+        if self._blocks.of_parts[chunk.block]:
+            return chunk.number == 0
+        stream = self._streams.get(chunk.block)
+        if stream is None or stream.lacks(chunk.number):
+            stream = self._stream(chunk.block)
+        if stream.has(chunk.number):
+            return True
+        if self.is_live(chunk.block) and chunk.number:
+            self.ends[chunk.block] = (chunk.number - 1, stream.print_of(chunk.number - 1))
+        return False
+
+    def _stream(self, block: int) -> StreamCursor:
+        """Begin to read a block that can't be cut, again if need be."""
+        before = self._streams.get(block)
+        if before is not None:
+            before.close()
+        chunk_bytes = self._blocks.live_bytes if self.is_live(block) else lambda _: self._blocks.block_bytes
+        rows = self._rows_of(int(self._blocks.files[block]))
+        self._streams[block] = StreamCursor(rows, chunk_bytes, before)
+        return self._streams[block]
+
+    def is_live(self, block: int) -> bool:
+        """Whether a block's rows are given while they are read, so that no file's fingerprint tells them."""
+        return self._source.files[int(self._blocks.files[block])].live is not None
+
+    def name_of(self, block: int) -> str:
+        """Return what a block's file is called in messages."""
+        return self._source.files[int(self._blocks.files[block])].path
+
+    def error_of(self, block: int) -> SourceError | None:
+        """Return why a block that can't be cut couldn't be read any further, if it was read that far."""
+        stream = self._streams.get(block)
+        return None if stream is None else stream.error
+
+    def print_of(self, chunk: Chunk) -> str:
+        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is no such chunk.
+
+        Args:
+            chunk: of a block whose rows are given while they are read.
+        """
+        stream = self._streams.get(chunk.block) or self._stream(chunk.block)
+        return stream.print_of(chunk.number)
+
+    def stretch_of(self, chunk: Chunk) -> tuple[int, int]:
+        """Return what tells chunks that one thread is to read one after the other, in the order of their blocks.
+
+        Args:
+            chunk: any.
+        """
+        return int(self._blocks.files[chunk.block]), int(self._blocks.starts[chunk.block])
+
+    def rows(self, chunk: Chunk) -> Raw:
+        """Read a chunk's rows, as far as they can be read.
+
+        Args:
+            chunk: one that `has` has found, where its block can't be cut.
+        """
+        blocks, block = self._blocks, chunk.block
+        index, start, stop, part, of_parts = (
+            int(of[block])
+            for of in (blocks.files, blocks.starts, blocks.stops, blocks.parts, blocks.of_parts)
+        )
+        if of_parts == 0:
+            rows = self._streams[block].chunk(chunk.number)
+        elif of_parts == 1:
+            rows = list(self._rows_of(index, start, stop))
+        else:
+            rows = self._table(index, start, stop).part(part, of_parts)
+        file = self._source.files[index]
+        check_told(file.place, file.seen)  # also where what can't be read is skipped
+        return Raw(chunk=chunk, path=file.path, rows=tuple(rows), columns=self._columns.get(index))
+
+    def forget(self) -> None:
+        """Let go of chunks that were asked for, and of tables that haven't been asked for lately."""
+        for block, stream in list(self._streams.items()):
+            stream.forget()
+            if stream.is_over:
+                self._streams.pop(block).close()
+        while not self._blocks.is_kept and len(self._tables) > _OPEN:
+            self._tables.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for table in self._tables.values():
+            table.close()
+        for stream in self._streams.values():
+            stream.close()
+        self._tables.clear()
+        self._streams.clear()
+
+    def _table(self, index: int, start: int, stop: int) -> TableCursor:
+        with self._lock:
+            table = self._tables.get((index, start))
+            if table is None:
+                table = self._tables[index, start] = TableCursor(
+                    lambda: self._rows_of(index, start, stop),
+                    lambda: tables.count_rows(self._source.files[index], start, stop),
+                    self._blocks.is_kept,
+                )
+            self._tables.move_to_end((index, start))
+        return table
+
+    def _rows_of(self, index: int, start: int = 0, stop: int = -1) -> Iterator[Rows]:
+        """Yield the rows of a stretch of a file, none but a fault behind those that can be read."""
+        file, end = self._source.files[index], None if stop < 0 else stop
+        try:
+            columns = self._columns_of(index)
+        except SourceError as error:
+            yield faulty(rest_of(file, error, start=start, stop=end))
+            return
+        if columns is not None:
+            yield from rows_in(file, columns, self._source.text_cut, start, end)
+
+    def _columns_of(self, index: int) -> Columns | None:
+        """Return what the rows of a file hold.
+
+        Raises:
+            SourceError: nobody knows.
+        """
+        file = self._source.files[index]
+        if index not in self._columns:
+            if file.format == "jsonl" and not file.suffix_compression and compression_of(file) is not None:
+                raise SourceError(f"{file.path} is compressed, though its name doesn't say so; rename it")
+            self._columns[index] = columns_of(file, self._source.encoding.columns)
+        return self._columns[index]
+
+
+# Places in files that are read from their beginning: parts of row groups, chunks of files that can't be cut.
+
+
+class TableCursor:
+    """Row groups or record batches whose rows are asked for part by part; in order they are read once."""
+
+    def __init__(self, open_: Callable[[], Iterator[Rows]], count: Callable[[], int], is_kept: bool) -> None:
+        """Take what begins to read, what counts the rows, and whether rows stay once they were read."""
+        self._open, self._count, self._is_kept = open_, count, is_kept
+        self._total: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reading = self._open()
+        self._held: list[Rows] = []
+        self._first = self._read = 0  # rows before those held, and before those not yet read
+        self._is_over = False
+
+    def part(self, number: int, of: int) -> list[Rows]:
+        """Return one of so many parts of the rows, about equal in their number.
+
+        Faults of rows that can't be read are in the part in which these begin; those of bytes are in the one in which
+        they are found, the first where rows can't be counted.
+        """
+        if self._total is None:
+            try:
+                self._total = self._count()
+            except SourceError:
+                return list(self._reading) if number == 0 else []
+        start, stop = (self._total * n // of for n in (number, number + 1))
+        if start < self._first:
+            self.close()
+            self._begin()
+        is_last = number + 1 == of
+        while self._read < stop or (is_last and not self._is_over):
+            self._step(self._total)
+            if not self._is_kept:
+                while self._held and self._first + max(self._held[0].covers, 1) <= start:
+                    self._first += self._held.pop(0).covers
+        return self._between(start, stop, stop + is_last)
+
+    def _step(self, total: int) -> None:
+        some = next(self._reading, None)
+        if some is None:
+            self._read, self._is_over = total, True  # a fault has told of the rest
+            return
+        self._held.append(some)
+        self._read += some.covers
+
+    def _between(self, start: int, stop: int, stop_of_bytes: int) -> list[Rows]:
+        found, at = [], self._first
+        for some in self._held:
+            a, b = max(start - at, 0), min(stop - at, some.covers)
+            if a < b or (some.covers == 0 and start <= at < stop_of_bytes):
+                found.append(_share(some, a, b) if some.covers else some)
+            at += some.covers
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        close = getattr(self._reading, "close", None)
+        if close is not None:
+            close()
+
+
+def _share(rows: Rows, start: int, stop: int) -> Rows:
+    """Return a part of rows by their places among those that can be read and those that can't: these come first."""
+    at, faults = 0, []
+    for fault in rows.faults:
+        if start <= at < stop:
+            faults.append(fault)
+        at += fault.covers
+    return rows.between(max(start - at, 0), max(stop - at, 0), tuple(faults))
+
+
+class StreamCursor:
+    """A file that is read from its beginning, chunk by chunk of about as many bytes."""
+
+    def __init__(
+        self, rows: Iterator[Rows], chunk_bytes: Callable[[int], int], before: StreamCursor | None = None
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            rows: of the file.
+            chunk_bytes: of the chunks that come, about, where so many were read.
+            before: a cursor of the same file that has come further: chunks that it has found, in the epoch before,
+                may still be wanted.
+        """
+        self._rows, self._chunk_bytes = rows, chunk_bytes
+        self._num_bytes = 0
+        self._prints = array("Q")
+        """Of each chunk the hash of all rows to its end; 0 where rows have none."""
+        self._chunks: dict[int, Rows] = {}
+        """Those that were read and not let go of, by number."""
+        self._before: dict[int, Rows] = {} if before is None else {**before._before, **before._chunks}
+        self._found = self._asked = 0
+        self._is_read = False
+        self.error: SourceError | None = None
+        """Why the file can't be read to its end."""
+        self.is_over = False
+        """Whether a chunk beyond the last has been asked for."""
+
+    def has(self, number: int) -> bool:
+        """Whether there is such a chunk; reads on to it."""
+        self._read_to(number, number)
+        self._asked = max(self._asked, number + 1)
+        self.is_over = number >= self._found
+        return not self.is_over
+
+    def _read_to(self, number: int, wanted: int) -> None:
+        """Read on to a chunk; those before the wanted one aren't kept."""
+        while self._found <= number and not self._is_read:
+            some = next(self._rows, None)
+            if some is None:
+                self._is_read = True
+                break
+            bounds, num_bytes = _chunk_bounds(some, self._chunk_bytes(self._num_bytes))
+            self._num_bytes += num_bytes
+            for start, stop in zip(bounds, bounds[1:]):
+                self._add(some.between(start, stop, some.faults if start == 0 else ()), wanted)
+
+    def chunk(self, number: int) -> list[Rows]:
+        """Return a chunk that was found, by this cursor or the one before."""
+        return [self._chunks[number] if number in self._chunks else self._before[number]]
+
+    def lacks(self, number: int) -> bool:
+        """Whether a chunk was read and isn't held any more."""
+        return number < self._found and number not in self._chunks
+
+    def print_of(self, number: int) -> str:
+        """Return the hash of all rows to the end of a chunk, after reading on to it; "" where there is none."""
+        self._read_to(number, number + 1)
+        return f"{self._prints[number]:016x}" if number < self._found and self._prints[number] else ""
+
+    def _add(self, chunk: Rows, wanted: int) -> None:
+        """Take a chunk that was read."""
+        if self._found >= wanted:
+            self._chunks[self._found] = chunk
+        if not len(chunk) and any(fault.number == 0 for fault in chunk.faults):
+            self.error = chunk.faults[-1].raised()
+        prints = chunk.columns.get(PRINT)
+        before = self._prints[-1] if self._found else 0
+        self._prints.append(int(prints[-1], 16) if prints else before)
+        self._found += 1
+
+    def forget(self) -> None:
+        """Let go of the chunks that were asked for."""
+        for number in [n for n in self._chunks if n < self._asked]:
+            del self._chunks[number]
+        self._before.clear()
+
+    def close(self) -> None:
+        """Close the file."""
+        close = getattr(self._rows, "close", None)
+        if close is not None:
+            close()
+
+
+def _chunk_bounds(rows: Rows, chunk_bytes: int) -> tuple[list[int], int]:
+    """Return where to cut rows into chunks of about as many bytes, and the bytes of all."""
+    sizes = np.zeros(len(rows), dtype=np.int64)
+    for name, column in rows.columns.items():
+        if name != PRINT:
+            sizes += _row_sizes(column)
+    chunk = (np.cumsum(sizes) - sizes) // chunk_bytes
+    inner = np.flatnonzero(np.diff(chunk)) + 1
+    return [0, *inner.tolist(), len(rows)], int(sizes.sum())
+
+
+def _row_sizes(column: Column) -> IntArray:
+    """Estimate the bytes of each of a column's values."""
+    if isinstance(column, list):
+        return np.fromiter(map(_value_size, column), dtype=np.int64, count=len(column))
+    return np.full(len(column), column.nbytes // max(len(column), 1), dtype=np.int64)
+
+
+def _value_size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_value_size, value.values())) + 8 * len(value)
+    if isinstance(value, list):
+        return sum(map(_value_size, value)) + 8 * len(value)
+    return 8

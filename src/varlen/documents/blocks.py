@@ -1,0 +1,234 @@
+"""Blocks: an epoch's input as small stretches of files that can be read in any order, and the order they come in.
+
+::
+
+    a.jsonl      |----|----|----|--|      bytes, moved to line ends by whoever reads them
+    b.parquet    |--:--:--|---|           row groups, the large ones in parts of their rows
+    c.jsonl.gz   ~~~~~~~~~~~~~~~~~        can't be cut: read from its beginning, in chunks
+
+Blocks follow from names, sizes and what tables say of themselves, so that every rank has the same without reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from varlen.documents.order import hashed
+from varlen.documents.source import Source
+from varlen.errors import SourceError
+from varlen.files.formats import tables
+from varlen.files.formats.reader import columns_of
+from varlen.files.paths import File
+from varlen.types import IntArray
+
+MOST_BLOCK_BYTES = 1 << 20
+FEWEST_BLOCK_BYTES = 4 << 10
+BLOCKS_OF_A_LANE = 100
+"""Blocks that a lane gets in an epoch of little data, so that the last ones are small against all that it gets."""
+KEPT_BYTES = 64 << 20
+"""Tables of no more bytes are kept in memory, and then their parts come in any order."""
+SPREAD = 8
+"""Large row groups that are read side by side where they are shuffled."""
+_MOST_PARTS = 1 << 20
+"""Of one row group or record batch."""
+_FEWEST_LIVE_BYTES = 512
+"""Of a chunk of what has just begun: it may be over soon, and lanes are to have about as much then."""
+_ENDLESS = 1 << 50
+"""Bytes, about, of what may have no end."""
+_UNPACKED = 4
+"""Bytes that a compressed byte stands for, about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Blocks:
+    """All blocks of an epoch, in the order of the files; arrays of one entry a block."""
+
+    files: IntArray
+    """int64: index among the source's files."""
+    starts: IntArray
+    """int64: in bytes, row groups or record batches, as the format is cut."""
+    stops: IntArray
+    """int64: -1 where it is the file's end."""
+    parts: IntArray
+    """int64: which part of the stretch's rows this is."""
+    of_parts: IntArray
+    """int64: parts that the stretch is read in; 0: one after the other from the file's beginning, as many as come."""
+    sizes: IntArray
+    """int64: bytes, about."""
+    block_bytes: int
+    """Of a block, at most, but for its last document."""
+    is_kept: bool = False
+    """Whether what was read of tables stays in memory."""
+    lanes: int = 1
+    """Among which the blocks are dealt."""
+
+    def __len__(self) -> int:
+        """Count the blocks; one that can't be cut counts as one."""
+        return len(self.files)
+
+    def where(self, block: int, chunk: int, files: Sequence[File]) -> str:
+        """Say where a block lies, or a chunk of one that can't be cut."""
+        path, start, parts = (
+            files[int(self.files[block])].path,
+            int(self.starts[block]),
+            int(self.of_parts[block]),
+        )
+        if parts == 0:
+            return f"chunk {chunk:,} of {path}"
+        part = f" (part {int(self.parts[block]) + 1:,} of {parts:,})" if parts > 1 else ""
+        unit = "byte" if files[int(self.files[block])].format == "jsonl" else "row group or batch"
+        return (
+            f"the lines from {unit} {start:,} of {path}"
+            if unit == "byte"
+            else f"{unit} {start:,} of {path}{part}"
+        )
+
+    def order(self, seed: int | None, epoch: int) -> IntArray:
+        """Return the numbers of the blocks in the order in which an epoch takes them, int64 `[blocks]`.
+
+        Args:
+            seed: of the shuffle; None: as they stand.
+            epoch: from 0; each has its own order.
+        """
+        if seed is None:
+            return np.arange(len(self))
+        seed = int(hashed(np.array([epoch]), seed)[0])
+        if self.is_kept:
+            return np.argsort(hashed(np.arange(len(self)), seed), kind="stable")
+        # Parts of one stretch stay in order and near each other, among those of a few others.
+        firsts = np.arange(len(self)) - self.parts
+        groups, group_of, sizes = np.unique(firsts, return_inverse=True, return_counts=True)
+        shuffled = np.argsort(hashed(groups, seed), kind="stable")
+        begins = np.zeros(len(groups), dtype=np.int64)
+        begins[shuffled] = np.cumsum(sizes[shuffled]) - sizes[shuffled]
+        return np.argsort(begins[group_of] + self.parts * SPREAD, kind="stable")
+
+    def live_bytes(self, before: int) -> int:
+        """Return how large the next chunks are of rows whose number nobody knows.
+
+        They are as small against what has come as other blocks are against all that there is.
+
+        Args:
+            before: bytes that have come.
+        """
+        return min(MOST_BLOCK_BYTES, max(_FEWEST_LIVE_BYTES, before // (BLOCKS_OF_A_LANE * self.lanes)))
+
+    def chunks_about(self) -> IntArray:
+        """Estimate how often each block is asked for something: once, or as often as its chunks fill blocks."""
+        return np.where(self.of_parts == 0, -(-self.sizes // self.block_bytes), 1)
+
+
+def cut_blocks(source: Source, lanes: int) -> Blocks:
+    """Cut the files of a source into blocks.
+
+    Args:
+        source: of documents.
+        lanes: among which the blocks are to be dealt.
+
+    Raises:
+        SourceError: a table can't be opened, and `on_error` is "raise".
+
+    Cost: one look into each table.
+    """
+    stretches = [_stretches(source, file) for file in source.files]
+    sizes = [_size(file, some) for file, some in zip(source.files, stretches)]
+    block_bytes = block_bytes_for(sum(sizes), lanes)
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    for index, file in enumerate(source.files):
+        cuts = _cut(file, sizes[index], stretches[index], block_bytes, source.text_cut == "file")
+        rows += [(index, *cut) for cut in cuts]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    table_bytes = sum(size for size, some in zip(sizes, stretches) if some is not None)
+    return Blocks(
+        files=columns[0],
+        starts=columns[1],
+        stops=columns[2],
+        parts=columns[3],
+        of_parts=columns[4],
+        sizes=columns[5],
+        block_bytes=block_bytes,
+        is_kept=table_bytes <= KEPT_BYTES,
+        lanes=lanes,
+    )
+
+
+def block_bytes_for(total_bytes: int, lanes: int) -> int:
+    """Return the most bytes of a block.
+
+    Args:
+        total_bytes: of all files, unpacked.
+        lanes: among which the blocks are to be dealt.
+    """
+    return min(MOST_BLOCK_BYTES, max(FEWEST_BLOCK_BYTES, total_bytes // (BLOCKS_OF_A_LANE * lanes)))
+
+
+def read_by_all(source: Source, blocks: Blocks) -> list[str]:
+    """Name the files that can't be cut, so that every rank reads all of each.
+
+    Args:
+        source: of documents.
+        blocks: of `cut_blocks`.
+    """
+    return [source.files[index].path for index in blocks.files[blocks.of_parts == 0].tolist()]
+
+
+def _stretches(source: Source, file: File) -> list[int] | None:
+    """Return the bytes of a table's row groups or record batches; None for what isn't cut there."""
+    if file.format not in ("parquet", "arrow"):
+        return None
+    try:
+        columns = columns_of(file, source.encoding.columns)
+        return tables.stretch_sizes(file, list(columns.names.values()) if columns is not None else [])
+    except SourceError:
+        if source.on_error == "raise":
+            raise
+        return []  # reading will tell
+
+
+def _size(file: File, stretches: Sequence[int] | None) -> int:
+    if stretches is not None:
+        return sum(stretches)
+    return max(file.size, 1) * (_UNPACKED if file.suffix_compression else 1)
+
+
+def _cut(
+    file: File, size: int, stretches: Sequence[int] | None, block_bytes: int, is_whole: bool
+) -> list[tuple[int, int, int, int, int]]:
+    """Return start, stop, part, number of parts and size of each block of a file."""
+    if file.live is not None:
+        return [(0, -1, 0, 0, _ENDLESS)]
+    if file.size == 0 and stretches is None:
+        return []
+    if stretches is not None:
+        return _cut_table(stretches, block_bytes) or [(0, -1, 0, 1, 1)]
+    if file.format == "jsonl" and file.suffix_compression is None and file.size >= 0:
+        starts = range(0, file.size, block_bytes)
+        return [
+            (start, -1 if start + block_bytes >= size else start + block_bytes, 0, 1, block_bytes)
+            for start in starts
+        ]
+    if (file.format == "text" and is_whole) or (file.size >= 0 and size <= block_bytes):
+        return [(0, -1, 0, 1, size)]
+    return [(0, -1, 0, 0, size)]
+
+
+def _cut_table(sizes: Sequence[int], block_bytes: int) -> list[tuple[int, int, int, int, int]]:
+    """Join small row groups to blocks, and cut large ones into parts."""
+    cuts: list[tuple[int, int, int, int, int]] = []
+    first = filled = 0
+    for group, size in enumerate(sizes):
+        if filled and filled + size > block_bytes:
+            cuts.append((first, group, 0, 1, filled))
+            first, filled = group, 0
+        if size > block_bytes:
+            parts = min(-(-size // block_bytes), _MOST_PARTS)
+            cuts += [(first, group + 1, part, parts, size // parts) for part in range(parts)]
+            first, filled = group + 1, 0
+        else:
+            filled += size
+    if first < len(sizes):
+        cuts.append((first, len(sizes), 0, 1, max(filled, 1)))
+    return cuts

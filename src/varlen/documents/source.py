@@ -1,0 +1,386 @@
+"""A source: files, what to take from them and how to encode it; cut into parts that can be read side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from varlen.counts import many
+from varlen.documents.documents import Documents, Encoding, Supervise, encode_rows, eos_of, none_of
+from varlen.documents.memory import placed
+from varlen.errors import SettingError, SourceError
+from varlen.files.columns import Columns, check_named
+from varlen.files.formats.reader import columns_of, cut_points, rows_of
+from varlen.files.formats.text import Cut
+from varlen.files.paths import Data, File, Format, LeftOut, unread
+from varlen.files.retry import Retry
+from varlen.files.written import read_manifest, split_documents
+from varlen.text.chat_template import CHATML, template_text
+from varlen.text.chat_template import chat_template as make_template
+from varlen.text.identity import TokenizerMark, check_same, made_by, mark_of
+from varlen.text.load_tokenizer import load_tokenizer
+from varlen.text.tokenizer import BYTE_EOS, ByteTokenizer, Tokenizer, digest
+from varlen.text.twins import TWIN, training_twin
+
+OnError = Literal["raise", "skip"]
+TextCut = Literal["auto", "file", "paragraph", "line"]
+_LOOKED_AT = 16
+"""Files whose columns tell whether anything is to be tokenized."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A stretch of one file."""
+
+    file: int
+    """Index among the source's files."""
+    start: int = 0
+    """In bytes, row groups or record batches, as the format is cut."""
+    stop: int | None = None
+    """None: to the end."""
+
+
+Part = tuple[Span, ...]
+"""What is read in one go: a stretch of a large file, or several small files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Documents in files, and how they become tokens. Cheap to hand to another process."""
+
+    files: tuple[File, ...]
+    encoding: Encoding
+    left_out: tuple[LeftOut, ...] = field(default=(), compare=False)
+    """Files of folders that hold data and aren't read: other splits, caches."""
+    taken: tuple[str, ...] = field(default=(), compare=False)
+    """Splits that were taken of folders with several."""
+    on_error: OnError = "raise"
+    text_cut: Cut = "file"
+    """What a document is in text files."""
+    packed_by: TokenizerMark | None = None
+    """Of packed sets among the files: the tokenizer that their manifests name."""
+    fingerprint: str = field(default="", compare=False)
+    """Changes with whatever decides the tokens, but for the files' contents."""
+
+    def parts(self, target_bytes: int = 64 << 20) -> list[Part]:
+        """Cut the files into parts of about as many bytes; the same files give the same parts anywhere.
+
+        Files that can't be cut (compressed, CSV, JSON arrays) are one span, however large.
+
+        Raises:
+            SourceError: a file can't be opened, and `on_error` is "raise".
+        """
+        parts: list[Part] = []
+        small: list[Span] = []
+        filled = 0
+        for index, file in enumerate(self.files):
+            cuts = self._cuts(file, target_bytes)
+            if cuts is None and 0 <= file.size <= target_bytes:
+                if filled + file.size > target_bytes and small:
+                    parts.append(tuple(small))
+                    small, filled = [], 0
+                small.append(Span(file=index))
+                filled += file.size
+                continue
+            if small:
+                parts.append(tuple(small))
+                small, filled = [], 0
+            bounds = [0, None] if cuts is None else [*cuts[:-1], None]
+            parts += [(Span(file=index, start=a or 0, stop=b),) for a, b in zip(bounds, bounds[1:])]
+        return [*parts, tuple(small)] if small else parts
+
+    def _cuts(self, file: File, target_bytes: int) -> list[int] | None:
+        try:
+            return cut_points(file, target_bytes)
+        except SourceError:
+            if self.on_error == "raise":
+                raise
+            return None  # reading will tell
+
+    def part_bytes(self, part: Part, target_bytes: int = 64 << 20) -> int:
+        """Estimate the bytes of a part: of whole files, or of a stretch of one, as long as `parts` makes it."""
+        sizes = [max(self.files[span.file].size, 1) for span in part]
+        is_stretch = len(part) == 1 and (part[0].start > 0 or part[0].stop is not None)
+        return min(sizes[0], target_bytes) if is_stretch else sum(sizes)
+
+    def watched(self, on_read: Callable[[str, int, int], None]) -> Source:
+        """Return the same source, which tells what bytes are read of which file; for this process alone."""
+        return replace(self, files=tuple(replace(file, on_read=on_read) for file in self.files))
+
+    def unread(self) -> str | None:
+        """Say which split is read, what of folders isn't, and how to read it; None where all is."""
+        return unread(self.left_out, self.taken)
+
+    def counts_bytes(self) -> bool:
+        """Whether texts or chats are to become bytes: no tokenizer is given, and not all is tokens already.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+        """
+        if not isinstance(self.encoding.tokenizer, ByteTokenizer):
+            return False
+        return any(columns.kind != "tokens" for columns in self._first_columns())
+
+    def said_of_template(self) -> str | None:
+        """Say that chats are written as ChatML since the tokenizer has no chat template, and none was named.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+        """
+        tokenizer = self.encoding.tokenizer
+        if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
+            return None
+        if not any(columns.kind in ("messages", "instruction") for columns in self._first_columns()):
+            return None
+        return (
+            f"the tokenizer {tokenizer.name} has no chat template, so chats are written as ChatML; name the model's "
+            "own by --chat-template (chat_template=)"
+        )
+
+    def made_by(self) -> TokenizerMark | None:
+        """Return the tokenizer that makes the tokens, or made those that are there; None where nobody says which.
+
+        Looks at the columns of the first files only, where no tokenizer is given.
+        """
+        tokenizer = self.encoding.tokenizer
+        if not isinstance(tokenizer, ByteTokenizer) or self.counts_bytes():
+            return mark_of(tokenizer)
+        return self.packed_by
+
+    def check_eos(self) -> None:
+        """Refuse to end texts with a token that the tokenizer doesn't name, before they are read.
+
+        Looks at the columns of the first files only; one that can't be read is left to reading.
+
+        Raises:
+            SettingError: texts are to be ended so.
+        """
+        if not self.encoding.append_eos or self.encoding.tokenizer.specials.eos_id is not None:
+            return
+        if any(columns.kind == "text" for columns in self._first_columns()):
+            eos_of(self.encoding)
+
+    def _first_columns(self) -> Iterator[Columns]:
+        """Yield what the rows of the first files hold, of those that can be read."""
+        for file in self.files[:_LOOKED_AT]:
+            try:
+                columns = columns_of(file, self.encoding.columns)
+            except SourceError:
+                continue
+            if columns is not None:
+                yield columns
+
+    def read(self, part: Part) -> Iterator[Documents]:
+        """Yield the documents of a part, in the order of the files, a few megabytes at a time.
+
+        Raises:
+            SourceError: a record or a file can't be read, and `on_error` is "raise".
+            SettingError: the tokenizer fails.
+        """
+        for span in part:
+            yield from self._read_span(span)
+
+    def _read_span(self, span: Span) -> Iterator[Documents]:
+        file = self.files[span.file]
+        for rows, columns in rows_of(file, self.encoding.columns, self.text_cut, span.start, span.stop):
+            if columns is None or not len(rows):
+                documents = none_of(rows.faults)
+            else:
+                documents = encode_rows(rows, columns, self.encoding)
+            if documents.faults and self.on_error == "raise":
+                raise documents.faults[0].raised()
+            yield documents
+
+
+def open_source(
+    data: Data,
+    tokenizer: Any = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chat_template: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    allow_unwritten: bool = False,
+    eos: int | str | None = None,
+    append_eos: bool = True,
+    supervise: Supervise = "assistant",
+    row_weights: bool = False,
+    text_cut: TextCut = "auto",
+    split: str | None = None,
+    format: Format | None = None,
+    binary_as_text: bool = False,
+    vocab_size: int | None = None,
+    on_error: OnError = "raise",
+    leave_out: Sequence[Path] = (),
+    retry: Retry | None = None,
+    cache: Path | None = None,
+) -> Source:
+    """Say what documents are read from where, and how they become tokens. Nothing is read yet but names.
+
+    Args:
+        data: a file, a folder, a glob or a URL; rows in memory; or several of these, as `docs/data.md` lists them.
+        tokenizer: "bytes" or None for the built-in one, a file or folder, an object, or a function.
+        columns: names of columns by role, such as {"text": "body"}, where they aren't the usual ones.
+        chat_template: a jinja template, a file that holds one, or "trl-training" for the twin that TRL has of the
+            tokenizer's; None for the tokenizer's own, else ChatML.
+        chat_template_kwargs: what the template sees beside the chat, such as {"enable_thinking": False}; a row's own
+            column of this name goes before it.
+        allow_unwritten: count the texts of an assistant's own turn that the template leaves out, such as thoughts
+            that it has no form for; else they are an error.
+        eos: the token that ends a document, by id or text; None for the tokenizer's own.
+        append_eos: end every text with it.
+        supervise: "assistant": of chats and completions only what the model is to say; "last": of that the last
+            turn; "all": everything.
+        row_weights: take weights of messages and tokens as those of their losses; else only 0 and 1 are read.
+        text_cut: what a document is in a text file: "file", "paragraph", "line", or "auto": paragraphs of a
+            single file, else files.
+        split: of folders that hold several by Hugging Face's naming: the one to read, or "all"; None for `train`
+            where there are others, and else everything. Files and globs are read as they are named.
+        format: of every file, as "jsonl", "json", "csv", "tsv", "text", "parquet", "arrow" or "npz"; None goes by
+            their names, and by what they hold where those say nothing.
+        binary_as_text: read binary columns of Parquet and Arrow as UTF-8 text.
+        vocab_size: refuse ready tokens at or above; None takes that of a tokenizer that is given, else any.
+        on_error: "raise" at the first bad record, or "skip" it and tell.
+        leave_out: folders that results go to; where they lie in a folder of data, they aren't read.
+        retry: how often and how long a listing or a read of remote files is tried; None for the usual.
+        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
+
+    Raises:
+        SourceError: no such files, or the rows of a packed set that holds pieces of documents.
+        SettingError: a setting out of range.
+        MissingExtraError: a package that isn't installed.
+    """
+    if on_error not in ("raise", "skip"):
+        raise SettingError(f'on_error must be "raise" or "skip", got {on_error!r}')
+    if supervise not in ("assistant", "last", "all"):
+        raise SettingError(f'supervise must be "assistant", "last" or "all", got {supervise!r}')
+    if text_cut not in ("auto", "file", "paragraph", "line"):
+        raise SettingError(f'text_cut must be "auto", "file", "paragraph" or "line", got {text_cut!r}')
+    check_reading(split, format)
+    named = dict(columns or {})
+    check_named(named)
+    from varlen.files.finding import Naming, find  # which workers need not
+
+    naming = Naming(
+        split=split,
+        format=format,
+        binary_as_text=binary_as_text,
+        fields=tuple(named.values()),
+        leave_out=leave_out,
+        retry=retry or Retry(),
+    )
+    files = (found := find(placed(data, named, cache), naming)).files
+    _refuse_cut_rows(files)
+    made = load_tokenizer(tokenizer, eos=eos)
+    specials = made.specials
+    template = make_template(
+        _templates(chat_template, specials.chat_templates),
+        special_tokens=specials.texts,
+        end_marks=specials.end_marks,
+        variables=chat_template_kwargs,
+    )
+    is_given = tokenizer is not None and tokenizer != "bytes"
+    packed_by = _packed_by(files, made if is_given else None)
+    known = made.vocab_size if is_given else None
+    encoding = Encoding(
+        tokenizer=made,
+        template=template,
+        append_eos=append_eos,
+        supervise=supervise,
+        allow_unwritten=bool(allow_unwritten),
+        row_weights=bool(row_weights),
+        vocab_size=known if vocab_size is None else vocab_size,
+        columns=named,
+    )
+    cut: Cut = text_cut if text_cut != "auto" else "paragraph" if len(files) == 1 else "file"
+    matters: Cut = cut if any(file.format == "text" for file in files) else "file"
+    # The vocabulary decides which records are refused, and so with on_error="skip" which are left out.
+    deciding = (_reading(made), template.fingerprint, append_eos, supervise, sorted(named.items()), matters)
+    given = _given(allow_unwritten=allow_unwritten, binary_as_text=binary_as_text, row_weights=row_weights)
+    settings = (*deciding, encoding.vocab_size, *given, *([format] if format else []))
+    return Source(
+        files=files,
+        encoding=encoding,
+        left_out=found.left_out,
+        taken=found.taken,
+        on_error=on_error,
+        text_cut=cut,
+        packed_by=packed_by,
+        fingerprint=digest(repr(settings)),
+    )
+
+
+def _given(**switches: bool) -> list[str]:
+    """Name switches that are on, so that what was made before there were any is known again."""
+    return [name for name, is_on in switches.items() if is_on]
+
+
+def _reading(tokenizer: Tokenizer) -> str:
+    """Return what changes with the ids of documents, their ends among them."""
+    eos, usual = tokenizer.specials.eos_id, isinstance(tokenizer, ByteTokenizer)
+    return tokenizer.fingerprint if usual and eos == BYTE_EOS else f"{tokenizer.fingerprint} eos {eos}"
+
+
+def check_reading(split: str | None, format_: str | None) -> None:
+    """Refuse a split without a name, and formats that aren't read.
+
+    Raises:
+        SettingError: one is given.
+    """
+    if split is not None and not (isinstance(split, str) and split):
+        raise SettingError(f'split must be the name of one, or "all", got {split!r}')
+    if format_ is not None and format_ not in get_args(Format):
+        raise SettingError(f"format must be one of {', '.join(get_args(Format))}; got {format_!r}")
+
+
+def _refuse_cut_rows(files: Sequence[File]) -> None:
+    """Refuse a packed set as documents if packing cut some: its pieces would pass for documents.
+
+    Raises:
+        SourceError: it did.
+    """
+    for folder in sorted({file.folder for file in files if file.folder is not None}):
+        if cut := split_documents(folder):
+            raise SourceError(
+                f"{folder} was packed with {many(cut, 'document')} cut into pieces, which can't be told from "
+                "documents; pack the data again, with --tokens FOLDER to keep the tokens for the next time"
+            )
+
+
+def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark | None:
+    """Return the tokenizer that made the packed sets among files; None where none of them says.
+
+    Args:
+        files: to be read.
+        given: the tokenizer that ready tokens are taken to be of; None where none is.
+
+    Raises:
+        SettingError: another one made them, or they were made by several.
+    """
+    found: tuple[Path, TokenizerMark] | None = None
+    for folder in sorted({file.folder for file in files if file.folder is not None}):
+        manifest = read_manifest(folder)
+        mark = made_by(manifest)
+        if manifest is None:
+            continue
+        if given is not None:
+            check_same(
+                str(folder), mark, mark_of(given), "leave the tokenizer out, or pack the data with that one"
+            )
+        if mark is None:
+            continue
+        if found is not None:
+            check_same(str(folder), mark, found[1], f"which made those in {found[0]}: read the two apart")
+        found = found or (folder, mark)
+    return None if found is None else found[1]
+
+
+def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
+    """Return the chat template that is meant, or those of the tokenizer by name.
+
+    Raises:
+        SettingError: a file is named that isn't there, or TRL has no twin of the tokenizer's template.
+        MissingExtraError: the twin is asked for, and TRL isn't installed.
+    """
+    if chosen is None:
+        return own
+    return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)

@@ -1,0 +1,294 @@
+"""The folder of rows that were given in memory: files by their content, removed when nobody reads them any more.
+
+::
+
+    ~/.cache/varlen/rows/         or the cache folder that was named, else the temporary folder
+      3f9a...c2/                  rows of this content, for all processes of this machine that were given them
+        rows.jsonl                or rows.arrow
+        lock                      locked, shared, by each process that reads
+        varlen.json               our mark: nothing without it is removed
+      .making-5d1c.../            the same while it is written, locked by its writer; one rename makes it appear
+
+The lock of a process that was killed is gone with it, so whoever comes next knows what is stale and removes it: what
+lies there is never more than the rows that living processes hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from varlen import __version__
+from varlen.documents.held import Held
+from varlen.errors import SettingError
+from varlen.regular import read_regular
+
+_log = logging.getLogger(__name__)
+TEXT_ROWS, TABLE = "rows.jsonl", "rows.arrow"
+_LOCK, _MARK = "lock", "varlen.json"
+_OURS = {TEXT_ROWS, TABLE, _LOCK, _MARK}
+_MAKING, _LEAVING = ".making-", ".leaving-"
+_NAME_DIGITS = 40
+_TRIES, _PAUSE_S = 100, 0.02
+"""How often a folder that another process is removing is looked at, before the rows get a folder of their own."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spooled:
+    """A file of the spool."""
+
+    path: Path
+    size: int
+    content: str
+    """Its fingerprint, as `fingerprints.fingerprint` gives that of a file of the same bytes."""
+    hold: Held
+    """It is removed when the last hold on it, of any process, is gone."""
+
+
+class Sink:
+    """A file that is written from its beginning to its end, and hashed meanwhile."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.size = 0
+        self.closed = False
+
+    def write(self, content: Any) -> int:
+        """Write some bytes, or any buffer; returns how many."""
+        self._hash.update(content)
+        self._file.write(content)
+        written = memoryview(content).nbytes
+        self.size += written
+        return written
+
+    def tell(self) -> int:
+        """Return how many bytes are written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Do nothing: who reads comes later."""
+
+    def close(self) -> None:
+        """Write no more."""
+        self.closed = True
+
+    @property
+    def content(self) -> str:
+        """The fingerprint of what is written so far."""
+        return f"sha256:{self._hash.hexdigest()}"
+
+
+def cache_folder(cache: Path | None) -> Path | None:
+    """Return varlen's cache folder: the one that was named, else that of the user; None where there is no home."""
+    if cache is not None:
+        return Path(cache)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "varlen"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def spool(write: Callable[[Sink], None], name: str, cache: Path | None) -> Spooled:
+    """Write a file into the spool, or find the same bytes there.
+
+    Several processes may do so at once: each writes its own, and the first that is done stands for all.
+
+    Args:
+        write: writes the content; called once.
+        name: of the file, such as "rows.jsonl".
+        cache: folder to be used; None for the user's. Where it can't be written, the temporary folder is taken.
+
+    Raises:
+        SettingError: the disk is full, or neither folder can be written.
+        SourceError: what `write` says.
+    """
+    making, lock = _begun(cache)
+    try:
+        try:
+            with (making / name).open("wb") as file:
+                sink = Sink(file)
+                write(sink)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            free = shutil.disk_usage(making).free
+            raise SettingError(
+                f"rows that are given in memory are written to {making.parent} for those who read them, and the disk "
+                f"is full ({free / 1e6:,.0f} MB free); make room, or name a folder on another disk (cache=)"
+            ) from error
+        folder, lock = _published(making, lock, name, sink)
+    except BaseException:
+        lock.close()
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    return Spooled(
+        path=folder / name,
+        size=sink.size,
+        content=sink.content,
+        hold=Held(_let_go, folder, lock, os.getpid()),
+    )
+
+
+def _begun(cache: Path | None) -> tuple[Path, IO[bytes]]:
+    """Return a new folder to write in, and its lock, which is held; stale ones beside it are removed.
+
+    Raises:
+        SettingError: no folder can be written.
+    """
+    named = cache_folder(cache)
+    faults: list[str] = []
+    for place in _places(named):
+        making: Path | None = None
+        try:
+            base = place()
+            base.mkdir(parents=True, exist_ok=True)
+            _remove_stale(base)
+            making = base / f"{_MAKING}{uuid.uuid4().hex}"
+            making.mkdir()
+            lock = (making / _LOCK).open("wb")
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            (making / _MARK).write_text(json.dumps({"varlen": __version__, "kind": "rows"}) + "\n")
+        except OSError as error:  # read-only, forbidden, full, or without locks
+            if making is not None:
+                shutil.rmtree(making, ignore_errors=True)
+            faults.append(f"{error.filename or named}: {error.strerror or error}")
+            continue
+        if faults:
+            _log.info("rows that are given in memory are written to %s, since %s", base, faults[0])
+        return making, lock
+    raise SettingError(
+        f"rows that are given in memory can't be written to a file for those who read them ({'; '.join(faults)}); "
+        "name a folder that can be written (cache=)"
+    )
+
+
+def _places(named: Path | None) -> Iterator[Callable[[], Path]]:
+    if named is not None:
+        yield lambda: named.absolute() / "rows"
+    yield _temporary
+
+
+def _temporary() -> Path:
+    """Return a folder of this user's below the temporary folder, in which nobody else can have laid anything.
+
+    Raises:
+        OSError: there is none.
+    """
+    own = Path(tempfile.gettempdir()) / f"varlen-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        own = Path(tempfile.mkdtemp(prefix="varlen-"))
+    return own / "rows"
+
+
+def _published(making: Path, lock: IO[bytes], name: str, sink: Sink) -> tuple[Path, IO[bytes]]:
+    """Have a finished file appear under its content, or take the one that is there; returns its folder and lock."""
+    target = making.with_name(sink.content.removeprefix("sha256:")[:_NAME_DIGITS])
+    for _ in range(_TRIES):
+        try:
+            making.rename(target)
+            return target, lock
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        theirs = _shared(target)
+        if theirs is not None:
+            if _size_of(target / name) == sink.size:
+                shutil.rmtree(making, ignore_errors=True)
+                lock.close()
+                return target, theirs
+            theirs.close()
+        time.sleep(_PAUSE_S)
+    alone = making.with_name(f"{target.name}-{uuid.uuid4().hex}")  # somebody laid something else there
+    making.rename(alone)
+    return alone, lock
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def _shared(folder: Path) -> IO[bytes] | None:
+    """Return the lock of a folder of ours, held; None where it isn't ours, or is being removed."""
+    lock = _locked(folder, fcntl.LOCK_SH)
+    if lock is not None and not _is_ours(folder):
+        lock.close()
+        return None
+    return lock
+
+
+def _locked(folder: Path, how: int) -> IO[bytes] | None:
+    """Return the lock of a folder, held; None where others hold it otherwise, or it is gone."""
+    try:
+        lock = (folder / _LOCK).open(
+            "r+b"
+        )  # network file systems lock against others only what may be written
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock.fileno()), (folder / _LOCK).stat()):
+            return lock
+    except OSError:
+        pass
+    lock.close()
+    return None
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        mark = json.loads(read_regular(folder / _MARK))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(mark, dict) and "varlen" in mark and mark.get("kind") == "rows"
+
+
+def _remove_stale(base: Path) -> None:
+    """Remove what processes left that are gone."""
+    for folder in list(base.iterdir()):
+        if folder.is_symlink() or not _is_ours(folder):
+            continue
+        lock = _locked(folder, fcntl.LOCK_EX)
+        if lock is not None:
+            _remove(folder, lock)
+
+
+def _remove(folder: Path, lock: IO[bytes]) -> None:
+    """Remove a folder whose lock is held against all others; nobody sees half of it."""
+    leaving = folder.with_name(f"{_LEAVING}{uuid.uuid4().hex}")
+    with suppress(OSError):
+        if _OURS.issuperset(path.name for path in folder.iterdir()):  # nothing that somebody laid beside it
+            folder.rename(leaving)
+            shutil.rmtree(leaving, ignore_errors=True)
+    lock.close()
+
+
+def _let_go(folder: Path, lock: IO[bytes], process: int) -> None:
+    """Give a shared lock back; the last who does removes the folder."""
+    if os.getpid() != process:  # a fork has the same lock as the process that it came from
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, ValueError):
+        lock.close()
+        return
+    _remove(folder, lock)

@@ -1,0 +1,158 @@
+"""What a file holds, by its first bytes: what goes before a name that says nothing, or says something else.
+
+=====================================  ==========================================================================
+first bytes                            are those of
+=====================================  ==========================================================================
+`PAR1`                                 Parquet
+`ARROW1`; ff ff ff ff and a length     Arrow, as a file or a stream
+zip whose first member is `*.npy`      npz
+`{`, and objects line by line          JSON lines: two lines or more that are objects each; or one, even if only
+                                       its beginning is seen, with a field that documents have
+`[` and an object                      JSON, if the object has a field that documents have
+`ustar` at byte 257, `%PDF-`, ...      a file that isn't read: it is refused by what it is
+anything else                          text; a document with a NUL byte is refused
+=====================================  ==========================================================================
+
+Prose, source code, one object over several lines and lists of values stay text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from json.decoder import scanstring  # type: ignore[attr-defined] # of the standard library, in C
+from typing import Any
+
+from varlen.files.paths import Format
+
+LOOKED_AT_BYTES = 64 << 10
+"""Of a file whose name says nothing."""
+MARK_BYTES = 512
+"""At the beginning of a file, in which all marks stand."""
+_MARKS: dict[bytes, str] = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"FEA1": "a Feather file of version 1",
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"MMIDIDX": "an index of Megatron's",
+    b"Obj\x01": "an Avro file",
+    b"ORC": "an ORC file",
+    b"\x89HDF\r\n": "an HDF5 file",
+    b"SQLite format 3": "an SQLite database",
+    b"%PDF-": "a PDF",
+    b"\x89PNG\r\n": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x7fELF": "a program",
+    b"7z\xbc\xaf": "a 7z archive",
+}
+OTHER_TEXT: dict[bytes, str] = {
+    b"\xff\xfe\x00\x00": "text in UTF-32",
+    b"\xff\xfe": "text in UTF-16",
+    b"\xfe\xff": "text in UTF-16",
+}
+"""Marks of text that isn't UTF-8."""
+_NUL_BEHIND = (b"Obj\x01", b"ORC")
+"""Marks that text could begin with, which count where a NUL byte follows."""
+_TAR, _TAR_AT = b"ustar", 257
+_STREAM = b"\xff\xff\xff\xff"
+_MOST_SCHEMA_BYTES = 1 << 26
+_BLANKS = " \t\r\n"
+
+
+def mark_of(head: bytes) -> str | None:
+    """Return what a file is by its first bytes, as "a tar archive"; None where they could be those of text."""
+    if head[_TAR_AT : _TAR_AT + len(_TAR)] == _TAR:
+        return "a tar archive"
+    for mark, kind in (_MARKS | OTHER_TEXT).items():
+        if head.startswith(mark) and (mark not in _NUL_BEHIND or b"\0" in head):
+            return kind
+    return "an Arrow stream" if _is_stream(head) else None
+
+
+def rows_in(head: bytes, fields: Collection[str], *, is_whole: bool) -> Format | None:
+    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
+
+    Args:
+        head: of the file, unpacked.
+        fields: names of columns that documents stand in.
+        is_whole: nothing follows.
+    """
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"ARROW1") or _is_stream(head):
+        return "arrow"
+    if head.startswith(b"PK\x03\x04"):
+        length = int.from_bytes(head[26:28], "little")
+        return "npz" if head[30 : 30 + length].endswith(b".npy") else None
+    text = (
+        head.removeprefix(b"\xef\xbb\xbf")
+        .decode(errors="ignore" if not is_whole else "replace")
+        .lstrip(_BLANKS)
+    )
+    if text.startswith("{"):
+        return "jsonl" if _are_lines(text, fields, is_whole=is_whole) else None
+    if text.startswith("["):
+        inside = text[1:].lstrip(_BLANKS)
+        return "json" if inside.startswith("{") and not fields_in(inside).isdisjoint(fields) else None
+    return None
+
+
+def _are_lines(text: str, fields: Collection[str], *, is_whole: bool) -> bool:
+    """Whether text is objects line by line, as far as it is seen."""
+    lines = [line for line in text.split("\n") if line.strip(_BLANKS)]
+    whole = lines if is_whole or text.endswith("\n") else lines[:-1]
+    if not whole:
+        return not fields_in(lines[0]).isdisjoint(fields)
+    objects = [_object(line) for line in whole]
+    if any(found is None for found in objects[:-1]) or objects[0] is None:
+        return False
+    if len(objects) > 1:
+        return objects[1] is not None
+    if len(lines) > 1 and not lines[1].lstrip(_BLANKS).startswith("{"):
+        return False
+    return not objects[0].keys().isdisjoint(fields)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def fields_in(text: str) -> set[str]:
+    """Return the names of the first fields of an object, as far as its text is seen."""
+    decoder, at = json.JSONDecoder(), 1
+    found: set[str] = set()
+    try:
+        while True:
+            at = _past_blanks(text, at)
+            if text[at] != '"':
+                return found
+            name, at = scanstring(text, at + 1, True)
+            at = _past_blanks(text, at)
+            if text[at] != ":":
+                return found
+            found.add(name)
+            _, at = decoder.raw_decode(text, _past_blanks(text, at + 1))
+            at = _past_blanks(text, at)
+            if text[at] != ",":
+                return found
+            at += 1
+    except (ValueError, IndexError, RecursionError):
+        return found
+
+
+def _past_blanks(text: str, at: int) -> int:
+    while text[at] in _BLANKS:
+        at += 1
+    return at
+
+
+def _is_stream(head: bytes) -> bool:
+    """Whether bytes begin as a stream of Arrow's does: a mark, and the length of its schema."""
+    if not head.startswith(_STREAM) or len(head) < len(_STREAM) + 4:
+        return False
+    length = int.from_bytes(head[len(_STREAM) : len(_STREAM) + 4], "little", signed=True)
+    return 0 < length < _MOST_SCHEMA_BYTES and length % 8 == 0

@@ -1,0 +1,346 @@
+"""From what the user names - paths, folders, globs, URLs - to the files that are read, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from varlen.counts import many
+from varlen.errors import SourceError
+from varlen.files.columns import DOCUMENT_FIELDS
+from varlen.files.folders import Chosen, Folder, choose_files, dangling_links
+from varlen.files.opening import rows_at
+from varlen.files.paths import Data, File, Format, Found, LeftOut, entries_of, is_url, kind_of, says_text
+from varlen.files.remote import Listed, list_remote, read_remote
+from varlen.files.retry import Retry
+from varlen.files.seen import Seen
+from varlen.files.splits import ALL, no_such_split
+from varlen.files.written import (
+    MANIFESTS,
+    PARTIAL,
+    WORK,
+    check_parts,
+    is_beside_results,
+    is_unfinished,
+    read_manifest,
+    what_varlen_wrote,
+)
+from varlen.regular import read_regular
+
+_THREADS = 16
+"""Side by side, that look into remote files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Naming:
+    """What the caller says of files beside their names."""
+
+    split: str | None = None
+    """Of folders that hold several: its name, or "all"; None for `train`."""
+    format: Format | None = None
+    """Of every file; None where names and contents say it."""
+    binary_as_text: bool = False
+    """Binary columns of tables are UTF-8 text."""
+    fields: Collection[str] = ()
+    """Columns of documents that have other names than the usual ones."""
+    leave_out: Sequence[Path] = ()
+    """Folders that results go to; where they lie in a folder or match a glob, they aren't read."""
+    retry: Retry = field(default_factory=Retry)
+
+
+def find_files(data: Data, leave_out: Sequence[Path] = (), retry: Retry | None = None) -> list[File]:
+    """List the files that paths, folders, globs or URLs stand for; arguments and errors as of `find`."""
+    return list(find(data, Naming(leave_out=leave_out, retry=retry or Retry())).files)
+
+
+def find(data: Data, naming: Naming | None = None) -> Found:
+    """List the files that paths, folders, globs or URLs stand for, and what of their folders isn't read.
+
+    Each of them gives its files sorted by name, one after the other in the order they were named. Folders that are
+    links are followed; one that is met again is not. A file, and whatever a glob matches, is always read.
+
+    Args:
+        data: what is named.
+        naming: what the caller says of it; None for nothing.
+
+    Raises:
+        SourceError: nothing is there, a file was named twice, or all of them are empty.
+    """
+    naming = naming or Naming()
+    entries = entries_of(data)
+    if not entries:
+        raise SourceError("no data was named; pass a file, a folder, a glob or a URL")
+    found = [_find(entry, naming) for entry in entries]
+    files = [file for each in found for file in each.files]
+    if naming.split not in (None, ALL) and not any(each.is_folder for each in found):
+        raise SourceError(
+            f"{no_such_split(str(naming.split), {}, str(entries[0]))}: files and globs are read as they are named"
+        )
+    _refuse_twice(files)
+    if all(file.size == 0 for file in files):
+        beside = many(len(files) - 1, "file beside it is", "files beside it are")
+        more = f", and {beside} too" if len(files) > 1 else ""
+        raise SourceError(f"{files[0].path} is empty (0 bytes){more}; was it written to the end?")
+    return Found(
+        files=tuple(files),
+        left_out=tuple(one for each in found for one in each.left_out),
+        taken=tuple(dict.fromkeys(split for each in found for split in each.taken)),
+    )
+
+
+def _refuse_twice(files: Sequence[File]) -> None:
+    """Refuse a file that is met twice, by its own name or by that of a link to it.
+
+    Raises:
+        SourceError: there is one.
+    """
+    seen: dict[str, str] = {}
+    for file in files:
+        place = file.path if file.is_remote else os.path.realpath(file.place)
+        first = seen.setdefault(place, file.path)
+        if first is file.path:
+            continue
+        linked = os.path.abspath(first) != os.path.abspath(file.path)  # noqa: PTH100 - leaves links alone
+        twice = f"and {first} are links to one file" if linked and not file.is_remote else "is named twice"
+        raise SourceError(f"{file.path} {twice}; its documents would be read twice: name it once")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """What one of the things that are named stands for."""
+
+    files: list[File]
+    is_folder: bool = False
+    left_out: tuple[LeftOut, ...] = ()
+    taken: tuple[str, ...] = ()
+
+
+def _find(data: str | Path | File, naming: Naming) -> _Entry:
+    """List the files of one entry."""
+    if isinstance(data, File):  # rows in memory, which say what they are
+        return _Entry(files=[replace(data, binary_as_text=naming.binary_as_text)])
+    if not str(data):
+        raise SourceError("an empty path was given; pass a file, a folder, or a glob ('.' is this folder)")
+    if is_url(data):
+        return _find_remote(str(data), naming)
+    try:
+        return _find_local(data, naming)
+    except OSError as error:
+        raise SourceError(f"{data} can't be read: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # "~" of nobody, "**" beside other letters
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"{data} can't be a path or a glob: {error}") from error
+
+
+def _find_local(data: str | Path, naming: Naming) -> _Entry:
+    """List the files of a path or a glob."""
+    path = Path(data).expanduser()
+    if path.is_file():
+        return _as_named([_listed(path, path.parent)], naming)
+    if path.is_dir():
+        return _of_folder(_local_folder(path, naming), naming)
+    if path.is_symlink():
+        raise SourceError(dangling_links([str(data)]))
+    if glob.has_magic(str(path)):
+        return _as_named(_matching(path, data, _unread(naming)), naming)
+    if path.exists():
+        raise SourceError(
+            f"{data} is neither a file nor a folder (a pipe or a device); save it to a file first"
+        )
+    raise SourceError(
+        f"{data} does not exist; pass a JSONL, JSON, CSV, Parquet, Arrow or text file, a folder of them, or a glob"
+        + ('; if it is a text, pass rows: [{"text": text} for text in texts]' if " " in str(data) else "")
+    )
+
+
+def _unread(naming: Naming) -> list[Path]:
+    """Return the folders whose files aren't read, and those in which they are made."""
+    return [path for out in naming.leave_out if out.name for path in (out, out.with_name(out.name + PARTIAL))]
+
+
+def _find_remote(url: str, naming: Naming) -> _Entry:
+    """List the files behind a URL."""
+    listing, kind = list_remote(url, naming.retry)
+    if kind != "folder":
+        return _as_named(listing, naming)
+    folder = Folder(
+        path=url,
+        listing=listing,
+        read=lambda entry: read_remote(entry.path, naming.retry),
+        look=lambda entries: _look([_file(entry, naming) for entry in entries], naming),
+    )
+    return _of_folder(folder, naming)
+
+
+def _as_named(listing: Sequence[Listed], naming: Naming) -> _Entry:
+    """Return files that the user named by themselves: all are read, and those that say nothing are looked into."""
+    files = [_file(entry, naming) for entry in listing]
+    unknown = [
+        file for file in files if not file.is_told and file.format == "text" and not says_text(file.name)
+    ]
+    seen = {
+        file.path: format_ for file, format_ in zip(unknown, _look(unknown, naming)) if format_ is not None
+    }
+    return _Entry(files=[replace(f, format=seen[f.path]) if f.path in seen else f for f in files])
+
+
+def _of_folder(folder: Folder, naming: Naming) -> _Entry:
+    """Return those files of a folder that hold documents."""
+    chosen: Chosen = choose_files(folder, naming.split, naming.format)
+    files = [_file(entry, naming) for entry in chosen.entries]
+    if naming.format is None:
+        files = [replace(file, format=chosen.formats.get(file.path, file.format)) for file in files]
+    return _Entry(files=files, is_folder=True, left_out=chosen.summary(), taken=chosen.taken)
+
+
+def _look(files: Sequence[File], naming: Naming) -> list[Format | None]:
+    """Return the formats of rows that files hold, by their first bytes; what can't be read is left to reading."""
+    fields = DOCUMENT_FIELDS.union(naming.fields)
+
+    def look(file: File) -> Format | None:
+        try:
+            return rows_at(file, fields)
+        except SourceError:
+            return None
+
+    if not any(file.is_remote for file in files):
+        return [look(file) for file in files]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="varlen-look") as threads:
+        return list(threads.map(look, files))
+
+
+def _matching(path: Path, data: str | Path, unread: Sequence[Path]) -> list[Listed]:
+    """List what a local glob matches."""
+    fixed = Path(*_before_magic(path.parts))
+    pattern = path.relative_to(fixed)
+    if pattern.name == "**":  # to older Pythons, folders alone
+        pattern /= "*"
+    matched = sorted(fixed.glob(str(pattern)))
+    gone = [str(p) for p in matched if p.is_symlink() and not p.exists()]
+    if gone:
+        raise SourceError(dangling_links(gone))
+    found = _without([p for p in matched if p.is_file() and not is_beside_results(p)], unread)
+    if not found:
+        raise SourceError(f"no file matches {data}; quote the pattern so that the shell leaves it alone")
+    folders = {p.parent for p in found} - {fixed}
+    results = sorted(folder for folder in folders if what_varlen_wrote(folder) is not None)
+    if results and any(p.parent not in results for p in found):  # else they are meant
+        raise SourceError(_result_in_data(results, str(data)))
+    return [_listed(p, fixed) for p in found]
+
+
+def _without(paths: Sequence[Path], unread: Sequence[Path]) -> list[Path]:
+    """Leave out what lies in some folders, whatever links lead there."""
+    places = {path.resolve() for path in unread if path.exists()}
+    if not places:
+        return list(paths)
+    folders = {path.parent: path.parent.resolve() for path in paths}
+    inside = {f for f, real in folders.items() if not places.isdisjoint((real, *real.parents))}
+    return [path for path in paths if path.parent not in inside]
+
+
+def _before_magic(parts: Iterable[str]) -> list[str]:
+    """Return the parts of a pattern before the first that is one, and not the name of a folder."""
+    fixed: list[str] = []
+    for part in parts:
+        if glob.has_magic(part) and not Path(*fixed, part).is_dir():
+            break
+        fixed.append(part)
+    return fixed or ["."]
+
+
+def _listed(path: Path, root: Path, *, is_gone: bool = False) -> Listed:
+    seen = None if is_gone else Seen.of(path.stat())
+    size = -1 if seen is None else seen.size
+    return Listed(path=str(path), name=path.relative_to(root).as_posix(), size=size, seen=seen)
+
+
+def _file(listed: Listed, naming: Naming) -> File:
+    format_, compression = kind_of(listed.name)
+    return File(
+        path=listed.path,
+        name=listed.name,
+        size=listed.size,
+        format=naming.format or format_,
+        suffix_compression=compression,
+        is_told=naming.format is not None,
+        binary_as_text=naming.binary_as_text,
+        mark=listed.mark,
+        seen=listed.seen,
+        retry=naming.retry,
+    )
+
+
+def _local_folder(path: Path, naming: Naming) -> Folder:
+    """List a folder, and refuse results of ours among its data."""
+    every, gone = _walk(path)
+    unread = _unread(naming)
+    files = _without(every, unread)
+    _refuse_results(path, files)
+    manifest = read_manifest(path)
+    if manifest is not None and manifest.get("kind") == "packed":
+        check_parts(path, manifest)
+    gone = _without(gone, unread)
+    listing = [*(_listed(p, path) for p in files), *(_listed(p, path, is_gone=True) for p in gone)]
+    order = {str(p): number for number, p in enumerate(sorted([*files, *gone]))}
+    return Folder(
+        path=str(path),
+        listing=sorted(listing, key=lambda entry: order[entry.path]),
+        read=lambda entry: read_regular(entry.path),
+        look=lambda entries: _look([_file(entry, naming) for entry in entries], naming),
+        gone=frozenset(map(str, gone)),
+    )
+
+
+def _walk(path: Path) -> tuple[list[Path], list[Path]]:
+    """List all files below a folder, those of linked folders too, each place once; and links that lead nowhere."""
+    found: list[Path] = []
+    seen: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, subfolders, names in os.walk(path, onerror=fail, followlinks=True):
+        place = os.path.realpath(folder)
+        if place in seen:
+            subfolders.clear()
+            continue
+        seen.add(place)
+        subfolders.sort()
+        found += [Path(folder, name) for name in names]
+    files = {p: p.is_file() for p in sorted(found)}
+    gone = [p for p, is_file in files.items() if not is_file and p.is_symlink() and not p.exists()]
+    return [p for p, is_file in files.items() if is_file], gone
+
+
+def _refuse_results(path: Path, files: Sequence[Path]) -> None:
+    """Refuse a folder with results of varlen's below it, whose rows would be read beside what they were made of.
+
+    Raises:
+        SourceError: there are some, or the folder itself is half a result.
+    """
+    if is_unfinished(path):
+        raise SourceError(
+            f"{path} is an unfinished output; run the command that makes it again, and name what it gives"
+        )
+    unfinished = {file.parents[1] for file in files if file.parent.name == WORK}
+    unfinished &= {file.parent for file in files}  # without rows yet, there is nothing that could be read
+    folders = sorted((unfinished | {file.parent for file in files if file.name in MANIFESTS}) - {path})
+    shown = [f for f in folders if not any(part.startswith(".") for part in f.relative_to(path).parts)]
+    results = [folder for folder in shown if what_varlen_wrote(folder) is not None]
+    if results:
+        raise SourceError(_result_in_data(results, str(path)))
+
+
+def _result_in_data(results: Sequence[Path], data: str) -> str:
+    """Say that there are results among the data."""
+    more = f" ({len(results):,} such folders lie there)" if len(results) > 1 else ""
+    return (
+        f"{results[0]} is {what_varlen_wrote(results[0])} that varlen wrote{more}, and would be read as data beside "
+        f"the rest of {data}; name the files or subfolders to read, or move it elsewhere"
+    )

@@ -1,0 +1,195 @@
+"""CSV and TSV files: a line of names, then rows of text; quotes may hold line ends."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from varlen.errors import SourceError
+from varlen.files.formats.gather import Found, Lost, gather
+from varlen.files.losses import Losses
+from varlen.files.opening import HEAD_BYTES, open_plain
+from varlen.files.paths import File
+from varlen.files.rows import Rows, listed, place
+
+_MOST_FIELD_CHARACTERS = 256 << 20
+_JUDGED = 16
+"""Lines that tell whether those that an open quote has taken in are rows."""
+_ODD = re.compile("[\udc80-\udcff]")
+"""What is made of bytes that aren't UTF-8."""
+
+
+def column_names(file: File) -> list[str]:
+    """Return the names in the first line; none where the file is empty.
+
+    Raises:
+        SourceError: the file can't be read, or two columns have the same name.
+    """
+    with open_plain(file, HEAD_BYTES) as stream:
+        return _names(_Reader(stream, file))
+
+
+def read(file: File, wanted: Sequence[str]) -> Iterator[Rows]:
+    """Yield the rows of a file, about a megabyte at a time.
+
+    Args:
+        file: to be read.
+        wanted: columns, of those that `column_names` gives.
+
+    Raises:
+        SourceError: the file can't be read any further.
+    """
+    with open_plain(file) as stream:
+        found = _rows(_Reader(stream, file), wanted)
+        # A row of nothing but commas has no size.
+        yield from gather(found, names=wanted, path=file.path, unit="line", count_faults=True)
+
+
+def _rows(reader: _Reader, wanted: Sequence[str]) -> Iterator[Found]:
+    names = _names(reader)
+    places = [names.index(name) for name in wanted]
+    reader.width = len(names)
+    for line, row in reader:
+        if isinstance(row, str):
+            yield line, len(row), row
+            continue
+        characters = sum(map(len, row))
+        if len(row) != len(names):
+            why = f"has {len(row):,} fields, but the first line names {len(names):,}: {listed(names)}"
+            yield line, characters, why
+        elif reader.is_odd and (odd := _ODD.search("".join(row))) is not None:
+            yield line, characters, f"is not valid UTF-8 (byte 0x{ord(odd[0]) & 0xFF:02x})"
+        else:
+            yield line, characters, [row[index] for index in places]
+
+
+class _Reader:
+    """Iterates over (line, fields), blank lines left out; `line` is the one that the row begins on.
+
+    Where a row isn't CSV, what is wrong with it stands in place of its fields. An open quote takes in the lines that
+    follow: they are read again where they are rows by themselves, as they are where a quote stands in a row by
+    mistake, and aren't where a text of several lines is cut.
+    """
+
+    def __init__(self, stream: BinaryIO, file: File) -> None:
+        csv.field_size_limit(_MOST_FIELD_CHARACTERS)
+        self._delimiter = "\t" if file.format == "tsv" else ","
+        self.path, self._stream = file.path, stream
+        self.width, self.is_odd = 0, False
+        """Fields of a row, once they are known; and whether bytes weren't UTF-8, and are halves of characters."""
+        self._row_lines: list[str] = []
+        self._lines, self._spans_lines, self._begins = self._decoded(), False, 1
+        self._again: deque[str] = deque()
+        """Lines that are to be read once more."""
+        self._rows = self._reader(self._lines)
+
+    def _reader(self, lines: Iterator[str]) -> Any:
+        return csv.reader(lines, delimiter=self._delimiter, strict=True)
+
+    def _replayed(self) -> Iterator[str]:
+        """Yield the lines that are to be read once more, and those after them; all are kept for the row at hand."""
+        keep, again = self._row_lines.append, self._again
+        while True:
+            while again:
+                line = again.popleft()
+                keep(line)
+                yield line
+            for line in self._lines:
+                yield line
+                if again:
+                    break
+            else:
+                return
+
+    def __iter__(self) -> Iterator[tuple[int, list[str] | str]]:
+        held = self._row_lines
+        while True:
+            held.clear()
+            try:
+                row: list[str] | str | None = next(self._rows, None)
+            except csv.Error as error:
+                row = f"is not valid CSV: {error}"
+            count = len(held)
+            if row is None:
+                return
+            if count > 1:
+                if isinstance(row, str) or len(row) != self.width:
+                    row, count = self._cut(row)
+                else:
+                    self._spans_lines = True
+            begins, self._begins = self._begins, self._begins + count
+            if row:
+                yield begins, row
+
+    def _cut(self, row: list[str] | str) -> tuple[list[str] | str, int]:
+        """Return what a damaged row of several lines comes to, and its lines; others are read again."""
+        lines = list(self._row_lines)
+        is_error = isinstance(row, str)
+        # The last line of an error may be damaged too: it holds a quote where none may be.
+        judged = lines[1:-1] if is_error and "end of data" not in row else lines[1:]
+        if self.width and self._are_rows(judged, is_error=is_error):
+            self._again.extendleft(reversed(lines[1:]))
+            self._rows = self._reader(self._replayed())
+            return (row if isinstance(row, str) else "is not valid CSV: a quote is open at its end"), 1
+        if not isinstance(row, str):
+            return row, len(lines)
+        self._rows = self._reader(self._replayed())
+        size = sum(len(line.encode("utf-8", "surrogateescape")) for line in lines)
+        said = f"{row} (a quote is open over {len(lines):,} lines)"
+        return Lost.of(said, Losses(num_bytes=size)), len(lines)
+
+    def _are_rows(self, lines: Sequence[str], *, is_error: bool) -> bool:
+        """Whether lines that an open quote has taken in are rows by themselves, as far as the first ones tell."""
+        if self.width == 1:  # any line is one
+            return is_error and not self._spans_lines
+        judged = lines[:_JUDGED]
+        sound = sum(self._is_row(line) for line in judged)
+        return sound * 2 > len(judged) - (not judged) and (is_error or sound == len(judged))
+
+    def _is_row(self, line: str) -> bool:
+        """Whether a line by itself is a row of as many fields as the others."""
+        try:
+            return len(next(csv.reader([line], delimiter=self._delimiter, strict=True), [])) == self.width
+        except csv.Error:
+            return False
+
+    def _decoded(self) -> Iterator[str]:
+        """Yield lines with their ends as they are, since quotes may hold them; decoded one by one."""
+        mark, stream, keep = "\ufeff", self._stream, self._row_lines.append
+        while line := stream.readline(_MOST_FIELD_CHARACTERS):
+            if len(line) >= _MOST_FIELD_CHARACTERS:
+                raise SourceError(
+                    f"{self.path} holds a line of more than {_MOST_FIELD_CHARACTERS >> 20:,} MB; is it CSV?"
+                )
+            try:
+                text = line.decode()
+            except UnicodeDecodeError:
+                self.is_odd = True
+                text = line.decode(errors="surrogateescape")
+            text = text.removeprefix(mark)
+            mark = ""
+            if text.count("\r") > text.endswith("\r\n"):  # line ends of old, or within quotes
+                for part in io.StringIO(text, newline=""):
+                    keep(part)
+                    yield part
+            else:
+                keep(text)
+                yield text
+
+
+def _names(reader: _Reader) -> list[str]:
+    """Take the first row as names."""
+    for line, names in reader:
+        if isinstance(names, str):
+            raise SourceError(f"{place(reader.path, 'line', line)} {names}; it must name the columns")
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise SourceError(
+                f"{reader.path} has {names.count(twice[0]):,} columns called `{twice[0]}`; rename all but one"
+            )
+        return names
+    return []

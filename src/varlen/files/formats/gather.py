@@ -1,0 +1,85 @@
+"""Rows that a reader finds one by one, gathered into batches: each reader keeps what its format is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from varlen.files.losses import Losses
+from varlen.files.rows import Fault, Rows, place, zero
+
+Found = tuple[int, int, list[Any] | str | None]
+"""A row's number, its size, and its values by column; or why it can't be read; or None where it is blank."""
+
+
+class Lost(str):
+    """Why more than a row can't be read, and what is lost."""
+
+    losses: Losses
+
+    @classmethod
+    def of(cls, why: str, losses: Losses) -> Lost:
+        """Return both."""
+        lost = cls(why)
+        lost.losses = losses
+        return lost
+
+
+BATCH_SIZE = 1 << 20
+"""Bytes or characters of rows that make a batch large enough."""
+_MOST_ROWS = 4096
+_RECORD = Losses(records=1)
+
+
+def gather(
+    found: Iterable[Found],
+    *,
+    names: Sequence[str],
+    path: str,
+    unit: str,
+    base: Callable[[], int] = zero,
+    most_rows: int = _MOST_ROWS,
+    count_faults: bool = False,
+    size: int = BATCH_SIZE,
+) -> Iterator[Rows]:
+    """Yield rows in batches of about as many bytes; where reading fails, what was found before it comes first.
+
+    Args:
+        found: rows in the order of the file; its errors pass through.
+        names: columns, in the order of each row's values.
+        path: of the file.
+        unit: what a row is called in messages, as in `Rows`.
+        base: rows before those that the numbers count from, as in `Rows`.
+        most_rows: at which a batch is full, however small they are.
+        count_faults: whether rows that can't be read are among those; they must be where they may have no size.
+        size: bytes or characters of rows that make a batch large enough.
+    """
+    taken: list[list[Any]] = []
+    numbers: list[int] = []
+    faults: list[Fault] = []
+    filled = 0
+
+    def rows() -> Rows:
+        columns = {name: [values[index] for values in taken] for index, name in enumerate(names)}
+        return Rows(columns=columns, numbers=numbers, path=path, unit=unit, base=base, faults=tuple(faults))
+
+    try:
+        for number, more, values in found:
+            filled += more
+            if isinstance(values, list):
+                taken.append(values)
+                numbers.append(number)
+            elif values is not None:
+                at = base() + number
+                losses = values.losses if isinstance(values, Lost) else _RECORD
+                faults.append(Fault(where=place(path, unit, at), why=str(values), number=at, losses=losses))
+            count = len(numbers) + len(faults) if count_faults else len(numbers)
+            if filled >= size or count >= most_rows:
+                yield rows()
+                taken, numbers, faults, filled = [], [], [], 0
+    except Exception:  # what was read before it is whole
+        if numbers or faults:
+            yield rows()
+        raise
+    if numbers or faults:
+        yield rows()

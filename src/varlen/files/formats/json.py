@@ -1,0 +1,322 @@
+"""JSON files: an array of objects, or objects one after the other; read piece by piece, never whole.
+
+Many `.json` files hold one object a line, and many a pretty-printed array: both are a run of objects between
+optional brackets and commas, and are read as that.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, BinaryIO
+
+from varlen.errors import SourceError
+from varlen.files.columns import Fields
+from varlen.files.formats.gather import Found, Lost, gather
+from varlen.files.formats.jsonl import MOST_RECORD_BYTES, as_object, first_names, in_order
+from varlen.files.losses import Losses
+from varlen.files.opening import HEAD_BYTES, open_plain
+from varlen.files.paths import File
+from varlen.files.rows import Rows, place
+
+_CHUNK_BYTES = 1 << 20
+_CUT_SHORT = 64
+"""A fault this near to the end of what has been read may be one of what is still missing."""
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_ODD = re.compile("[\udc80-\udcff]")
+"""What is made of bytes that aren't UTF-8."""
+
+
+def row_names(file: File, most: int) -> list[tuple[str, ...]]:
+    """Return the names that the first objects have; none where there is no value.
+
+    Args:
+        file: to be looked into.
+        most: objects that are wanted.
+
+    Raises:
+        SourceError: the file can't be read, or none of its first values is an object.
+    """
+    with open_plain(file, HEAD_BYTES) as stream:
+        values = enumerate(_Values(stream, file.path), start=1)
+        rows = (
+            (
+                place(file.path, "value", number),
+                str(value) if isinstance(value, _Bad | Lost) else as_object(value),
+            )
+            for number, value in values
+        )
+        return first_names(rows, file.path, most)
+
+
+def read(file: File, fields: Fields) -> Iterator[Rows]:
+    """Yield the objects of a file, about a megabyte at a time.
+
+    Args:
+        file: to be read.
+        fields: to be taken; an object without one that is needed is a fault.
+
+    Raises:
+        SourceError: the file can't be read any further.
+    """
+    with open_plain(file) as stream:
+        found = _rows(_Values(stream, file.path), fields)
+        yield from gather(found, names=fields.names, path=file.path, unit="value")
+
+
+def _rows(values: _Values, fields: Fields) -> Iterator[Found]:
+    consumed = 0
+    for number, value in enumerate(values, start=1):
+        row: Any = value
+        if type(value) is dict or not isinstance(value, _Bad | Lost):
+            row = in_order(as_object(value), fields)
+        yield number, values.consumed - consumed, row
+        consumed = values.consumed
+
+
+class _Bad(str):
+    """Why a value is none."""
+
+    __slots__ = ()
+
+
+class _Values:
+    """Iterates over the JSON values of a stream; an array at the top counts as its entries.
+
+    In place of one that can't be read stands what is wrong with it.
+    """
+
+    def __init__(self, stream: BinaryIO, path: str) -> None:
+        self.consumed = 0
+        """Characters taken from the stream and not needed any more."""
+        self._stream, self._path = stream, path
+        self._decoder = json.JSONDecoder()
+        self._undecoded, self._is_odd = b"", False
+        self._buffer, self._at, self._is_over, self._count = "", 0, False, 0
+        self._last: Any = None
+        """The last value that could be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        in_array = self._next() == "["
+        if in_array:
+            self._at += 1
+        while (next_ := self._next()) != "":
+            if in_array and next_ == "]":
+                self._at += 1
+                if self._next() != "":
+                    yield self._behind_array()
+                return
+            if self._count and next_ == ",":
+                self._at += 1
+                self._next()
+            self._count += 1
+            value = self._value()
+            yield value
+            if isinstance(value, Lost):
+                return
+            self._drop()
+        if in_array:
+            why = "is the last, without the ] of its array behind it: the file is truncated"
+            yield Lost.of(why, Losses(cut_files=1))
+
+    def _behind_array(self) -> Lost:
+        """Return the fault of what follows an array at the top, counted as far as the file goes."""
+        num_bytes = 0
+        while self._at < len(self._buffer) or self._more():
+            num_bytes += len(self._buffer[self._at :].encode("utf-8", "surrogateescape"))
+            self._at = len(self._buffer)
+            self._drop()
+        said = "can't be read: the file goes on after the end of its array"
+        return Lost.of(f"{said}; name it .jsonl if it holds one object a line", Losses(num_bytes=num_bytes))
+
+    def _next(self) -> str:
+        """Skip blanks and return the next character, or nothing at the end; it isn't taken."""
+        while True:
+            self._at = _BLANKS.match(self._buffer, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._buffer):
+                return self._buffer[self._at]
+            self._drop()
+            if not self._more():
+                return ""
+
+    def _value(self) -> Any:
+        """Decode the value at hand, reading on where it isn't whole yet; or say why it can't be."""
+        wanted, start = _CHUNK_BYTES, self._at
+        while True:
+            try:
+                value, stop = self._decoder.raw_decode(self._buffer, self._at)
+            except json.JSONDecodeError as error:
+                cut_short = "Unterminated" in error.msg or error.pos >= len(self._buffer) - _CUT_SHORT
+                too_long = len(self._buffer) - self._at > MOST_RECORD_BYTES
+                if not cut_short or too_long or not self._more(wanted):
+                    said = f"longer than {MOST_RECORD_BYTES >> 20:,} MB" if too_long else error.msg
+                    return self._after_fault(f"is not valid JSON: {said}", error.pos)
+                wanted *= 2
+            except (ValueError, RecursionError):
+                said = "can't be read: a number of too many digits, or brackets nested too deeply"
+                return self._after_fault(said, self._at)
+            else:
+                if self._buffer[stop : stop + 1] != ",":
+                    odd, is_same_line = self._behind(stop)
+                    is_extra = odd not in ",]{[" and is_same_line if isinstance(value, dict) else odd in ":}"
+                    if odd and is_extra:
+                        return self._after_fault(f"is not valid JSON: Extra data {odd!r}", stop)
+                self._at = stop
+                if self._is_odd and (wrong := _ODD.search(self._buffer, start, stop)) is not None:
+                    return _Bad(f"is not valid UTF-8 (byte 0x{ord(wrong[0]) & 0xFF:02x})")
+                self._last = value
+                return value
+
+    def _behind(self, stop: int) -> tuple[str, bool]:
+        """Return what follows a value that ends there, nothing at the end, and whether it is on the same line."""
+        while True:
+            at = _BLANKS.match(self._buffer, stop).end()  # type: ignore[union-attr]
+            if at < len(self._buffer) or not self._more():
+                return self._buffer[at : at + 1], "\n" not in self._buffer[stop:at]
+
+    def _after_fault(self, said: str, position: int) -> _Bad | Lost:
+        """Go on with the record after a value that can't be read, where it is plain where that begins.
+
+        Raises:
+            SourceError: it isn't, and the rest is too long to be looked through.
+        """
+        where = f"(character {self.consumed + position + 1:,} of the file)"
+        wanted = _CHUNK_BYTES
+        while (found := self._next_record()) is None:
+            left = len(self._buffer) - self._at
+            if self._is_over:
+                rest = self._buffer[self._at :].encode("utf-8", "surrogateescape")
+                return Lost.of(f"{said} {where}; nothing after it can be read", Losses(num_bytes=len(rest)))
+            if left > MOST_RECORD_BYTES:
+                raise SourceError(
+                    f"{place(self._path, 'value', self._count)} {said} {where}; nothing after it can be read"
+                )
+            self._more(wanted)
+            wanted *= 2  # what was read is looked through again
+        self._at = found
+        return _Bad(f"{said} {where}")
+
+    def _next_record(self) -> int | None:
+        key = next(iter(self._last), "") if isinstance(self._last, dict) else ""
+        return next_record(self._buffer, self._at, key, is_begun=self.consumed > 0, is_all=self._is_over)
+
+    def _more(self, wanted: int = _CHUNK_BYTES) -> bool:
+        """Read on; returns whether there was anything. Bytes that aren't UTF-8 become halves of characters."""
+        if self._is_over:
+            return False
+        chunk = self._stream.read(wanted)
+        self._is_over = not chunk
+        content = self._undecoded + chunk
+        try:
+            text, used = codecs.utf_8_decode(content, "strict", self._is_over)
+        except UnicodeDecodeError:
+            self._is_odd = True
+            text, used = codecs.utf_8_decode(content, "surrogateescape", self._is_over)
+        if not self.consumed and not self._buffer:
+            text = text.removeprefix("\ufeff")
+        self._undecoded = content[used:]
+        self._buffer += text
+        return bool(text) or not self._is_over
+
+    def _drop(self) -> None:
+        """Forget what has been decoded, now and then: cutting the text at every value would copy it each time."""
+        if self._at > max(_CHUNK_BYTES, len(self._buffer) // 2) or self._at == len(self._buffer):
+            self.consumed += self._at
+            self._buffer, self._at = self._buffer[self._at :], 0
+
+
+# Where the record after a damaged one begins in a text of JSON values, as far as that is plain.
+#
+# ::
+#
+# [\n  {"text": "a"},\n  {"text": "b},\n  {"text": "c"}]    a line that begins as that of the damaged record does
+# [{"text": "a"}, {"text": nul}, {"text": "c"}]             behind the bracket that closes it
+# [{"text": "a"}, {"text": "b}, {"text": "c"}]              where an object begins by the name that others begin by
+#
+# The first of these is taken that is there. Who reads on there may find that the record is damaged too.
+
+_LINE = re.compile(r"(?:\A|\n)([ \t]*),?[ \t]*\[?[ \t]*\Z")
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+'
+"""Without the quote that closes it; possessive, since a match that can be undone takes 60 bytes a character."""
+_PARTS = re.compile(rf'{_STRING}(?P<close>"?)|[{{}}\[\]]', re.DOTALL)
+_BRACKETS = re.compile(r"[{}\[\]]")
+_BLANK = r"[ \t\r\n]*"
+_BEHIND = re.compile(rf"{_BLANK}(?:,{_BLANK}[{{\]]|\{{|\]{_BLANK}\Z)")
+_FIRST_NAME = re.compile(rf'\{{{_BLANK}({_STRING}"){_BLANK}:', re.DOTALL)
+_DECODER = json.JSONDecoder()
+_MOST_SCANNED, _MOST_PARTS = 64 << 20, 1 << 20
+"""Characters, and strings and brackets, in which the bracket that closes a record is looked for."""
+_BEFORE = 256
+"""Characters before a record that are looked at for the beginning of its line."""
+
+
+def next_record(text: str, start: int, key: str, *, is_begun: bool, is_all: bool) -> int | None:
+    """Return where to go on behind a damaged record, before a comma or at a record; None: nobody can tell.
+
+    Args:
+        text: with all that was read so far.
+        start: of the damaged record.
+        key: the name by which the last object that could be read begins; "" where there is none, and the name by
+            which the damaged one begins is taken.
+        is_begun: something stands before the text.
+        is_all: nothing follows the text.
+    """
+    before = _LINE.search(text, max(start - _BEFORE, 0), start)
+    if before is not None and is_begun and before.start() == 0 and text[0] != "\n":
+        before = None
+    line = None if before is None else _next_line(text, start, before[1])
+    limit = len(text) if line is None else line
+    end = _closing(text, start, min(limit, start + _MOST_SCANNED), is_all=is_all)
+    alike = None
+    if line is None and (before is None or is_all or end is not None):
+        own = _FIRST_NAME.match(text, start)
+        name = own[1] if own is not None and not key else json.dumps(key, ensure_ascii=False) if key else ""
+        alike = _next_alike(text, start, end, name) if name else None
+    return next((found for found in (alike, end, line) if found is not None), None)
+
+
+def _next_line(text: str, start: int, indent: str) -> int | None:
+    """Return the next record whose line begins as this one's; None where none follows."""
+    found = re.compile(rf"\n{indent}(?:,[ \t]*)?\{{").search(text, start)
+    return None if found is None else found.end() - 1
+
+
+def _closing(text: str, start: int, stop: int, *, is_all: bool) -> int | None:
+    """Return what stands behind the bracket that closes a record, if a record or the end may follow there."""
+    if text[start] not in "{[":
+        return None
+    depth = 0
+    for at in islice(_brackets(text, start, stop), _MOST_PARTS):
+        if text[at] in "{[":
+            depth += 1
+        elif text[at] in "}]":
+            depth -= 1
+            if depth == 0:
+                end = at + 1
+                is_last = is_all and not text[end:].strip(" \t\r\n")
+                return end if is_last or _BEHIND.match(text, end) else None
+    return None
+
+
+def _brackets(text: str, start: int, stop: int) -> Iterator[int]:
+    """Yield where brackets outside of strings and strings begin; of a string that isn't closed, its brackets."""
+    for part in _PARTS.finditer(text, start, stop):
+        if part["close"] == "":  # nor are those that would begin within it
+            yield from (found.start() for found in _BRACKETS.finditer(text, part.start(), stop))
+            return
+        yield part.start()
+
+
+def _next_alike(text: str, start: int, end: int | None, name: str) -> int | None:
+    """Return the next object that begins by a name, can be read, and stands before where this one seems to end."""
+    begins = re.compile(rf"[,}}]{_BLANK}(\{{{_BLANK}{re.escape(name)}{_BLANK}:)")
+    for found in begins.finditer(text, start + 1, len(text) if end is None else end):
+        try:
+            _DECODER.raw_decode(text, found.start(1))
+        except (ValueError, RecursionError):
+            continue
+        return found.start(1)
+    return None

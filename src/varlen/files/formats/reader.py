@@ -1,0 +1,274 @@
+"""Every format by its name: which columns a file has, where it may be cut, and its rows."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from varlen.errors import SourceError
+from varlen.files.columns import DOCUMENT_FIELDS, Columns, Fields, find_columns
+from varlen.files.formats import csv, json, jsonl, npz, tables, text
+from varlen.files.formats.lost import rest_of
+from varlen.files.formats.text import Cut
+from varlen.files.opening import other_content
+from varlen.files.paths import File
+from varlen.files.rows import Fault, Rows, as_list, faulty
+
+_LOOKED_AT = (3, 16, 1000)
+"""Rows that tell what a file holds; more where these differ, and as many as that where none can be used."""
+
+
+def rows_of(
+    file: File, named: Mapping[str, str], text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[Rows, Columns | None]]:
+    """Yield the rows of a file, or a stretch of it, and what they hold.
+
+    Where nothing more can be read, or there is no column of documents, the last rows are none but a fault; in the
+    second case there are no columns either.
+    """
+    try:
+        columns = columns_of(file, named)
+    except SourceError as error:
+        yield faulty(rest_of(file, error, start=start, stop=stop)), None
+        return
+    if columns is not None:
+        for rows in rows_in(file, columns, text_cut, start, stop):
+            yield rows, columns
+
+
+def columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
+    """Return what a file's rows hold, and in which columns; None where it has no row to tell.
+
+    Rows that are objects may differ. What most of the first ones hold is what all of the file are to hold, and others
+    are faults.
+
+    Raises:
+        SourceError: the file can't be read, or has no column of documents.
+    """
+    try:
+        return _columns_of(file, named)
+    except SourceError as error:
+        # JSON under the name of another text of rows would be called broken.
+        if file.format in ("csv", "tsv", "jsonl") and (other := _rows_otherwise(file)) is not None:
+            raise SourceError(other) from error
+        raise
+
+
+def _rows_otherwise(file: File) -> str | None:
+    """Say that a file of rows is one of another format; None where nothing says so."""
+    try:
+        return None if file.live is not None else other_content(file, DOCUMENT_FIELDS)
+    except SourceError:
+        return None
+
+
+def _columns_of(file: File, named: Mapping[str, str]) -> Columns | None:
+    if file.format in ("jsonl", "json"):
+        for most in _LOOKED_AT:
+            rows = _row_names(file, most)
+            columns = _of_most(rows, named, file.path, is_last=most == _LOOKED_AT[-1] or len(rows) < most)
+            if not rows or (columns is not None and (most > _LOOKED_AT[0] or len(set(rows)) == 1)):
+                return columns
+    names = column_names(file)
+    if not names and file.format in ("csv", "tsv"):
+        return None  # without a row there is no name of a column
+    columns = find_columns(names, named, file.path, are_a_line=file.format in ("csv", "tsv"))
+    _refuse_twice(names, columns, file.path)
+    return columns
+
+
+def _of_most(
+    rows: Sequence[tuple[str, ...]], named: Mapping[str, str], path: str, *, is_last: bool
+) -> Columns | None:
+    """Return what most rows hold, the first of those that are as many; None where none can be used.
+
+    Raises:
+        SourceError: none can, and these are the last; says what is wrong with the first.
+    """
+    found: dict[str, tuple[int, Columns]] = {}
+    first: tuple[str, ...] = ()
+    for names, count in Counter(rows).items():  # in the order in which they come first
+        try:
+            columns = _of_names(names, tuple(sorted(named.items())))
+        except SourceError:
+            first = first or names
+            continue
+        key = repr((columns.kind, sorted(columns.names.items())))
+        before, columns = found.get(key, (0, columns))
+        found[key] = before + count, columns
+    if found:
+        return max(found.values(), key=lambda one: one[0])[1]
+    return find_columns(first, named, path, are_fields=True) if first and is_last else None
+
+
+@lru_cache(maxsize=1 << 10)
+def _of_names(names: tuple[str, ...], named: tuple[tuple[str, str], ...]) -> Columns:
+    """Return what a row of these names holds; of thousands of files most have the same.
+
+    Raises:
+        SourceError: nothing; it names no file.
+    """
+    return find_columns(names, dict(named), "", are_fields=True)
+
+
+def _refuse_twice(names: Sequence[str], columns: Columns, path: str) -> None:
+    """Refuse columns that several have the name of: nothing says which is meant.
+
+    Raises:
+        SourceError: there are some among those that are read.
+    """
+    twice = [name for name in columns.fields.names if names.count(name) > 1]
+    if twice:
+        raise SourceError(
+            f"{path} has {names.count(twice[0]):,} columns called `{twice[0]}`; rename all but one"
+        )
+
+
+def rows_in(
+    file: File, columns: Columns, text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[Rows]:
+    """Yield the rows of a file, or of a stretch of it, whose columns are known.
+
+    Where nothing more can be read, the last rows are none but a fault.
+    """
+    return _to_the_fault(file, columns.fields, text_cut, start, stop)
+
+
+def _to_the_fault(
+    file: File, fields: Fields, text_cut: Cut, start: int = 0, stop: int | None = None
+) -> Iterator[Rows]:
+    """Yield rows, and in place of an error the fault of what can't be read."""
+    covered = read_to = at = 0
+
+    def note(path: str, first: int, last: int) -> None:
+        nonlocal at
+        at = max(at, last)
+        if file.on_read is not None:
+            file.on_read(path, first, last)
+
+    noted = file if file.is_remote else replace(file, on_read=note)
+    try:
+        read = (
+            _placed(text.read(noted, text_cut))
+            if file.format == "text"
+            else _read(noted, fields, start, stop)
+        )
+        for rows in read:
+            yield rows
+            covered, read_to = covered + rows.covers, at
+    except SourceError as error:
+        yield faulty(
+            rest_of(file, error, rows=covered, read_to=read_to, start=start, stop=stop), fields.names
+        )
+
+
+def all_columns(file: File) -> Iterator[tuple[dict[str, list[Any]], tuple[Fault, ...]]]:
+    """Yield every column of a file's rows as Python values, whatever they hold, and the rows that can't be read.
+
+    Raises:
+        SourceError: the file can't be opened.
+    """
+    names = column_names(file)
+    if not names:
+        return
+    for rows in _to_the_fault(file, Fields(needed=tuple(names)), "line"):
+        yield {name: as_list(rows.columns[name]) for name in names}, rows.faults
+
+
+def _read(file: File, fields: Fields, start: int, stop: int | None) -> Iterator[Rows]:
+    """Yield what is wanted of a file of rows."""
+    if file.format in ("parquet", "arrow"):
+        return tables.read(file, fields.names, start, stop)
+    if file.format == "jsonl":
+        return _placed(jsonl.read(file, fields, start, stop))
+    if file.format == "json":
+        return _placed(json.read(file, fields))
+    if file.format == "npz":
+        return _placed(npz.read(file, fields.names))
+    return _placed(csv.read(file, fields.names))
+
+
+def _placed(read: Iterator[Rows]) -> Iterator[Rows]:
+    """Yield rows; where a file can't be unpacked or read on, say how far it was read.
+
+    Raises:
+        SourceError: it can't.
+    """
+    last: Rows | None = None
+    try:
+        for rows in read:
+            last = rows if len(rows) else last
+            yield rows
+    except SourceError as error:
+        if last is None or not isinstance(error.__cause__, EOFError | OSError | zlib.error):
+            raise
+        after = last.where(len(last) - 1).removeprefix(last.path).strip()
+        raise SourceError(f"{error} (after {after})" if after else str(error)) from error
+
+
+def column_names(file: File) -> list[str]:
+    """Return the names of a file's columns.
+
+    Raises:
+        SourceError: the file can't be read.
+    """
+    if file.mark is None:
+        return _column_names(file)
+    return list(_column_names_by_mark(replace(file, on_read=None)))
+
+
+def _column_names(file: File) -> list[str]:
+    if file.format in ("jsonl", "json"):
+        found = _names_of_rows(file, _LOOKED_AT[1])
+        return list(max(found, key=found.count)) if found else []
+    readers = {
+        "parquet": tables.column_names,
+        "arrow": tables.column_names,
+        "npz": npz.column_names,
+        "csv": csv.column_names,
+        "tsv": csv.column_names,
+    }
+    return readers[file.format](file) if file.format in readers else ["text"]
+
+
+@lru_cache(maxsize=1 << 14)
+def _column_names_by_mark(file: File) -> tuple[str, ...]:
+    """Remember a remote file's columns by the server's mark of its content: each of its parts asks for them."""
+    return tuple(_column_names(file))
+
+
+def _row_names(file: File, most: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the first rows that are objects with some.
+
+    Raises:
+        SourceError: the file can't be read, or none of its first rows is one.
+    """
+    if file.live is not None:
+        return file.live.names
+    if file.mark is None:
+        return _names_of_rows(file, most)
+    return _row_names_by_mark(replace(file, on_read=None), most)
+
+
+def _names_of_rows(file: File, most: int) -> tuple[tuple[str, ...], ...]:
+    return tuple((jsonl if file.format == "jsonl" else json).row_names(file, most))
+
+
+_row_names_by_mark = lru_cache(maxsize=1 << 14)(_names_of_rows)
+
+
+def cut_points(file: File, target_bytes: int) -> list[int] | None:
+    """Return where a large file can be cut, in units of its format, or None.
+
+    Raises:
+        SourceError: the file can't be opened.
+    """
+    if 0 <= file.size <= target_bytes:
+        return None
+    if file.format == "jsonl":
+        return jsonl.cut_points(file, target_bytes)
+    return tables.cut_points(file, target_bytes) if file.format in ("parquet", "arrow") else None

@@ -1,0 +1,113 @@
+"""Text files: one document a file, or one a paragraph, or one a line."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import BinaryIO, Literal, cast
+
+from varlen.errors import SourceError
+from varlen.files.columns import DOCUMENT_FIELDS
+from varlen.files.contents import LOOKED_AT_BYTES, fields_in, rows_in
+from varlen.files.formats.gather import BATCH_SIZE, Found, gather
+from varlen.files.opening import open_plain
+from varlen.files.paths import File
+from varlen.files.rows import Rows, place
+
+Cut = Literal["file", "paragraph", "line"]
+_MOST_DOCUMENT_BYTES = 256 << 20
+
+
+def read(file: File, cut: Cut) -> Iterator[Rows]:
+    """Yield the documents of a text file in a column `text`.
+
+    Args:
+        file: to be read.
+        cut: "file": all of it is one document; "paragraph": blank lines part documents; "line": each line that
+            isn't blank is one.
+
+    Raises:
+        SourceError: the file can't be read, or a document is so long that it would fill the memory.
+    """
+    with open_plain(file) as stream:
+        _refuse_rows(file, stream)
+        documents = _whole(stream, file.path) if cut == "file" else _parts(stream, file.path, cut)
+        unit = "" if cut == "file" else "line"
+        # Only size fills a batch: no document is without any.
+        yield from gather(_rows(documents), names=["text"], path=file.path, unit=unit, most_rows=BATCH_SIZE)
+
+
+def _refuse_rows(file: File, stream: BinaryIO) -> None:
+    """Refuse JSON lines under the name of a text, unless the caller says that they are one.
+
+    Raises:
+        SourceError: the file holds some.
+    """
+    if file.is_told:
+        return
+    head = cast(io.BufferedReader, stream).peek(LOOKED_AT_BYTES)[:LOOKED_AT_BYTES]
+    if head[:4].strip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"["):
+        return
+    rows = rows_in(head, DOCUMENT_FIELDS, is_whole=len(head) < LOOKED_AT_BYTES)
+    if rows is not None and not fields_in(head.decode(errors="replace").lstrip("\ufeff \t\r\n[")).isdisjoint(
+        DOCUMENT_FIELDS
+    ):
+        raise SourceError(
+            f"{file.path} holds rows as JSON, though its name says text; rename it, or say which is meant: "
+            f'--read-as {rows} or --read-as text (format="{rows}", format="text")'
+        )
+
+
+def _rows(documents: Iterator[tuple[int, bytes]]) -> Iterator[Found]:
+    for line, content in documents:
+        try:
+            text = content.decode()
+            if "\0" in text:
+                at = content.index(b"\0")
+                why = f"is not text: byte {at:,} is NUL; leave it out, or name it by its format if it has one"
+                yield line, len(content), why
+            else:
+                yield line, len(content), [text.removeprefix("\ufeff" if line == 1 else "")]
+        except UnicodeDecodeError as error:
+            bad = f"byte {error.start:,} is 0x{content[error.start]:02x}"
+            why = f"is not UTF-8 text ({bad}); convert it, or name it by its format if it is none"
+            yield line, len(content), why
+
+
+def _whole(stream: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """Yield all of a file, unless it is empty."""
+    content = stream.read(_MOST_DOCUMENT_BYTES + 1)
+    if len(content) > _MOST_DOCUMENT_BYTES:
+        raise SourceError(
+            f"{path} is one document of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
+            'cut it: --text-cut paragraph or line (text_cut="paragraph")'
+        )
+    if content:
+        yield 1, content
+
+
+def _parts(stream: BinaryIO, path: str, cut: Cut) -> Iterator[tuple[int, bytes]]:
+    """Yield paragraphs or lines with the number of the line that each begins on, blanks around them cut off."""
+    gathered: list[bytes] = []
+    begins, num_bytes, number = 1, 0, 0
+    while line := stream.readline(_MOST_DOCUMENT_BYTES):
+        number += 1
+        is_blank = not line.strip(b"\xef\xbb\xbf \t\r\n" if number == 1 else None)
+        if not is_blank:
+            begins = begins if gathered else number
+            gathered.append(line)
+            num_bytes += len(line)
+        if num_bytes >= _MOST_DOCUMENT_BYTES:
+            raise SourceError(
+                f"{place(path, 'line', begins)} begins a {cut} of more than {_MOST_DOCUMENT_BYTES >> 20:,} MB; "
+                "put blank lines or line ends between documents"
+            )
+        if gathered and (is_blank or cut == "line"):
+            yield begins, _joined(gathered)
+            gathered, num_bytes = [], 0
+    if gathered:
+        yield begins, _joined(gathered)
+
+
+def _joined(lines: list[bytes]) -> bytes:
+    return b"".join(lines).replace(b"\r\n", b"\n").rstrip(b"\n")

@@ -1,0 +1,505 @@
+"""Open a file for reading, unpacked where it is compressed; every fault names the file.
+
+A file's first bytes say whether it is compressed, whatever its name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, BinaryIO, cast
+
+from varlen.errors import SourceError
+from varlen.files.contents import LOOKED_AT_BYTES, MARK_BYTES, OTHER_TEXT, mark_of, rows_in
+from varlen.files.paths import Compression, File, Format, open_live, says_text
+from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
+from varlen.files.retry import first_line
+from varlen.files.seen import Seen, difference, told, untold
+from varlen.regular import open_regular
+
+_MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_REFUSED = {
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh91AY&SY": "bzip2",
+    b"PK\x03\x04": "zip",
+    b"Rar!\x1a\x07": "rar",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\xff\x06\x00\x00sNaPpY": "snappy",
+}
+"""First bytes of compressed files that aren't unpacked here, and would otherwise be called broken text."""
+HEAD_BYTES = 64 << 10
+"""Read at a time where only a file's first row is wanted."""
+TRUNCATED = "the compressed file is truncated"
+"""In the error of a compressed file that ends too early."""
+_MOST_MAGIC = max(map(len, [*_MAGIC, *_REFUSED]))
+_BUFFER_BYTES = 1 << 20
+_MOST_REMEMBERED = 1 << 16
+_compressions: dict[tuple[object, ...], Compression | None] = {}
+"""By what tells a file's content: the server's mark of it, or what was seen of a local one."""
+
+
+class _Stored(io.FileIO):
+    """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
+
+    def __init__(self, file: File) -> None:
+        super().__init__(file.place, opener=open_regular)
+        self._file = file
+        try:
+            self._check_same(os.fstat(self.fileno()))
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_same(self, status: os.stat_result) -> None:
+        """Require that what is open, of which this is the status, holds what was listed.
+
+        Raises:
+            SourceError: it doesn't.
+        """
+        file, now = self._file, Seen.of(status)
+        self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        if 0 <= file.size != now.size:
+            raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
+        if isinstance(file.seen, Seen):
+            said = difference(file.place, file.seen, now, file.known, self.fileno())
+            if said is not None:
+                raise told(file.place, file.seen, replaced_words(file.path, said))
+        untold(file.place, file.seen)
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        start = self.tell()
+        count = super().readinto(buffer) or 0
+        self._check(start, start + count, is_end=not count and len(buffer) > 0)
+        return count
+
+    def readall(self) -> bytes:
+        start = self.tell()
+        content = super().readall() or b""
+        self._check(start, start + len(content), is_end=True)
+        return content
+
+    def _check(self, start: int, stop: int, *, is_end: bool) -> None:
+        """Tell what was read; the end may not come earlier than it was listed, nor may it have been written to.
+
+        Whoever writes to a file changes its time first, so that what was read before it is asked for is not new.
+        """
+        if is_end and stop < self._file.size:
+            words = changed(self._file.path, self._file.size, f"{stop:,}")
+            raise told(self._file.place, self._file.seen, words)
+        if self._file.seen is not None:
+            said = os.fstat(self.fileno())
+            if (said.st_size, said.st_mtime_ns, said.st_ctime_ns) != self._at:
+                self._check_same(said)
+        if self._file.on_read is not None:
+            self._file.on_read(self._file.path, start, stop)
+
+
+def open_stored(file: File, buffer_bytes: int | None = None) -> BinaryIO:
+    """Open a file's bytes as they are stored.
+
+    Args:
+        file: to be opened.
+        buffer_bytes: read at a time, by one request where it is remote; None for what suits reading all of it.
+
+    Raises:
+        SourceError: it can't be opened, or isn't what it was when the files were listed.
+    """
+    if file.live is not None:
+        return open_live(file.path, file.place)
+    if file.is_remote:
+        seen = file.seen if isinstance(file.seen, str) else None
+        return open_remote(file.path, file.size, file.retry, buffer_bytes or BUFFER_BYTES, seen)
+    try:
+        return io.BufferedReader(_Stored(file), buffer_bytes or _BUFFER_BYTES)
+    except FileNotFoundError as error:
+        if file.stored is not None:
+            raise SourceError(
+                f"{file.path} can't be read any more: the loader that it was given to is closed; make another"
+            ) from error
+        raise SourceError(
+            f"{file.path} can't be read: it was there when the files were listed, and is gone now; put it back, or "
+            "begin again without it"
+        ) from error
+    except OSError as error:
+        raise SourceError(f"{file.path} can't be read: {error.strerror or error}") from error
+
+
+def compression_of(file: File) -> Compression | None:
+    """Return how a file is compressed, by its first bytes.
+
+    Cost: one small request for a remote file, once as long as it stays what it is.
+
+    Raises:
+        SourceError: it can't be opened, or is compressed in a way that isn't read, or its name says that it is
+            compressed and it isn't.
+    """
+    if file.live is not None:
+        return None
+    content = file.mark or file.seen
+    if content is None:
+        return _compression_of(file)
+    key = file.place, content, file.format, file.suffix_compression
+    if key not in _compressions:
+        found = _compression_of(replace(file, on_read=None))  # faults are not remembered
+        if len(_compressions) >= _MOST_REMEMBERED:
+            _compressions.clear()
+        _compressions[key] = found
+    return _compressions[key]
+
+
+def _compression_of(file: File) -> Compression | None:
+    with faults(file), open_stored(file, _MOST_MAGIC) as stored:
+        first = stored.read(_MOST_MAGIC)
+    for magic, compression in _MAGIC.items():
+        if first.startswith(magic):
+            return compression
+    for magic, kind in _REFUSED.items():
+        if first.startswith(magic) and file.format != "npz":
+            raise SourceError(f"{file.path} is compressed ({kind}); unpack it, or use gzip or zstd")
+    if file.suffix_compression and first and not _is_unpacked_on_the_way(file):
+        raise SourceError(
+            f"{file.path} is not a {file.suffix_compression} file, though its name says so; rename it"
+        )
+    return None
+
+
+def _is_unpacked_on_the_way(file: File) -> bool:
+    """Whether a client may have unpacked a file already: a web server that says Content-Encoding says no size."""
+    return file.size < 0 and file.path.startswith("http")
+
+
+@contextmanager
+def open_plain(file: File, buffer_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """Give a file's bytes, unpacked, as a buffered stream to be read once from beginning to end.
+
+    Args:
+        file: to be opened.
+        buffer_bytes: as stored, read at a time; None for what suits reading all of it.
+
+    Raises:
+        SourceError: it can't be opened, read or unpacked, while the stream is in use too.
+    """
+    with _unpacked(file, buffer_bytes) as stream:
+        # Rows that are given while they are read are JSON lines, and wouldn't wait for being looked at.
+        is_given = file.live is not None
+        kind = None if is_given else mark_of(cast(io.BufferedReader, stream).peek(MARK_BYTES)[:MARK_BYTES])
+        if kind is not None:
+            raise SourceError(_holds(file, kind))
+        yield stream
+
+
+@contextmanager
+def _unpacked(file: File, buffer_bytes: int | None) -> Iterator[BinaryIO]:
+    """Give a file's bytes, unpacked, whatever they are."""
+    compression = compression_of(file)
+    with faults(file), open_stored(file, buffer_bytes) as stored:
+        if compression is None:
+            yield stored
+            return
+        with unpacker(stored, compression) as stream:
+            whole = ToTheFault(stream, lambda: open_stored(replace(file, on_read=None)), compression)
+            yield cast(BinaryIO, io.BufferedReader(whole, UNPACKED_BYTES))
+
+
+def rows_at(file: File, fields: Collection[str]) -> Format | None:
+    """Return the format of the rows that a file holds, by its first bytes; None where it isn't one of rows.
+
+    Cost: reads 64 KB, by one request where it is remote, once as long as it stays what it is.
+
+    Args:
+        file: to be looked into.
+        fields: names of columns that documents stand in.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    head, is_whole = _head(file) if file.mark is None else _head_by_mark(replace(file, on_read=None))
+    return rows_in(head, fields, is_whole=is_whole)
+
+
+def _head(file: File) -> tuple[bytes, bool]:
+    """Return a file's first bytes, unpacked, and whether they are all."""
+    with faults(file), open_stored(file, LOOKED_AT_BYTES) as stored:
+        first = stored.read(LOOKED_AT_BYTES)
+    is_whole = len(first) < LOOKED_AT_BYTES
+    compression = next((kind for magic, kind in _MAGIC.items() if first.startswith(magic)), None)
+    if compression is None:
+        return first, is_whole
+    if compression == "gzip":
+        unpacking = zlib.decompressobj(wbits=31)
+        with suppress(zlib.error):
+            return unpacking.decompress(first, LOOKED_AT_BYTES), is_whole and unpacking.eof
+        return b"", False
+    import pyarrow as pa
+
+    unpacked = bytearray()
+    with suppress(OSError), pa.CompressedInputStream(pa.BufferReader(first), "zstd") as stream:
+        while len(unpacked) < LOOKED_AT_BYTES and (more := stream.read(1 << 12)):
+            unpacked += more
+    return bytes(unpacked), is_whole and len(unpacked) < LOOKED_AT_BYTES
+
+
+_head_by_mark = lru_cache(maxsize=1 << 7)(_head)
+"""Remembered by the server's mark of the file's content; faults are not remembered."""
+_SAID: dict[Format, str] = {
+    "jsonl": "JSON lines",
+    "json": "JSON",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "text": "text",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "npz": "npz",
+}
+_READABLE: dict[str, Format] = {
+    "a Parquet file": "parquet",
+    "an Arrow file": "arrow",
+    "an Arrow stream": "arrow",
+    "JSON lines": "jsonl",
+    "JSON": "json",
+}
+
+
+def other_content(file: File, fields: Collection[str]) -> str | None:
+    """Say that a file holds something else than its name or the caller says; None where its first bytes don't tell.
+
+    Args:
+        file: that can't be read as what it should be.
+        fields: names of columns that documents stand in.
+
+    Raises:
+        SourceError: it can't be read.
+    """
+    with _unpacked(file, None) as stream:
+        head = stream.read(LOOKED_AT_BYTES)
+    kind = mark_of(head[:MARK_BYTES])
+    if kind is None:
+        rows = rows_in(head, fields, is_whole=len(head) < LOOKED_AT_BYTES)
+        kind = _SAID[rows] if rows else _binary(file, head)
+    same = kind is None or _READABLE.get(kind) == file.format
+    return None if kind is None or same else _holds(file, kind)
+
+
+def _binary(file: File, head: bytes) -> str | None:
+    """Say that a file of text, or of rows as text, is none."""
+    is_text = file.format not in ("parquet", "arrow", "npz")
+    return "binary data" if is_text and b"\0" in head else None
+
+
+def _holds(file: File, kind: str) -> str:
+    """Say what a file holds, what it should, and what to do about it."""
+    should = f"though --read-as (format=) says {_SAID[file.format]}" if file.is_told else ""
+    if not should:
+        named = file.format != "text" or says_text(file.name)
+        should = f"though its name says {_SAID[file.format]}" if named else ""
+    if kind in OTHER_TEXT.values():  # that it is text is no contradiction
+        should = ""
+    if kind in _READABLE:
+        format_ = _READABLE[kind]
+        out = f'rename it, or say what it is: --read-as {format_} (format="{format_}")'
+    elif "tar" in kind:
+        out = "unpack it, and name the files in it"
+    elif kind in OTHER_TEXT.values():
+        out = "convert it to UTF-8"
+    else:
+        out = "leave it out, or convert it to something that is read"
+    return f"{file.path} holds {kind}{should and ', '}{should}; {out}"
+
+
+@contextmanager
+def open_seekable(file: File) -> Iterator[BinaryIO]:
+    """Give a file's bytes, unpacked, as a stream that can be read at any place.
+
+    What is compressed is unpacked into a nameless temporary file first: memory stays bounded, disk is needed.
+
+    Raises:
+        SourceError: it can't be opened, read or unpacked, while the stream is in use too.
+    """
+    if compression_of(file) is None:
+        # Tables and archives are read here and there, a little at a time.
+        with faults(file), open_stored(file, _BUFFER_BYTES) as stored:
+            yield stored
+        return
+    with faults(file), tempfile.TemporaryFile() as unpacked:
+        with _unpacked(file, None) as stream:
+            shutil.copyfileobj(stream, unpacked, _BUFFER_BYTES)
+        unpacked.seek(0)
+        yield cast(BinaryIO, unpacked)
+
+
+@contextmanager
+def faults(file: File) -> Iterator[None]:
+    """Turn faults of reading and unpacking into a sentence that names the file.
+
+    Raises:
+        SourceError: reading failed.
+    """
+    with remote_faults(file.path) if file.is_remote else nullcontext():
+        try:
+            yield
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SourceError(f"{file.path} {_broken(str(error))}") from error
+        except OSError as error:
+            said = error.strerror or first_line(error)
+            if "compress" in said.lower():
+                raise SourceError(f"{file.path} {_broken(said)}") from error
+            raise SourceError(f"{file.path} can't be read: {said}") from error
+
+
+def _broken(said: str) -> str:
+    """Say of a compressed file that it ends too early, or is damaged."""
+    if "truncated" in said.lower() or "end-of-stream" in said.lower():
+        return f"ends too early: {TRUNCATED}; copy it again"
+    return f"is damaged: {said.splitlines()[0] if said else 'it does not unpack'}"
+
+
+# Compressed files as what they unpack to; of a damaged one, all that stands before the damage.
+#
+# Unpackers give what they have in pieces, and nothing of the piece in which they fail. Where one fails, the file is
+# unpacked once more, and its last piece byte by byte.
+
+UNPACKED_BYTES = 1 << 16
+"""Unpacked at a time."""
+_STORED_BYTES = 1 << 13
+_WITH_HEADER = 31
+"""For zlib: gzip, with its header and checksum."""
+
+
+def unpacker(stored: BinaryIO, compression: Compression) -> AbstractContextManager[Any]:
+    """Return what unpacks a stream.
+
+    Args:
+        stored: compressed bytes, which it doesn't close.
+        compression: theirs.
+    """
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=stored, mode="rb")
+    import pyarrow as pa
+
+    return cast(
+        AbstractContextManager[Any], pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd")
+    )
+
+
+class ToTheFault(io.RawIOBase):
+    """Gives what an unpacker gives; where that fails, first what stands before the fault, and then its error."""
+
+    def __init__(self, stream: Any, reopen: Callable[[], BinaryIO], compression: Compression) -> None:
+        super().__init__()
+        self._stream, self._reopen, self._compression = stream, reopen, compression
+        self._at = 0
+        self._error: Exception | None = None
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read some bytes; returns how many, 0 at the end."""
+        if self._error is None:
+            try:
+                count: int = self._stream.readinto(buffer)
+            except (EOFError, OSError, zlib.error) as error:
+                if isinstance(error, OSError) and not is_damage(error):
+                    raise  # of the disk or the network
+                self._error = error
+                self._rest = memoryview(_before_fault(self._reopen, self._compression, self._at))
+            else:
+                self._at += count
+                return count
+        if not self._rest:
+            raise self._error
+        given = self._rest[: len(buffer)]
+        buffer[: len(given)] = given
+        self._rest = self._rest[len(given) :]
+        return len(given)
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error says that compressed bytes are damaged, and not that they can't be read."""
+    return isinstance(error, gzip.BadGzipFile) or "compress" in str(error).lower()
+
+
+def _before_fault(reopen: Callable[[], BinaryIO], compression: Compression, start: int) -> bytes:
+    """Return what can be unpacked from an offset on, of bytes that were found to be damaged soon after it."""
+    found = bytearray()
+    with suppress(Exception), reopen() as stored:
+        give = _gzip_pieces(stored, start) if compression == "gzip" else _zstd_pieces(stored, start)
+        for piece in give:
+            found += piece
+            if len(found) >= UNPACKED_BYTES:
+                break
+    return bytes(found)
+
+
+def _gzip_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
+    """Yield what is unpacked from an offset on, from single bytes: a checksum's fault takes no byte with it."""
+    unpacking, at = zlib.decompressobj(_WITH_HEADER), 0
+    while packed := stored.read(_STORED_BYTES):
+        while True:
+            if unpacking.eof:  # another member follows, or zeros that fill the file
+                packed = packed.lstrip(b"\0")
+                if packed:
+                    unpacking = zlib.decompressobj(_WITH_HEADER)
+            given, most = (1, 1) if at >= start else (len(packed), min(start - at, UNPACKED_BYTES))
+            piece = unpacking.decompress(packed[:given], most)
+            packed = (unpacking.unused_data if unpacking.eof else unpacking.unconsumed_tail) + packed[given:]
+            if at >= start:
+                yield piece
+            at += len(piece)
+            if not piece and not packed:
+                break
+
+
+def _zstd_pieces(stored: BinaryIO, start: int) -> Iterator[bytes]:
+    """Yield what is unpacked from an offset on, byte by byte."""
+    with unpacker(stored, "zstd") as stream:
+        while start > 0:
+            start -= len(stream.read(min(start, UNPACKED_BYTES))) or start
+        while piece := stream.read(1):
+            yield piece
+
+
+def fault_of_gzip(stored: BinaryIO) -> int:
+    """Return the byte at which compressed bytes are found to be damaged; their number where they aren't.
+
+    Args:
+        stored: from its beginning.
+    """
+    unpacking, at, member = zlib.decompressobj(_WITH_HEADER), 0, 0
+    while packed := stored.read(_STORED_BYTES):
+        stop = at + len(packed)
+        while at < stop:
+            if unpacking.eof:
+                packed = packed.lstrip(b"\0")
+                at = member = stop - len(packed)
+                if not packed:
+                    break
+                unpacking = zlib.decompressobj(_WITH_HEADER)
+            before = unpacking.copy()
+            try:
+                unpacking.decompress(packed)
+            except zlib.error as error:
+                return member if "header" in str(error) else at + _sound(before, packed)
+            packed = unpacking.unused_data
+            at = stop - len(packed)
+    return at
+
+
+def _sound(unpacking: Any, packed: bytes) -> int:
+    """Return how many bytes can be given to an unpacker before it fails."""
+    for index in range(len(packed)):
+        try:
+            unpacking.decompress(packed[index : index + 1])
+        except zlib.error:
+            return index
+    return len(packed)

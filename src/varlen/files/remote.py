@@ -1,0 +1,552 @@
+"""Files behind URLs, by fsspec: s3://, gs://, https://, memory:// and whatever else is installed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from glob import has_magic
+from operator import itemgetter
+from typing import Any, BinaryIO, Literal, cast
+
+from varlen.errors import SourceError, VarlenError
+from varlen.files.retry import (
+    Retry,
+    answer_of,
+    as_os_error,
+    first_line,
+    is_nothing_there,
+    missing_package,
+    retried,
+)
+from varlen.files.seen import Seen, told, untold
+
+_MARKS = ("ETag", "etag", "md5Hash", "content_md5", "checksum", "crc32c", "blob_id", "xet_hash")
+_TIMES = (
+    "generation",
+    "version_id",
+    "VersionId",
+    "Last-Modified",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+)
+_S3 = ("s3://", "s3a://")
+Kind = Literal["file", "folder", "glob"]
+"""What a URL names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """A file that a server lists."""
+
+    path: str
+    """Its URL."""
+    name: str
+    """Relative to the URL that was listed."""
+    size: int
+    """Bytes, or -1 where the server doesn't say."""
+    mark: str | None = None
+    """What changes whenever its content does: an ETag or a checksum."""
+    seen: Seen | str | None = None
+    """What tells, as long as a run reads it, that it was replaced: inode and times, or all that a server says."""
+
+
+@contextmanager
+def remote_faults(url: str) -> Iterator[None]:
+    """Turn whatever a file system raises into a sentence that names the URL; clouds have errors of their own.
+
+    Raises:
+        SourceError: the file system failed.
+        MissingExtraError: its package isn't installed.
+    """
+    try:
+        yield
+    except VarlenError:
+        raise
+    except ImportError as error:
+        raise missing_package(url, error) from error
+    except Exception as error:
+        raise SourceError(f"{url} can't be read: {first_line(error)}") from as_os_error(error)
+
+
+def file_system(url: str, retry: Retry) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it.
+
+    Of S3 it is one of our own, so that what is set for it changes no other: it doesn't try again by itself, or
+    each of our tries would be 25 (5 of s3fs by 5 of botocore), and doesn't remember listings. What the user has
+    configured for s3fs goes first. To be called by the thread that reads, not by one that lives for one call: some
+    versions of fsspec keep a file system, with connections of its own, for each thread.
+
+    Raises:
+        SourceError: there is none for such a URL.
+        MissingExtraError: its package isn't installed.
+    """
+    import fsspec
+
+    with remote_faults(url):
+        fs, path = fsspec.core.url_to_fs(url, **(_of_s3(retry) if url.startswith(_S3) else {}))
+        if url.startswith(_S3):
+            fs.retries = 1
+        return fs, path
+
+
+def _of_s3(retry: Retry) -> dict[str, Any]:
+    """Return what s3fs is told."""
+    import fsspec
+
+    # The client gives up a little earlier than we do, and so closes its connection.
+    quiet_s = 0.8 * retry.silence_s
+    ours = {
+        "connect_timeout": min(quiet_s, 10.0),
+        "read_timeout": quiet_s,
+        "retries": {"total_max_attempts": 1},
+        "max_pool_connections": 64,
+    }
+    configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": ours | configured, "use_listings_cache": False}
+
+
+def list_remote(url: str, retry: Retry) -> tuple[list[Listed], Kind]:
+    """List the files that a URL stands for, sorted, and say what it names.
+
+    A name with the characters of a glob is a glob only where nothing is called so. Of a glob, what is hidden isn't
+    listed.
+
+    Raises:
+        SourceError: nothing is there, or the file system failed.
+        MissingExtraError: the file system's package isn't installed.
+    """
+    fs, path = file_system(url, retry)
+    # Long listings take many requests, each with the client's own limit.
+    return retried(lambda: _list(fs, path, url), url, retry, silence_s=retry.deadline_s)
+
+
+def _list(fs: Any, path: str, url: str) -> tuple[list[Listed], Kind]:
+    is_web = url.startswith("http")
+    found: dict[str, dict[str, Any]] = {}
+    if has_magic(path) and not is_web:
+        found, info = _glob(fs, path)
+    else:
+        info = _info(fs, path)
+    if info is None and has_magic(path):
+        found = fs.glob(path, detail=True) if is_web else found
+        fixed = "/".join(_before_magic(path))
+        files = [entry for entry in found.items() if entry[1]["type"] == "file"]
+        listing = [one for one in _listed(fs, files, fixed) if not is_hidden(one.name)]
+        if not listing:
+            raise SourceError(f"no file matches {url}")
+        return listing, "glob"
+    if info is None:
+        raise SourceError(f"{url} does not exist")
+    if info["type"] == "directory" and not is_web:
+        return _listed(fs, fs.find(path, detail=True).items(), path), "folder"
+    name = path.rstrip("/").rsplit("/", 1)[-1].split("?")[0]
+    return [Listed(path=url, name=name, size=_size(info), mark=_mark(info), seen=said_of(info))], "file"
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a name, or a folder in it, begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _info(fs: Any, path: str) -> dict[str, Any] | None:
+    """Return what a file system says of a path, or None where nothing is; its `exists` hides other failures."""
+    try:
+        return dict(fs.info(path))
+    except FileNotFoundError as error:
+        if is_nothing_there(error):
+            return None
+        raise
+
+
+def _glob(fs: Any, path: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Return what matches, and what is called so itself, or None.
+
+    fsspec's own leaves out, without a word, folders whose listing failed.
+    """
+    from fsspec.utils import glob_translate
+
+    parts = path.split("/")
+    fixed = _before_magic(path)
+    if "**" in path:
+        wanted = re.compile(glob_translate(path))
+        every = fs.find("/".join(fixed), detail=True)
+        return {name: info for name, info in every.items() if wanted.match(name)}, every.get(path)
+    level: dict[str, dict[str, Any]] = {"/".join(fixed): {"type": "directory"}}
+    itself: dict[str, Any] | None = None
+    for depth in range(len(fixed) + 1, len(parts) + 1):
+        so_far = "/".join(parts[:depth])
+        wanted = re.compile(glob_translate(so_far))
+        inside: dict[str, dict[str, Any]] = {}
+        folders = {name for name, info in level.items() if info["type"] == "directory"}
+        if itself is not None and itself["type"] == "directory":
+            folders.add("/".join(parts[: depth - 1]))
+        for folder in sorted(folders):
+            inside |= {info["name"].rstrip("/"): info for info in _entries(fs, folder)}
+        itself = inside.get(so_far)
+        level = {
+            name: info for name, info in inside.items() if wanted.match(name) and _is_within(name, level)
+        }
+    return level, itself
+
+
+def _is_within(name: str, level: dict[str, Any]) -> bool:
+    """Whether a name lies in a folder that matches so far, and not only in one that is called as the pattern."""
+    return name.rpartition("/")[0] in level
+
+
+def _entries(fs: Any, folder: str) -> list[dict[str, Any]]:
+    """List a folder; one that isn't there holds nothing."""
+    try:
+        return list(fs.ls(folder, detail=True))
+    except FileNotFoundError:
+        return []
+
+
+def _before_magic(path: str) -> list[str]:
+    parts = path.split("/")
+    return parts[: next(i for i, part in enumerate(parts) if has_magic(part))]
+
+
+def _listed(fs: Any, found: Any, folder: str) -> list[Listed]:
+    """Return files as they are named from a folder, sorted."""
+    return [
+        Listed(
+            path=fs.unstrip_protocol(path),
+            name=path[len(folder) :].lstrip("/"),
+            size=_size(info),
+            mark=_mark(info),
+            seen=said_of(info),
+        )
+        for path, info in sorted(found, key=itemgetter(0))
+    ]
+
+
+def _size(info: dict[str, Any]) -> int:
+    size = info.get("size")
+    return -1 if size is None else int(size)
+
+
+def _mark(info: dict[str, Any]) -> str | None:
+    """Return what changes whenever the file's content does, or None."""
+    return next((f"{key.lower()}:{info[key]}" for key in _MARKS if info.get(key)), None)
+
+
+def said_of(info: Mapping[str, Any]) -> str | None:
+    """Return all that a server says of a file that changes when it is replaced, times among it; None for nothing.
+
+    It tells files apart within a run. A listing and a look at one file may say different things of it, so that only
+    what both say counts.
+    """
+    said = {
+        kind: {name.lower(): _spelled(info[name]) for name in names if info.get(name)}
+        for kind, names in (("mark", _MARKS), ("time", _TIMES))
+    }
+    return json.dumps(said, sort_keys=True) if any(said.values()) else None
+
+
+def _spelled(value: Any) -> str:
+    """Return what is said as text; a time is told as a number by some answers, and as a date by others."""
+    return str(value.timestamp() if isinstance(value, datetime) else value)
+
+
+def etag_of(said: str | None) -> str | None:
+    """Return the ETag among what a server says of a file, or None."""
+    tag: str | None = None if said is None else json.loads(said)["mark"].get("etag")
+    return tag
+
+
+def replaced(was: str | None, now: str | None) -> str | None:
+    """Return the name of the first thing that is said otherwise of a file than before, or None."""
+    if was is None or now is None:
+        return None
+    before, after = json.loads(was), json.loads(now)
+    for kind in ("mark", "time"):  # times may be told more or less finely; where there is a mark, it decides
+        both = [name for name in before[kind] if name in after[kind]]
+        if both:
+            return next((name for name in both if before[kind][name] != after[kind][name]), None)
+    return None
+
+
+def remote_mark(url: str, retry: Retry) -> str | None:
+    """Return what changes whenever the file behind a URL does (its ETag or checksum), or None.
+
+    Raises:
+        SourceError: the file system failed.
+    """
+    fs, path = file_system(url, retry)
+    return retried(lambda: _mark(fs.info(path)), url, retry)
+
+
+def read_remote(url: str, retry: Retry) -> bytes:
+    """Return all bytes of a small file behind a URL.
+
+    Raises:
+        SourceError: the file system failed.
+    """
+    fs, path = file_system(url, retry)
+    return retried(lambda: bytes(fs.cat_file(path)), url, retry)
+
+
+# A file behind a URL as a stream: read range by range, each range again where it fails; no byte twice or never.
+
+_MOST_FETCHED = 4 << 20
+"""Bytes of one request: what is lost where it fails, and what must come within `silence_s`."""
+BUFFER_BYTES = 4 << 20
+_NOT_THAT_ONE = 412
+"""What a server answers that has no file with the ETag that is asked for."""
+_BY_REQUEST = ("s3://", "s3a://", "memory://")
+"""Where a range is a request by itself; streams of S3 ask for the size first, those of memory are shared."""
+
+
+def open_remote(
+    url: str, size: int, retry: Retry, buffer_bytes: int = BUFFER_BYTES, seen: str | None = None
+) -> BinaryIO:
+    """Open a file behind a URL for reading, seekable where its size is known.
+
+    Args:
+        url: of the file.
+        size: bytes as it was listed, or -1 where the server doesn't say.
+        retry: how often and how long a read is tried.
+        buffer_bytes: fetched at a time.
+        seen: what the server said of it when it was listed.
+
+    Raises:
+        SourceError: it can't be opened, or isn't what it was when it was listed.
+        MissingExtraError: the file system's package isn't installed.
+    """
+    fs, path = file_system(url, retry)
+    by_request = size >= 0 and url.startswith(_BY_REQUEST)
+    kind = _Ranges
+    if by_request:
+        kind = _Objects if seen is not None and hasattr(fs, "call_s3") else _Requests
+    ranges = kind(url, fs, path, size, seen)
+    if not by_request:
+        retried(ranges.open, url, retry)
+    return cast(BinaryIO, io.BufferedReader(_Remote(url, ranges, retry), min(buffer_bytes, _MOST_FETCHED)))
+
+
+def changed(path: str, size: int, now: str) -> str:
+    """Say that a file isn't the one that was listed."""
+    return (
+        f"{path} has changed since the files were listed: it had {size:,} bytes then, now {now}; "
+        "let it be written to the end, and begin again"
+    )
+
+
+def replaced_words(path: str, why: str) -> str:
+    """Say that a file of the same size isn't the one that was listed."""
+    return (
+        f"{path} was replaced or rewritten since the files were listed: {why}; put back what was there and go on "
+        "from a saved state, or begin again"
+    )
+
+
+class _Ranges:
+    """Ranges of a file, by the stream that its file system gives; whatever fails, the next fetch begins anew."""
+
+    def __init__(self, url: str, fs: Any, path: str, size: int, seen: str | None = None) -> None:
+        self._url, self._fs, self._path, self.seen = url, fs, path, seen
+        self._stream: Any = None
+        self.size = size
+
+    def open(self) -> Any:
+        """Return the stream, opened if need be.
+
+        Raises:
+            SourceError: the file has another size than when it was listed, or opened before.
+        """
+        if self._stream is None:
+            # Ranges come at the size that is wanted: read ahead would be fetched twice.
+            stream = self._fs.open(self._path, "rb", cache_type="none", **self._conditions())
+            self.check(getattr(stream, "details", None))
+            now = getattr(stream, "size", None)
+            if isinstance(now, int):
+                if 0 <= self.size != now:
+                    raise told(self._url, self.seen, changed(self._url, self.size, f"{now:,}"))
+                self.size = now
+            self._stream = stream
+        return self._stream
+
+    def _conditions(self) -> dict[str, Any]:
+        """Look at the file of a web server, and return how it is opened: with its ETag alone, or not at all."""
+        if self.seen is None or not self._url.startswith("http"):
+            return {}
+        info = self._fs.info(self._path)
+        self.check(info)
+        # Opening would look again to know the size.
+        asked = {"size": info["size"]} if info.get("size") and info.get("partial", True) else {}
+        etag = etag_of(self.seen)
+        if etag is None or etag.startswith("W/"):
+            return asked
+        # What is passed takes the place of what the file system was made with.
+        return {**asked, "headers": {**getattr(self._fs, "kwargs", {}).get("headers", {}), "If-Match": etag}}
+
+    def check(self, details: Any) -> None:
+        """Require that the file is the one that was listed, as far as what is said of it tells.
+
+        Raises:
+            SourceError: it isn't.
+        """
+        name = replaced(self.seen, said_of(details)) if isinstance(details, Mapping) else None
+        if name is not None:
+            raise told(self._url, self.seen, replaced_words(self._url, f"the server names another {name}"))
+        untold(self._url, self.seen)
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop), or fewer but not none where there are any."""
+        # Out of reach while it is used: a fetch that was given up may still go on with the stream.
+        stream, self._stream = self.open(), None
+        if stream.tell() != start:
+            if stream.seekable():
+                stream.seek(start)
+            else:
+                _skip(stream, start)
+        content = bytes(stream.read(stop - start))
+        self._stream = stream
+        return content
+
+    def size_now(self) -> int:
+        """Ask for the file's size; -1 where the server doesn't say."""
+        size = self._fs.info(self._path).get("size")
+        return -1 if size is None else int(size)
+
+    def close(self) -> None:
+        """Let go of the stream."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(Exception):
+                stream.close()
+
+
+class _Requests(_Ranges):
+    """Ranges of a file, each by a request of its own."""
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        content = bytes(self._fs.cat_file(self._path, start=start, end=stop))
+        if self.seen is not None and self._url.startswith("memory://"):  # the one that is asked for nothing
+            info = self._fs.info(self._path)
+            if info["size"] == self.size:
+                self.check(info)
+        return content
+
+
+class _Objects(_Ranges):
+    """Ranges of an object of S3, each by a request of its own that names the ETag: no other object answers it."""
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        from fsspec.asyn import sync
+
+        bucket, key, version = self._fs.split_path(self._path)
+        etag = etag_of(self.seen)
+        asked = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
+        asked |= {} if version is None else {"VersionId": version}
+        given = self._fs.call_s3(
+            "get_object", **asked, **({} if etag is None else {"IfMatch": _quoted(etag)})
+        )
+        with closing(given["Body"]) as body:
+            self.check(given)  # some servers don't heed what they are asked
+            return bytes(sync(self._fs.loop, body.read))
+
+
+def _quoted(etag: str) -> str:
+    return etag if etag.startswith('"') else f'"{etag}"'
+
+
+def _skip(stream: Any, start: int) -> None:
+    """Read up to a place in a stream that can only be read on."""
+    if stream.tell() > start:
+        raise io.UnsupportedOperation("the server sends the file from its beginning only")
+    while (missing := start - stream.tell()) > 0:
+        if not stream.read(min(missing, _MOST_FETCHED)):
+            raise ConnectionError(f"the file ended at byte {stream.tell():,}")
+
+
+class _Remote(io.RawIOBase):
+    """A file whose reads are tried again where they stopped."""
+
+    def __init__(self, url: str, ranges: _Ranges, retry: Retry) -> None:
+        super().__init__()
+        self._url, self._ranges, self._retry = url, ranges, retry
+        self._size = ranges.size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._size >= 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_END and self._size < 0:
+            raise io.UnsupportedOperation("the server doesn't say how long the file is")
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(begin + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        count = min(len(buffer), _MOST_FETCHED)
+        content = self._fetch(count)
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def readall(self) -> bytes:
+        pieces = []
+        while piece := self._fetch(_MOST_FETCHED):
+            pieces.append(piece)
+            self._at += len(piece)
+        return b"".join(pieces)
+
+    def _fetch(self, count: int) -> bytes:
+        """Return what comes next, at most `count` bytes; none at the end alone.
+
+        Raises:
+            SourceError: it can't be read, or the file has another size than when it was listed.
+        """
+        start, size = self._at, self._size
+        if 0 <= size <= start:
+            return b""
+        stop = start + count if size < 0 else min(start + count, size)
+        # A byte more than there should be tells, without a request more, whether the file has grown.
+        more = int(stop == size)
+
+        def fetch() -> bytes:
+            try:
+                content = self._ranges.fetch(start, stop + more)
+            except Exception as error:
+                if answer_of(error)[0] == _NOT_THAT_ONE:
+                    raise told(self._url, self._ranges.seen, self._not_that_one()) from error
+                raise
+            if size >= 0 and not content:
+                now = self._ranges.size_now()
+                if now not in (-1, size):
+                    raise told(self._url, self._ranges.seen, changed(self._url, size, f"{now:,}"))
+                raise ConnectionError(f"nothing came, though the file has {size:,} bytes")
+            return content
+
+        content = retried(fetch, self._url, self._retry, place=f"byte {start:,}")
+        if more and len(content) > stop - start:
+            raise told(self._url, self._ranges.seen, changed(self._url, size, "more"))
+        return content
+
+    def _not_that_one(self) -> str:
+        """Say what has become of a file that a server has under another ETag only."""
+        now = self._ranges.size_now()
+        if now not in (-1, self._size):
+            return changed(self._url, self._size, f"{now:,}")
+        return replaced_words(self._url, "the server names another etag")
+
+    def close(self) -> None:
+        if not self.closed:
+            self._ranges.close()
+        super().close()

@@ -1,0 +1,380 @@
+"""Rows of a file, some at a time and column by column; and what is wrong with a row, in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+from varlen.errors import SourceError
+from varlen.files.losses import Losses, total
+from varlen.files.token_tables import flat_values
+
+Column = Any
+"""Values of one column, one a row: a list of Python values or an Arrow array."""
+
+PRINT = "\0print"
+"""Name of a column that no row can have: of rows that are given while they are read, the hash of all rows to each."""
+MOST_LISTED = 12
+"""Names of columns that a sentence lists before it stops."""
+READ_AS_TEXT = "where they are UTF-8, read them so: --binary-as-text (binary_as_text=True)"
+"""What to do about bytes of Parquet and Arrow in the place of text."""
+
+_RECORD = Losses(records=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A record, a stretch of rows, or the rest of a file, that can't be read."""
+
+    where: str
+    """File and row."""
+    why: str
+    """Goes on from there: "is not valid JSON: ..."."""
+    number: int = 0
+    """Of the row in its file, to list faults in order; 0 where it isn't one row's."""
+    losses: Losses = _RECORD
+    """What it stands for, in the unit of the loss."""
+    raises: str = ""
+    """What the error says where nothing may be skipped; the sentence unless given."""
+    is_outside: bool = False
+    """Whether not the file is at fault but what it lies on, so that the same read may succeed another time."""
+
+    def __str__(self) -> str:
+        """Join both to a sentence."""
+        return f"{self.where} {self.why}"
+
+    def raised(self) -> SourceError:
+        """Return the error to be raised where nothing may be skipped."""
+        return SourceError(self.raises or str(self))
+
+    @property
+    def covers(self) -> int:
+        """Rows of the file that it stands for, as far as they are known."""
+        return self.losses.num_rows
+
+
+def losses_of(faults: Iterable[Fault]) -> Losses:
+    """Return what faults stand for, together."""
+    return total(fault.losses for fault in faults)
+
+
+def zero() -> int:
+    """Return 0, where nothing stands before."""
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Consecutive rows of one file.
+
+    Invariant: every column has one entry for each of `numbers`.
+    """
+
+    columns: Mapping[str, Column]
+    numbers: Sequence[int]
+    """Number of each row, from 1, counted from `base`; blank lines count, so that an editor finds the row."""
+    path: str
+    unit: str = "row"
+    """What is counted: "line", "row", "value", "paragraph"; "" where the file is one row."""
+    base: Callable[[], int] = zero
+    """Rows of the file before those that `numbers` count from; called for messages alone, since it may read."""
+    faults: tuple[Fault, ...] = field(default=())
+    """Rows between these that can't be read; they have no entry in the columns."""
+
+    def __len__(self) -> int:
+        """Count the rows that could be read."""
+        return len(self.numbers)
+
+    def between(self, start: int, stop: int, faults: tuple[Fault, ...]) -> Rows:
+        """Return some of the rows, by index.
+
+        Args:
+            start: the first.
+            stop: one past the last.
+            faults: of those that can't be read, which belong to these.
+        """
+        columns = {name: _some(column, start, stop) for name, column in self.columns.items()}
+        return replace(self, columns=columns, numbers=self.numbers[start:stop], faults=faults)
+
+    def chosen(self, indexes: Sequence[int]) -> Rows:
+        """Return some of the rows, by index, ascending, without faults.
+
+        Args:
+            indexes: which.
+        """
+        columns = {
+            name: [column[index] for index in indexes]
+            if isinstance(column, list)
+            else column.take(_arrow(indexes))
+            for name, column in self.columns.items()
+        }
+        return replace(self, columns=columns, numbers=[self.numbers[index] for index in indexes], faults=())
+
+    @property
+    def covers(self) -> int:
+        """Rows of the file that these stand for: those that can't be read too."""
+        return len(self) + sum(fault.covers for fault in self.faults)
+
+    def where(self, index: int) -> str:
+        """Name the file and a row's place in it.
+
+        Args:
+            index: of the row among these.
+        """
+        return place(self.path, self.unit, self.base() + self.numbers[index])
+
+    def blame(self, wrong: Mapping[int, str]) -> tuple[Fault, ...]:
+        """Return the faults of these rows, those that reading found among them, in the order of the file.
+
+        Args:
+            wrong: why a row can't be used, by its index among these.
+        """
+        if not wrong:
+            return self.faults
+        found = [
+            Fault(where=self.where(index), why=why, number=self.base() + self.numbers[index])
+            for index, why in wrong.items()
+        ]
+        return tuple(sorted([*self.faults, *found], key=lambda fault: fault.number))
+
+
+def faulty(fault: Fault, names: Sequence[str] = ()) -> Rows:
+    """Return no row but a fault.
+
+    Args:
+        fault: of rows that can't be read.
+        names: of the columns.
+    """
+    return Rows(columns={name: [] for name in names}, numbers=(), path=fault.where, faults=(fault,))
+
+
+def _some(column: Column, start: int, stop: int) -> Column:
+    return column[start:stop] if isinstance(column, list) else column.slice(start, stop - start)
+
+
+def _arrow(indexes: Sequence[int]) -> Any:
+    import pyarrow as pa
+
+    return pa.array(list(indexes), type=pa.int64())
+
+
+def place(path: str, unit: str, number: int) -> str:
+    """Name a file and a place in it."""
+    return f"{path} {unit} {number:,}" if unit else path
+
+
+def as_list(column: Column, prune: Callable[[Any], Any] | None = None) -> list[Any]:
+    """Return a column as the Python values that its type means.
+
+    What Arrow can't turn into one stays as it is, and a cell of JSON type that holds none is `NotJson`; both
+    are to be refused by row.
+
+    Args:
+        column: of rows.
+        prune: takes away what a cell of a table holds only since other rows do, such as keys without a value.
+    """
+    if isinstance(column, list):
+        return column
+    try:
+        if str(column.type) in _LISTS:
+            return _numbers(column)
+        values = list(column.to_pylist())
+    except Exception:  # text that isn't UTF-8, dates beyond Python's, keys that stand twice in an object
+        values = [_value(value) for value in column]
+    return decode_column(column.type, values, prune)
+
+
+_LISTS = {
+    f"{kind}<{name}: int{bits}>"
+    for kind in ("list", "large_list")
+    for name in ("item", "element")
+    for bits in (32, 64)
+}
+"""Arrow types of token ids."""
+
+
+def _numbers(column: Any) -> list[Any]:
+    """Return lists of whole numbers, many times as fast as Arrow makes them one by one."""
+    flat = flat_values(column)
+    if flat is None:
+        return list(column.to_pylist())
+    numbers, bounds = flat[0].tolist(), flat[1].tolist()
+    return [numbers[a:b] for a, b in zip(bounds, bounds[1:])]
+
+
+def _value(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return b""
+    except Exception:
+        return value
+
+
+def listed(names: Sequence[str]) -> str:
+    """List names of columns for a sentence, the first twelve of them."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(f"`{name}`" for name in names[:MOST_LISTED]) + more
+
+
+def json_kind(value: object) -> str:
+    """Name a value's kind in JSON's words."""
+    kinds: dict[type, str] = {
+        dict: "object",
+        list: "array",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+    }
+    if isinstance(value, NotJson):
+        return value.said
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def found_kind(value: object) -> str:
+    """Name a value's kind, and of bytes how they are read as text."""
+    return f"bytes; {READ_AS_TEXT}" if isinstance(value, bytes) else json_kind(value)
+
+
+# Cells of Arrow columns as the Python values that their types mean.
+#
+# `arrow.json` (`datasets.Json`) holds JSON's values as text, alone or within lists, structs and maps, and a map is an
+# object; `to_pylist` gives the text, and a list of pairs.
+
+Decode = Callable[[Any], Any]
+_JSON = "arrow.json"
+
+
+@dataclass(frozen=True, slots=True)
+class NotJson:
+    """A cell of JSON type that holds something else."""
+
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A value whose nulls are its author's, and no keys that other rows have."""
+
+    value: Any
+
+
+def refuse(why: str) -> NoReturn:
+    """Say why a row can't be used.
+
+    Raises:
+        SourceError: always.
+    """
+    raise SourceError(why)
+
+
+class _UnreadableError(Exception):
+    """A cell can't be decoded; says why."""
+
+
+def decode_column(type_: Any, values: list[Any], prune: Decode | None) -> list[Any]:
+    """Return the cells of a column as what its type means.
+
+    Args:
+        type_: of the column, in Arrow's words.
+        values: of the column, as `to_pylist` gives them.
+        prune: takes away what a cell holds only since other rows do; JSON's own nulls and those of maps stay.
+    """
+    decode = _decoder(type_)
+    if decode is None:
+        return values if prune is None else [prune(value) for value in values]
+    found: list[Any] = []
+    for value in values:
+        try:
+            cell = decode(value)
+            found.append(_plain(cell if prune is None else prune(cell)))
+        except _UnreadableError as error:
+            found.append(NotJson(str(error)))
+    return found
+
+
+def _decoder(type_: Any) -> Decode | None:
+    """Return what decodes the values of a type; None where they are what they mean."""
+    import pyarrow as pa
+
+    kinds = pa.types
+    if isinstance(type_, pa.BaseExtensionType):
+        return _from_json if type_.extension_name == _JSON else _decoder(type_.storage_type)
+    if kinds.is_dictionary(type_) or kinds.is_run_end_encoded(type_):
+        return _decoder(type_.value_type)
+    if kinds.is_map(type_):
+        return _map_decoder(_decoder(type_.key_type), _decoder(type_.item_type))
+    if kinds.is_struct(type_):
+        fields = (type_.field(index) for index in range(type_.num_fields))
+        decoders = {field.name: decode for field in fields if (decode := _decoder(field.type)) is not None}
+        return _struct_decoder(decoders) if decoders else None
+    if getattr(type_, "value_type", None) is not None:  # lists of all kinds
+        decode = _decoder(type_.value_type)
+        return None if decode is None else _list_decoder(decode)
+    return None
+
+
+def _from_json(text: Any) -> Any:
+    if text is None:
+        return None
+    try:
+        return _Said(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise _UnreadableError(
+            f"text that is not valid JSON ({error.msg} at position {error.pos:,}), in a column of JSON"
+        ) from None
+    except (ValueError, RecursionError, TypeError):
+        raise _UnreadableError(
+            "text with a number of too many digits, or brackets nested too deeply, in a column of JSON"
+        ) from None
+
+
+def _list_decoder(decode: Decode) -> Decode:
+    return lambda value: [decode(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _struct_decoder(decoders: dict[str, Decode]) -> Decode:
+    def decode(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: decoders[key](held) if key in decoders else held for key, held in value.items()}
+
+    return decode
+
+
+def _map_decoder(of_keys: Decode | None, of_items: Decode | None) -> Decode:
+    def decode(value: Any) -> Any:
+        if value is None:
+            return None
+        pairs = [
+            (of_keys(key) if of_keys else key, of_items(item) if of_items else item) for key, item in value
+        ]
+        keys = [key for key, _ in pairs]
+        if not all(isinstance(key, str) for key in keys):
+            raise _UnreadableError("a map whose keys aren't text")
+        if len(set(keys)) < len(keys):
+            raise _UnreadableError("a map that holds a key twice")
+        return _Said(dict(pairs))
+
+    return decode
+
+
+def _plain(value: Any) -> Any:
+    """Return a decoded value without marks."""
+    if isinstance(value, _Said):
+        return _plain_map(value.value)
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _plain_map(value: Any) -> Any:
+    """Return what was said; the items of a map may be marked themselves, those of JSON are not."""
+    if isinstance(value, dict) and any(isinstance(held, _Said | dict | list) for held in value.values()):
+        return {key: _plain(held) for key, held in value.items()}
+    return value

@@ -1,0 +1,273 @@
+"""From what the user names to documents that are tokens already and can be read at any place, whoever wrote them."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from varlen.documents.memory import placed
+from varlen.errors import SourceError
+from varlen.files.paths import Data, File, Format, LeftOut, entries_of, is_url, unread
+from varlen.files.splits import choose
+from varlen.files.written import read_manifest
+from varlen.regular import open_regular
+from varlen.store.arrow import ArrowFile, map_arrow
+from varlen.store.bin_idx import MAGIC, MegatronFile
+from varlen.store.growing import PATIENCE_S, PartialStore, is_begun
+from varlen.store.store import open_store
+from varlen.store.token_files import FileTokens
+from varlen.store.tokens import TokenDocuments
+from varlen.text.loss_masks import Mask, as_wide
+from varlen.types import Int32Array, IntArray
+
+_SUFFIXES = (".bin", ".idx")
+
+
+def open_tokens(
+    data: Data,
+    *,
+    patience_s: float = PATIENCE_S,
+    check_tokens: bool = True,
+    cache: Path | None = None,
+    split: str | None = None,
+    format: Format | None = None,
+) -> TokenDocuments | None:
+    """Open documents that needn't be tokenized or copied to be read at any place.
+
+    These are a token store, also while it is being written; Megatron's pairs of `.bin` and `.idx`, by either name, by
+    the name without a suffix, a glob or a folder of them; and Arrow files of ready tokens, one document a row and not
+    compressed, as Hugging Face's `save_to_disk` writes them.
+
+    Args:
+        data: a file, a folder or a glob, or several of them.
+        patience_s: how long to wait for the next part of a store that is being written.
+        check_tokens: refuse missing tokens as soon as the lengths of documents, or their labels, are counted; False:
+            who reads them is told, as plans need the lengths alone.
+        cache: folder for rows in memory while they are read; None for varlen's in the user's cache.
+        split: of folders that hold several, as `open_source` takes it.
+        format: of every file, as `open_source` takes it.
+
+    Returns:
+        The documents; None where `varlen index` has to make a store first: of texts, chats, Parquet, compressed or
+        remote files, and packed rows.
+
+    Raises:
+        SourceError: nothing is there, a file is damaged, or tokens of several kinds are named together.
+    """
+    data = placed(data, cache=cache)
+    entries = entries_of(data)
+    if len(entries) == 1 and not isinstance(entries[0], File) and not is_url(entries[0]):
+        folder = Path(entries[0]).expanduser()
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.get("kind") == "tokens":
+            return open_store(folder, check_tokens=check_tokens)
+        if manifest is None and is_begun(folder):
+            return PartialStore(folder, patience_s=patience_s, check_tokens=check_tokens)
+    pairs = [_pairs(entry) for entry in entries]
+    if all(pairs):
+        choices = [_of_split(entry, found, split) for entry, found in zip(entries, pairs)]
+        named = {str(prefix.absolute()): (prefix, name) for found, _ in choices for prefix, name in found}
+        return FileTokens(
+            [MegatronFile(prefix, name, check_tokens=check_tokens) for prefix, name in named.values()],
+            unread="; ".join(said for _, said in choices if said) or None,
+        )
+    if any(pairs):
+        with_, without = (
+            next(e for e, found in zip(entries, pairs) if bool(found) == is_) for is_ in (True, False)
+        )
+        raise SourceError(f"{with_} holds Megatron's .bin and .idx, and {without} doesn't; read them apart")
+    return _mapped(data, check_tokens, split, format)
+
+
+def is_token_store(entry: str | Path | File) -> bool:
+    """Return whether an entry of data is a token store, also one that is being written."""
+    if isinstance(entry, File) or is_url(entry):
+        return False
+    folder = Path(entry).expanduser()
+    manifest = read_manifest(folder)
+    return is_begun(folder) if manifest is None else manifest.get("kind") == "tokens"
+
+
+def is_megatron(entry: str | Path | File) -> bool:
+    """Return whether an entry of data names Megatron's pairs of `.bin` and `.idx`, both halves of which are there."""
+    try:
+        return bool(_pairs(entry))
+    except SourceError:
+        return False
+
+
+def _mapped(data: Data, check_tokens: bool, split: str | None, format: Format | None) -> FileTokens | None:
+    """Open Arrow files, if all are of the kind that can be read at any place."""
+    from varlen.files.finding import Naming, find  # which workers need not
+
+    found = find(data, Naming(split=split, format=format))
+    files: list[ArrowFile] = []
+    for file in found.files:
+        mapped = map_arrow(file)
+        if mapped is None:
+            return None
+        files.append(mapped)
+    return FileTokens(files, check_tokens=check_tokens, unread=unread(found.left_out, found.taken))
+
+
+def _of_split(
+    entry: str | Path, pairs: list[tuple[Path, str]], split: str | None
+) -> tuple[list[tuple[Path, str]], str | None]:
+    """Choose the pairs of a split, where a folder of them is named; returns what to say of the others, too."""
+    if not Path(entry).expanduser().is_dir():
+        return pairs, None
+    names = {
+        f"{name}.arrow": pair for name, pair in zip((name for _, name in pairs), pairs)
+    }  # as rows are named
+    choice = choose(list(names), names, split, str(entry))
+    reasons: dict[str, list[tuple[Path, str]]] = {}
+    for name, why in choice.left_out.items():
+        reasons.setdefault(why, []).append(names[name])
+    left_out = [
+        LeftOut(
+            why=why,
+            num_files=len(some),
+            num_bytes=sum(Path(f"{prefix}.bin").stat().st_size for prefix, _ in some),
+            names=tuple(name for _, name in some),
+        )
+        for why, some in reasons.items()
+    ]
+    said = unread(left_out, [] if choice.split is None else [choice.split])
+    return [names[name] for name in names if name in choice.taken], said
+
+
+def _pairs(entry: str | Path | File) -> list[tuple[Path, str]]:
+    """List Megatron's pairs that are named, by path without a suffix and by name; none where it is something else.
+
+    Raises:
+        SourceError: one half is named, and the other isn't there.
+    """
+    if isinstance(entry, File) or is_url(entry):
+        return []
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*.idx") if _is_index(p))
+        return [(p.with_suffix(""), p.relative_to(path).with_suffix("").as_posix()) for p in found]
+    if path.suffix in _SUFFIXES and path.is_file():
+        return [_pair(path)]
+    if Path(f"{path}.idx").is_file():
+        return [(path, path.name)]
+    if glob.has_magic(str(path)):
+        root = Path(path.anchor)
+        found = sorted(root.glob(str(path.relative_to(path.anchor))))
+        if found and all(p.suffix in _SUFFIXES and p.is_file() for p in found):
+            return list(dict.fromkeys(_pair(p) for p in found))
+    return []
+
+
+def _pair(path: Path) -> tuple[Path, str]:
+    prefix = path.with_suffix("")
+    missing = [suffix for suffix in _SUFFIXES if not Path(f"{prefix}{suffix}").is_file()]
+    if missing:
+        raise SourceError(f"{path} is half of a pair: {prefix}{missing[0]} isn't there; copy it too")
+    return prefix, prefix.name
+
+
+def _is_index(path: Path) -> bool:
+    """Return whether a file begins as Megatron's indices do."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+# Several sets of token documents as one: shards of the first, then those of the second, and so on.
+
+
+class JoinedTokens:
+    """Reads documents of any of several sets, which hold what they held when they were joined."""
+
+    def __init__(self, sets: Sequence[TokenDocuments], num_parts: Sequence[int] | None = None) -> None:
+        """Take the sets, all of whose parts are there.
+
+        Args:
+            sets: of documents.
+            num_parts: of each set; it holds these parts alone. None: all that it has.
+        """
+        self._sets = tuple(sets)
+        kept = [one.num_parts for one in sets] if num_parts is None else num_parts
+        held = [one.documents[: np.searchsorted(one.parts, parts)] for one, parts in zip(sets, kept)]
+        self._first = np.cumsum([0, *map(len, held)])
+        self._documents: IntArray = np.concatenate(held)
+
+    @property
+    def documents(self) -> IntArray:
+        """int64 `[shards]`: documents of each shard."""
+        return self._documents
+
+    def with_parts(self, num_parts: Sequence[int]) -> JoinedTokens:
+        """Return the same sets, of each of which so many parts are held."""
+        return JoinedTokens(self._sets, num_parts)
+
+    def first_shard(self, number: int) -> int:
+        """Return the shard with which a set begins."""
+        return int(self._first[number])
+
+    def where(self, shard: int) -> str:
+        """Say where a shard lies."""
+        number = int(np.searchsorted(self._first, shard, side="right")) - 1
+        return self._sets[number].where(shard - int(self._first[number]))
+
+    def _each(self, shards: IntArray, ask: Callable[[TokenDocuments, IntArray, IntArray], None]) -> None:
+        """Ask each set for its documents, given by their places among all and the shards within the set."""
+        owners = np.searchsorted(self._first, shards, side="right") - 1
+        for number in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == number)
+            ask(self._sets[number], places, shards[places] - self._first[number])
+
+    def lengths(self, shards: IntArray, documents: IntArray) -> IntArray:
+        """Return the lengths of documents; arguments as `TokenDocuments` has them."""
+        found = np.empty(len(shards), dtype=np.int64)
+
+        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
+            found[places] = one.lengths(within, documents[places])
+
+        self._each(shards, ask)
+        return found
+
+    def will_need(self, shards: IntArray, documents: IntArray) -> None:
+        """Have the system read documents in while other things are done; arguments as in `lengths`."""
+        self._each(shards, lambda one, places, within: one.will_need(within, documents[places]))
+
+    def count_targets(
+        self, shards: IntArray, documents: IntArray, starts: IntArray, stops: IntArray
+    ) -> IntArray:
+        """Count the labels that pieces of documents give; arguments as `TokenDocuments` has them."""
+        found = np.empty(len(shards), dtype=np.int64)
+
+        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
+            found[places] = one.count_targets(within, documents[places], starts[places], stops[places])
+
+        self._each(shards, ask)
+        return found
+
+    def gather(
+        self, shards: IntArray, documents: IntArray, starts: Sequence[int] | IntArray, lengths: IntArray
+    ) -> tuple[Int32Array, Mask | None]:
+        """Read pieces of documents end to end, in the order asked for; arguments as `TokenDocuments` has them."""
+        begins = np.cumsum(lengths) - lengths
+        tokens = np.empty(int(lengths.sum()), dtype=np.int32)
+        mask: Mask = np.ones(len(tokens), dtype=np.uint8)
+        is_masked = False
+
+        def ask(one: TokenDocuments, places: IntArray, within: IntArray) -> None:
+            nonlocal is_masked, mask
+            sizes = lengths[places]
+            found, marks = one.gather(within, documents[places], np.asarray(starts)[places], sizes)
+            where = np.repeat(begins[places] - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(found))
+            tokens[where] = found
+            if marks is not None:
+                is_masked, mask = True, as_wide(mask, marks)
+                mask[where] = marks
+
+        self._each(shards, ask)
+        return tokens, mask if is_masked else None

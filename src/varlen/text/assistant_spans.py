@@ -1,0 +1,318 @@
+"""Find in a rendered chat what the assistant says, for templates that don't mark it themselves.
+
+What an assistant generates begins where the generation prompt ends and stops behind its end-of-turn mark. Where
+these stand is read off a skeleton: the same roles with a short mark of private-use characters in place of each
+content. The real text must be the skeleton with the real contents put in, character by character; nothing is
+searched for in it, so what a user writes can't pass for a template's words.
+
+A chat that is no skeleton filled in, because it calls tools or because the template looks into its contents, is
+measured by prefixes instead: a turn is what the chat with it has more than the chat before it. Where that fails
+too, because the template rewrites what was said before, a turn is what stands between the messages around it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from varlen.text.skeleton import Render, Skeleton, Turn, cut, free_character, masked, try_render
+from varlen.text.turn_marks import EndMarks
+
+Value = str | dict[str, Any]
+"""What stands in a slot: a text, or the arguments of a call."""
+Forms = Callable[[Value], Iterable[str]]
+Way = tuple[Any, ...]
+"""Empty, or the way to a place, where it begins and where it stops."""
+
+
+class Said(NamedTuple):
+    """Where one assistant's message stands in the text."""
+
+    message: int
+    spans: tuple[tuple[int, int], ...]
+    """Ascending; one, but where another's message stands within it; none where nothing of it is written."""
+    has_mark: bool
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.spans[-1][1] if self.spans else 0
+
+
+def fill(skeleton: Skeleton, messages: list[dict[str, Any]], text: str) -> list[Said] | None:
+    """Return where assistants speak in a text that is the skeleton with these texts, else None.
+
+    Not for skeletons that are open, which `fill_masked` closes.
+    """
+    values = [slot.value_in(messages) for slot in skeleton.slots]
+    return _said(skeleton, skeleton.pieces, values, text, skeleton.hole)
+
+
+def fill_masked(
+    skeleton: Skeleton, render: Render, messages: list[dict[str, Any]], source: str, text: str, foreign: str
+) -> list[Said] | None:
+    """Return where assistants speak in a text that has tools, or calls with arguments of any form, else None.
+
+    The chat is rendered once more, with marks for all texts but arguments: what stands between them is the
+    template's own, a tool or an argument, and what ends a turn stands at the end of that.
+
+    Args:
+        skeleton: of the chat's shape, arguments apart.
+        render: the template.
+        messages: the chat.
+        source: of the template.
+        text: the chat as text.
+        foreign: as of `skeleton_of`.
+    """
+    slot = free_character(foreign + text)
+    marked, slots = masked(messages, slot, source, arguments=False)
+    rendered = try_render(render, marked, False)
+    if rendered is None:
+        return None
+    pieces, order = cut(rendered, slot)
+    if [slots[number] for number in order] != list(skeleton.slots):
+        return None
+    return _said(skeleton, pieces, [slot.value_in(messages) for slot in skeleton.slots], text)
+
+
+def _said(
+    skeleton: Skeleton, pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
+) -> list[Said] | None:
+    """Find the turns in a text that is these pieces with these values between them, one piece but for a hole."""
+    places = _places(pieces, values, text, hole)
+    if places is None:
+        return None
+    begins, ends = [0, *(stop for _, stop in places)], [*(start for start, _ in places), len(text)]
+    said = []
+    for turn in skeleton.turns:
+        spans = []
+        for region in turn.regions:
+            start = ends[region.first] - len(region.lead)
+            if region.is_bare:
+                stop = begins[region.last] + len(region.mark)
+                if not text.startswith(region.mark, begins[region.last]):
+                    return None
+            else:
+                stop = ends[region.last] - len(region.tail)
+                is_kept = text.startswith(region.tail, stop) and text.endswith(region.seal, 0, stop)
+                if not is_kept or stop < begins[region.last]:
+                    return None
+            if start < begins[region.first] or not text.startswith(region.lead, start):
+                return None
+            if region.opened and text.startswith(region.opened, start, stop):
+                start += len(region.opened)
+            spans.append((start, stop))
+        said.append(Said(message=turn.message, spans=tuple(spans), has_mark=turn.has_mark))
+    return said
+
+
+def _places(
+    pieces: Sequence[str], values: Sequence[Value], text: str, hole: int | None = None
+) -> list[tuple[int, int]] | None:
+    """Find where contents stand in the text, each as it is or trimmed, else as JSON spells it."""
+    if hole is None and (whole := _as_they_are(pieces, values, text)) is not None:
+        return whole
+    for forms in (_forms, _json_forms):
+        places = _around(pieces, values, text, forms, hole) if hole is not None else None
+        if hole is None and (way := _walk(pieces, values, text, forms).get(len(text))):
+            places = _along(way)
+        if places is not None:
+            return places
+    return [] if hole is None and not values and text == pieces[0] else None
+
+
+def _as_they_are(pieces: Sequence[str], values: Sequence[Value], text: str) -> list[tuple[int, int]] | None:
+    """Find where contents stand if all are texts that are written as they are: the first way of `_walk`, sooner."""
+    places, stop = [], 0
+    for value, piece in zip(values, pieces):
+        start = stop + len(piece)
+        if type(value) is not str or not text.startswith(piece, stop) or not text.startswith(value, start):
+            return None
+        stop = start + len(value)
+        places.append((start, stop))
+    return places if places and text[stop:] == pieces[-1] else None
+
+
+def _around(
+    pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms, hole: int
+) -> list[tuple[int, int]] | None:
+    """Find where contents stand on both sides of a piece that may be any text.
+
+    Everything is known from either end. None where that leaves a choice of where the piece begins or ends.
+    """
+    before = _walk([*pieces[:hole], ""], values[:hole], text, forms)
+    length, behind = len(text), [piece[::-1] for piece in pieces[:hole:-1]]
+    after = _walk(
+        [*behind, ""],
+        values[hole:][::-1],
+        text[::-1],
+        lambda value: (form[::-1] for form in forms(value)),
+    )
+    if len(before) != 1 or len(after) != 1:
+        return None
+    (begin, way), (end, back) = *before.items(), *after.items()
+    if begin > length - end:
+        return None
+    return [*_along(way), *((length - stop, length - start) for start, stop in reversed(_along(back)))]
+
+
+def _walk(pieces: Sequence[str], values: Sequence[Value], text: str, forms: Forms) -> dict[int, Way]:
+    """Walk through the text, content by content; return where that may end, and the places on the way to it."""
+    reached: dict[int, Way] = {len(pieces[0]): ()} if text.startswith(pieces[0]) else {}
+    for value, piece in zip(values, pieces[1:]):
+        following: dict[int, Way] = {}
+        for position, way in reached.items():
+            for form in forms(value):
+                stop = position + len(form)
+                if text.startswith(form, position) and text.startswith(piece, stop):
+                    following.setdefault(stop + len(piece), (way, position, stop))
+                    if type(value) is not str:
+                        break  # no spelling of an object begins another
+        reached = following
+    return reached
+
+
+def _along(way: Way) -> list[tuple[int, int]]:
+    """Return the places on a way."""
+    places = []
+    while way:
+        way, start, stop = way
+        places.append((start, stop))
+    return places[::-1]
+
+
+def _forms(content: Value) -> Iterator[str]:
+    """Yield a content as templates write it: whole first, then trimmed in their ways; arguments as JSON."""
+    if isinstance(content, dict):
+        yield json.dumps(content, ensure_ascii=False)
+        if text := getattr(content, "text", None):
+            yield text
+        yield json.dumps(content)
+        yield from (json.dumps(content, ensure_ascii=e, separators=(",", ":")) for e in (False, True))
+        return
+    yield content
+    if content != content.strip():
+        lines = (content.strip("\n"), content.lstrip("\n"), content.rstrip("\n"))
+        trimmed = dict.fromkeys((content.strip(), content.lstrip(), content.rstrip(), *lines))
+        yield from (form for form in trimmed if form != content)
+
+
+def _json_forms(content: Value) -> Iterator[str]:
+    """Yield a content as templates write it, those that write JSON among them."""
+    yield from _forms(content)
+    if isinstance(content, str):
+        yield from dict.fromkeys(json.dumps(content, ensure_ascii=ascii_)[1:-1] for ascii_ in (False, True))
+
+
+def by_prefixes(
+    render: Render,
+    messages: list[dict[str, Any]],
+    text: str,
+    skeleton: Skeleton | None,
+    marks: EndMarks,
+) -> list[Said] | None:
+    """Measure each assistant's message as what the chat with it has more than the chat before it.
+
+    Args:
+        render: the template.
+        messages: the chat.
+        text: the chat as text.
+        skeleton: of the same roles, which knows how turns open and close; None where there is none.
+        marks: what ends a turn.
+
+    Returns:
+        Where assistants speak, or None where the text doesn't begin with the text of its first messages.
+    """
+    known = {turn.message: turn for turn in skeleton.turns} if skeleton else {}
+    said: list[Said] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompted, plain = (try_render(render, messages[:number], prompts) for prompts in (True, False))
+        until = try_render(render, messages[: number + 1], False)
+        if prompted is None or until is None:
+            return None
+        if not text.startswith(until):
+            until = until.rstrip()
+        before = prompted if until.startswith(prompted) else prompted.rstrip()
+        if not (text.startswith(until) and until.startswith(before)):
+            return None
+        turn, start = known.get(number), len(before)
+        if prompted == plain:  # no generation prompt, so a header must be told from what the assistant says
+            if turn is None or turn.opening is None or not until.startswith(turn.opening, start):
+                return None
+            start += len(turn.opening)
+        length, has_mark = _turn_length(until[start:], turn, marks)
+        if not has_mark and marks.opens and turn is not None and turn.mark:
+            # The token that opens the next message ends the turn.
+            token = marks.at(text, start + length)
+            if token is not None and turn.closing[: turn.mark].endswith(token[0]):
+                length, has_mark = length + len(token[0]), True
+        if said and start < said[-1].stop:
+            return None
+        said.append(Said(message=number, spans=((start, start + length),), has_mark=has_mark))
+    return said
+
+
+def _turn_length(turn: str, known: Turn | None, marks: EndMarks) -> tuple[int, bool]:
+    """Return how much of a message's text is the assistant's, and whether a mark ends it."""
+    trimmed = turn.rstrip()
+    closing = known.closing if known else ""
+    if known and known.mark and trimmed.endswith(closing.rstrip()):
+        return len(trimmed) - len(closing.rstrip()) + known.mark, True
+    if known and not known.mark and turn.endswith(closing) and not marks.end(trimmed):
+        return len(turn) - len(closing), False
+    return len(trimmed), marks.end(trimmed)
+
+
+def by_frames(
+    render: Render, messages: list[dict[str, Any]], text: str, skeleton: Skeleton | None, foreign: str
+) -> list[Said] | None:
+    """Take as the assistant's what stands between the messages of others, less what the template frames it by.
+
+    Args:
+        render: the template.
+        messages: the chat.
+        text: the chat as text.
+        skeleton: of the same roles, which knows the frames; None where there is none.
+        foreign: as of `skeleton_of`.
+
+    Returns:
+        Where assistants speak, or None where another's content isn't written once, whole and in order, or two
+        assistants' messages follow each other.
+    """
+    others = [n for n, message in enumerate(messages) if message["role"] != "assistant"]
+    contents = [messages[n]["content"] for n in others]
+    if skeleton is None or not all(isinstance(content, str) for content in contents):
+        return None
+    slot = free_character(foreign + text)
+    framing = [
+        {**message, "content": f"{slot}{n}{slot}"} if message["role"] != "assistant" else message
+        for n, message in enumerate(messages)
+    ]
+    framed = try_render(render, framing, False)
+    pieces, order = cut(framed or "", slot)
+    if order != others:
+        return None
+    places = _places(pieces, contents, text)
+    if places is None:
+        return None
+    starts = [0, *(stop for _, stop in places)]
+    said = []
+    for turn in skeleton.turns:
+        if len(turn.regions) != 1:
+            return None
+        region = turn.regions[0]
+        after = skeleton.pieces[region.last]
+        alone = turn.message + 1 == len(messages) or messages[turn.message + 1]["role"] != "assistant"
+        number = sum(n < turn.message for n in others)
+        opening = skeleton.pieces[region.first].removesuffix(region.lead)
+        piece = pieces[number]
+        fits = len(opening) + len(after) <= len(piece) and piece.startswith(opening) and piece.endswith(after)
+        if not (alone and fits) or (turn.message and messages[turn.message - 1]["role"] == "assistant"):
+            return None
+        start = starts[number]
+        stop = start + len(piece) - len(after) + turn.mark
+        said.append(Said(message=turn.message, spans=((start + len(opening), stop),), has_mark=turn.mark > 0))
+    return said

@@ -1,0 +1,394 @@
+"""Chats to text, and exactly which characters of it the assistant said.
+
+What is supervised is what an assistant generates when asked: from the end of the generation prompt through its
+content and its tool calls to its end-of-turn mark. Where a template marks this itself by `{% generation %}`, its
+marks alone decide; otherwise it is found by rendering, and a chat in which it can't be found is refused rather
+than guessed at. So is a chat of which the template leaves out what the assistant says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varlen.errors import SettingError, SourceError
+from varlen.files.losses import Losses
+from varlen.files.rows import READ_AS_TEXT
+from varlen.regular import read_regular_text
+from varlen.text.calls import as_tools
+from varlen.text.messages import Chat, as_chat, well_formed
+from varlen.text.rendering import ALL, NO_LOSSES, Choice, Rendered, between, spelled
+from varlen.text.turn_marks import EndMarks
+from varlen.text.twins import training_twin, twin_of
+
+if TYPE_CHECKING:
+    from varlen.text.jinja_sandbox import Program
+    from varlen.text.skeleton import Skeleton
+    from varlen.text.wants import Wants
+
+_OWN = ("messages", "tools", "documents", "add_generation_prompt")
+"""Names that a template sees the chat itself by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChatTemplate:
+    """A chat template that compiles. Make one by `chat_template`; it can be sent to other processes."""
+
+    source: str
+    """The template, in jinja's language."""
+    fingerprint: str
+    """SHA-256 of what decides text and spans: the sources, the special tokens, the end marks and the variables."""
+    special_tokens: Mapping[str, str]
+    end_marks: tuple[str, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the template sees beside the chat, such as `enable_thinking`."""
+    tool_use: ChatTemplate | None = None
+    """What writes conversations with tools in its place."""
+    marks: EndMarks = field(repr=False)
+    _chatml_mark: int = field(repr=False)
+    skeletons: dict[Any, Skeleton | None] = field(repr=False, default_factory=dict)
+    _compiled: list[Program] = field(repr=False, default_factory=list)
+    _wants: dict[str, Wants] = field(repr=False, default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tool_use = {} if self.tool_use is None else {"tool_use": self.tool_use.source}
+        named = {"default": self.source, **tool_use}
+        return _again, (named, dict(self.special_tokens), self.end_marks, dict(self.variables))
+
+    @property
+    def program(self) -> Program:
+        """Compiled when it is first asked for: most data is no chat, and the compiler takes long to import."""
+        if not self._compiled:
+            from varlen.text.jinja_sandbox import compile_template
+
+            self._compiled.append(compile_template(self.source, self.special_tokens))
+        return self._compiled[0]
+
+    def check(self) -> None:
+        """Compile it now, so that it fails before data is read.
+
+        Raises:
+            SettingError: it does not compile.
+        """
+        _ = self.program
+
+    def render(
+        self,
+        messages: Any,
+        tools: Any = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        choice: Choice = ALL,
+    ) -> Rendered:
+        """Render a conversation and find what the assistant says in it.
+
+        Args:
+            messages: as `as_chat` takes them.
+            tools: JSON schemas of tools that the assistant may call, as `as_tools` takes them.
+            variables: what the template sees beside the chat, before those of the template itself.
+            choice: what is supervised.
+
+        Returns:
+            The text with its supervised spans: each assistant's message from the end of the generation prompt
+            through the end-of-turn mark. The mark is the first special token in what the template writes after
+            the content for this message, else the template's own characters right after the content up to
+            white space; special tokens that follow at once belong to it.
+
+        Raises:
+            SourceError: these are no messages, none is the assistant's, the template fails on them, leaves out
+                what an assistant's own turn says, or rewrites earlier turns so that it can't be located.
+        """
+        chat = as_chat(messages, weighs=choice.row_weights)
+        return self.render_from(chat, tools, 0, variables or {}, choice)
+
+    def render_from(
+        self, chat: Chat, tools: Any, first: int, variables: Mapping[str, Any], choice: Choice
+    ) -> Rendered:
+        """Render all messages, the assistant's from number `first` on supervised; as `render`."""
+        tools = as_tools(tools) if tools else None
+        if tools and self.tool_use is not None:
+            return self.tool_use.render_from(chat, tools, first, variables, choice)
+        if tools is None and self.source is CHATML:
+            trained = None if not (chat.off or choice.last) else _trained(chat, first, choice)
+            written = write_chatml(chat.messages, trained, first, self._chatml_mark)
+            if written is not None and not (chat.off or chat.weights):
+                text, spans, empty = written
+                losses = Losses(empty_turns=empty) if empty else NO_LOSSES
+                return Rendered(text=text, spans=tuple(spans), needs_eos=False, losses=losses)
+        from varlen.text.rendering import Rendering
+
+        trained = _trained(chat, first, choice)
+        is_alone = choice.everything and _are_others_off(chat)
+        rendering = Rendering(self, chat, tools, {**self.variables, **variables})
+        if not is_alone:
+            return rendering.rendered(first, trained, choice)
+        made = rendering.rendered(first, trained, replace(choice, everything=False))
+        return replace(made, off=between(made.spans, len(made.text)))
+
+    def twin(self) -> ChatTemplate | None:
+        """Return the training twin that TRL has of the template, or None."""
+        if not twin_of(self.source):
+            return None
+        source = training_twin(self.source)
+        return chat_template(source, special_tokens=self.special_tokens, end_marks=self.end_marks)
+
+    def wants(self, variables: Mapping[str, Any]) -> Wants:
+        """Return what the template wants to be handed, found when it is first asked for."""
+        key = spelled(variables, "the variables of a chat template")
+        if key not in self._wants:
+            from varlen.text.wants import wants_of
+
+            self._wants[key] = wants_of(self.program, variables)
+        return self._wants[key]
+
+
+def chat_template(
+    source: str | Mapping[str, str] | None = None,
+    *,
+    special_tokens: Mapping[str, str] | None = None,
+    end_marks: Collection[str] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> ChatTemplate:
+    """Compile a chat template.
+
+    Args:
+        source: the template of a tokenizer, in jinja's language; several by name, of which `tool_use` writes the
+            conversations with tools and `default` the others; None for ChatML.
+        special_tokens: what the template sees by name, such as `bos_token` and `eos_token`.
+        end_marks: texts of the tokenizer's special tokens, by which the end of a turn is known.
+        variables: what else it sees, such as `enable_thinking`; before the special tokens.
+
+    Raises:
+        SettingError: it does not compile, or is no text; there are several and none is the default; or a variable
+            has a name that the template sees the chat by.
+    """
+    named = {"default": CHATML} if not source else {"default": source} if isinstance(source, str) else source
+    if not isinstance(named, Mapping):
+        raise SettingError(f"the chat template must be text, got {source!r}")
+    if "default" not in named:
+        raise SettingError(
+            f"the tokenizer has {len(named):,} chat templates ({', '.join(sorted(named))}) and none is called "
+            "default; name one by --chat-template FILE (chat_template=)"
+        )
+    tokens, seen = dict(special_tokens or {}), dict(variables or {})
+    check_variables(seen)
+    text = CHATML if named["default"] == CHATML else named["default"]
+    tool_use = None
+    if "tool_use" in named:
+        only = {"default": named["tool_use"]}
+        tool_use = chat_template(only, special_tokens=tokens, end_marks=end_marks, variables=seen)
+    for name, value in (
+        ("the chat template", text),
+        *tokens.items(),
+        *(("an end mark", m) for m in end_marks),
+    ):
+        if not isinstance(value, str):
+            raise SettingError(f"{name} must be text, got {value!r}")
+    marks = tuple(sorted(set(end_marks)))
+    decides: list[Any] = [text, sorted(tokens.items()), marks]
+    if seen or tool_use is not None:
+        decides += [spelled(seen, "the variables of a chat template"), tool_use and tool_use.source]
+    ends = EndMarks(marks, tokens.get("eos_token", ""))
+    made = ChatTemplate(
+        source=text,
+        fingerprint=hashlib.sha256(json.dumps(decides).encode("ascii")).hexdigest(),
+        special_tokens=tokens,
+        end_marks=marks,
+        variables=seen,
+        tool_use=tool_use,
+        marks=ends,
+        _chatml_mark=ends.stop(CLOSING),
+    )
+    if text is not CHATML:
+        made.check()
+    return made
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Refuse variables by whose names a template sees the chat itself.
+
+    Raises:
+        SettingError: there is one.
+    """
+    for name in variables:
+        if name in _OWN or not str(name).isidentifier():
+            raise SettingError(
+                f"a chat template can't be given the variable {name!r}: {', '.join(_OWN)} are its own, and a name "
+                "has letters, digits and _"
+            )
+
+
+def prompt_and_completion(
+    prompt: object,
+    completion: object,
+    template: ChatTemplate,
+    tools: Any = None,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    choice: Choice = ALL,
+) -> Rendered:
+    """Join a prompt and its completion, of which the completion alone is supervised.
+
+    Args:
+        prompt: text, or a list of messages, or these as `as_chat` gives them.
+        completion: of the same kind. As text it is supervised whole, with an EOS token to be appended; of
+            messages only the assistant's are.
+        template: what writes messages; text is left as it is.
+        tools: JSON schemas of tools that the assistant may call.
+        variables: what the template sees beside the chat.
+        choice: what is supervised.
+
+    Raises:
+        SourceError: one is text and the other messages, or the completion has nothing to train on.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise SourceError("the completion is empty, so there is nothing to train on; leave out the row")
+        text = well_formed(prompt + completion)
+        return Rendered(text=text, spans=((len(prompt), len(text)),), needs_eos=True)
+    if isinstance(prompt, list | Chat) and isinstance(completion, list | Chat):
+        if not completion:
+            raise SourceError(
+                "the completion is an empty list, so there is nothing to train on; leave out the row"
+            )
+        earlier = as_chat(prompt, weighs=choice.row_weights) if prompt else Chat(messages=[])
+        later, first = as_chat(completion, weighs=choice.row_weights), len(earlier.messages)
+        off, weights = later.behind(first)
+        chat = Chat(
+            messages=earlier.messages + later.messages,
+            off=earlier.off | off,
+            weights={**earlier.weights, **weights},
+        )
+        return template.render_from(chat, tools, first, variables or {}, choice)
+    kinds = {"str": "text", "list": "a list of messages", "NoneType": "null", "dict": "an object"}
+    names = [type(value).__name__ for value in (prompt, completion)]
+    seen, other = (kinds.get(name, name) for name in names)
+    raise SourceError(
+        f"prompt and completion must both be text or both lists of messages; the prompt is {seen}, "
+        f"the completion {other}" + (f"; {READ_AS_TEXT}" if "bytes" in names else "")
+    )
+
+
+def _again(
+    named: dict[str, str],
+    special_tokens: dict[str, str],
+    end_marks: tuple[str, ...],
+    variables: dict[str, Any],
+) -> ChatTemplate:
+    """Make a template anew in the process that it was sent to."""
+    return chat_template(named, special_tokens=special_tokens, end_marks=end_marks, variables=variables)
+
+
+def _trained(chat: Chat, first: int, choice: Choice) -> list[int]:
+    """Return the messages that are supervised.
+
+    Raises:
+        SourceError: there is none.
+    """
+    speaking = [n for n, message in enumerate(chat.messages) if n >= first and message["role"] == "assistant"]
+    what = "completion" if first else "chat"
+    if not speaking:
+        seen = ", ".join(dict.fromkeys(message["role"] for message in chat.messages[first:]))
+        raise SourceError(
+            f"the {what} has no assistant turn (roles: {seen}), so nothing in it would be trained"
+        )
+    trained = [n for n in (speaking[-1:] if choice.last else speaking) if n not in chat.off]
+    if not trained:
+        raise SourceError(
+            f"every assistant turn of the {what} that could be trained is switched off (weight 0, train false), so "
+            "nothing in it would be trained; leave out the row"
+        )
+    return trained
+
+
+def _are_others_off(chat: Chat) -> bool:
+    """Whether all that isn't the assistant's is switched off, so that its messages alone are trained.
+
+    Raises:
+        SourceError: some of it is switched off or weighed, and nobody knows where in the text it stands.
+    """
+    others = {n: message["role"] for n, message in enumerate(chat.messages) if message["role"] != "assistant"}
+    if others.keys() <= chat.off:
+        return bool(others)
+    for number in sorted(others.keys() & {*chat.off, *chat.weights}):
+        raise SourceError(
+            f"message {number + 1} ({others[number]}) has the weight {chat.weights.get(number, 0):g}, and with "
+            "supervise=\"all\" what isn't the assistant's can't be told apart in the text: switch all of it off "
+            '(supervise="assistant" does), or none'
+        )
+    return False
+
+
+def template_text(template: str | Path) -> str:
+    """Return a chat template's text: what is given, or what stands in the file that it names.
+
+    Raises:
+        SettingError: a file is named that isn't there.
+    """
+    if isinstance(template, str) and ("{" in template or "\n" in template):
+        return template
+    try:
+        return read_regular_text(Path(template).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise SettingError(f"the chat template {template} can't be read: {said}") from error
+
+
+# ChatML, the template where a tokenizer has none of its own; plain chats are written without running it.
+
+CHATML = """\
+{% for message in messages %}
+{% if message['tool_calls'] or message['function_call'] %}
+{{ raise_exception("ChatML has no form for tool calls; use the template of the model's tokenizer") }}
+{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+CLOSING = "<|im_end|>\n"
+_HEADERS = {role: f"<|im_start|>{role}\n" for role in ("system", "developer", "user", "assistant", "tool")}
+
+
+def write_chatml(
+    messages: list[dict[str, Any]], trained: Collection[int] | None, first: int, mark: int
+) -> tuple[str, list[tuple[int, int]], int] | None:
+    """Write plain messages as ChatML; None for any other chat.
+
+    Args:
+        messages: of role and content.
+        trained: index of those that are; None: the assistant's from number `first` on.
+        first: index.
+        mark: characters of the closing that are trained.
+
+    Returns:
+        The text, its spans, and how many of the turns say nothing.
+    """
+    pieces: list[str] = []
+    spans = []
+    position = number = empty = 0
+    assistant = _HEADERS["assistant"]
+    try:
+        for message in messages:
+            content = message["content"]
+            header = _HEADERS[message["role"]]
+            if len(message) != 2 or type(content) is not str:
+                return None
+            pieces += (header, content, CLOSING)
+            start = position + len(header)
+            position = start + len(content) + len(CLOSING)
+            if header is assistant and (number >= first if trained is None else number in trained):
+                spans.append((start, start + len(content) + mark))
+                empty += not content or content.isspace()
+            number += 1
+    except (TypeError, KeyError):
+        return None
+    if not spans or type(messages) is not list:
+        return None
+    return well_formed("".join(pieces)), spans, empty

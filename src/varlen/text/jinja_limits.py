@@ -1,0 +1,439 @@
+"""How large the values of a template may grow: each operation that can make more than it takes is asked beforehand.
+
+A text has a limit, and so has all that stands in a list, tuple or mapping that the template makes, where what stands
+in it twice counts twice: lists of lists of the same list are short, and their text isn't. So the text of every value
+is bounded, and what makes no more than it takes (`trim`, `upper`, a comparison) needs no limit of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from itertools import islice
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from varlen.text.jinja_watch import account, current
+
+LONGEST = 2**20
+"""Characters, items or bits that one number of a template may ask for; more is a mistake or an attack."""
+LARGEST_TEXT = 2**27
+"""Bytes of one text."""
+LARGEST = 2**25
+"""Characters of all that stands in a list or mapping that a template makes."""
+MOST_ITEMS = 2**21
+"""Pieces of one text, or items that one filter takes at once."""
+MOST_UNASKED = 4
+"""Values that become one before it is asked how large that is; each of them is within the limit."""
+LARGE = 2**12
+"""Characters from which on it is counted what a template makes."""
+_DEEPEST = 200
+_VIEWS: tuple[type, ...] = (type({}.items()), type({}.keys()), type({}.values()))
+_CONTAINERS = (list, tuple, dict, set, frozenset, *_VIEWS)
+
+
+class TooLongError(TemplateError):
+    """A template asked for more text than a chat can have."""
+
+
+def check_number(length: int) -> None:
+    """Refuse a number that would be a very large size.
+
+    Raises:
+        TooLongError: it is.
+    """
+    if length > LONGEST:
+        raise TooLongError(
+            f"one expression asks for {length:.3g} characters, items or bits; {LONGEST:,} at most"
+        )
+
+
+def check_text(length: int, what: str) -> None:
+    """Refuse an operation that would make a very large text.
+
+    Args:
+        length: of what it would make, at most.
+        what: the operation.
+
+    Raises:
+        TooLongError: it is too large.
+    """
+    if length > LARGEST_TEXT:
+        raise TooLongError(
+            f"{what} asks for a text of {length:.3g} characters; {LARGEST_TEXT:,} bytes at most"
+        )
+    if length > LARGE:
+        account(length)
+
+
+def within(value: Any) -> Any:
+    """Return a value that an expression has made, unless it is very large."""
+    if type(value) is str:
+        if len(value) > LARGE:
+            _check_made(value)
+        return value
+    return made(value) if isinstance(value, _CONTAINERS) else _within_odd(value)
+
+
+def _within_odd(value: Any) -> Any:
+    if isinstance(value, str | bytes) and len(value) > LARGE:
+        _check_made(value)
+    return value
+
+
+def _check_made(value: str | bytes) -> None:
+    size = sys.getsizeof(value)
+    if size > LARGEST_TEXT:
+        raise TooLongError(f"one expression makes a text of {size:.3g} bytes; {LARGEST_TEXT:,} at most")
+    account(size)
+
+
+def made(value: Any) -> Any:
+    """Return a list, tuple or mapping that a template has made, unless what stands in it is very large.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    run = current()
+    if run is None:
+        return value
+    if run.known is None:
+        run.known = {}
+    size, depth = _measured(value, run.known)
+    if size > LARGEST:
+        raise TooLongError(
+            f"a {type(value).__name__} holds {size:.3g} characters, counting what stands in it repeatedly; "
+            f"{LARGEST:,} at most"
+        )
+    if depth > _DEEPEST:
+        raise TooLongError(f"a {type(value).__name__} is nested more than {_DEEPEST} deep")
+    return value
+
+
+def repeated(value: Any, once: Any, times: int) -> Any:
+    """Return what stands in something `times` times, unless that is very large.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    run = current()
+    if run is None or isinstance(value, str | bytes):
+        return within(value)
+    size = size_of(once) * max(times, 0)
+    if size > LARGEST:
+        raise TooLongError(f"'*' asks for {size:.3g} characters in a list; {LARGEST:,} at most")
+    run.known = {} if run.known is None else run.known
+    depth = run.known[id(once)][2] if id(once) in run.known else 1
+    run.known[id(value)] = (value, size, depth)
+    return value
+
+
+def joined(parts: tuple[Any, ...], join: Callable[[Iterable[Any]], Any]) -> Any:
+    """Return several values as one text (`~`)."""
+    if len(parts) <= MOST_UNASKED:  # each of them is within the limit
+        return within(join(parts))
+    check_text(sum(map(size_of, parts)), "'~'")
+    return join(parts)
+
+
+def size_of(value: Any) -> int:
+    """Return about how many characters a value takes when it is written."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3 + 1
+    if isinstance(value, _CONTAINERS):
+        run = current()
+        if run is not None and run.known is None:
+            run.known = {}
+        return _measured(value, {} if run is None else run.known or {})[0]
+    return 16
+
+
+def _measured(value: Any, known: dict[int, Any]) -> tuple[int, int]:
+    """Return how much stands in a container, and how deep it is.
+
+    Args:
+        value: the container.
+        known: what was measured before, by identity; what this measures is added.
+    """
+    found = known.get(id(value))
+    if found is not None and found[0] is value:
+        return found[1], found[2]
+    items: Iterable[Any] = value
+    if isinstance(value, dict):
+        items = (one for pair in value.items() for one in pair)
+    size, depth = 2, 0
+    for item in items:
+        if type(item) is str:
+            size += len(item) + 4
+        elif isinstance(item, _CONTAINERS):
+            if len(known) > MOST_ITEMS:
+                raise TooLongError(f"it makes more than {MOST_ITEMS:,} lists and mappings")
+            inner, below = _measured(item, known)
+            size += inner + 2
+            depth = max(depth, below)
+        else:
+            size += size_of(item) + 2
+    known[id(value)] = (value, size, depth + 1)
+    return size, depth + 1
+
+
+def items_of(values: Any) -> Any:
+    """Return what a filter takes all of, unless these are very many.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    if isinstance(values, str | bytes):
+        if len(values) > MOST_ITEMS:
+            raise TooLongError(f"a filter takes {len(values):,} characters as items; {MOST_ITEMS:,} at most")
+        return values
+    if isinstance(values, _CONTAINERS) or not hasattr(values, "__iter__"):
+        return values
+    items = list(islice(values, MOST_ITEMS + 1))
+    if len(items) > MOST_ITEMS:
+        raise TooLongError(f"a filter takes more than {MOST_ITEMS:,} items")
+    return items
+
+
+# What jinja's filters and Python's methods would make of what they are given, asked before they are run.
+
+_NUMBERS = re.compile(r"\d+")
+_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +.\d]*(?:\*|\d{7})")
+_WIDE_BRACES = re.compile(r"\{[^{}]*(?:\d{7}|:[^{}]*\{)")
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+def check_percent(form: str, values: Any) -> None:
+    """Refuse a text that is filled in with very much (`'%s' % value`).
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    if _WIDE_PERCENT.search(form):
+        raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
+    given = values if isinstance(values, tuple) else (values,)
+    sizes = [size_of(value) for value in given]
+    repeated = form.count("%") * max(sizes, default=0) if isinstance(values, Mapping) else sum(sizes)
+    check_text(len(form) + 4 * repeated + sum(map(int, _NUMBERS.findall(form))), "'%'")
+
+
+def check_braces(form: str, values: Iterable[Any]) -> None:
+    """Refuse a text that is filled in with very much (`'{}'.format(value)`).
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    if _WIDE_BRACES.search(form):
+        raise TooLongError(f"{form[:40]!r} asks for a text of more than {LONGEST:,} characters")
+    largest = max(map(size_of, values), default=0)
+    check_text(len(form) + 4 * form.count("{") * largest + sum(map(int, _NUMBERS.findall(form))), "'format'")
+
+
+def _check_replace(text: Any, old: Any = "", new: Any = "", count: Any = None, *_: Any, **more: Any) -> None:
+    text, old, new = str(text), str(more.get("old", old)), str(more.get("new", new))
+    grown = len(new) - len(old)
+    if grown <= 0:
+        return
+    times = len(text) // max(len(old), 1) + 1
+    if grown * times + len(text) > LARGE:
+        times = text.count(old)
+        times = (
+            times if not isinstance(count, int) or isinstance(count, bool) or count < 0 else min(times, count)
+        )
+        check_text(grown * times + len(text), "'replace'")
+
+
+def _check_width(text: Any, width: Any = 0, *_: Any, **more: Any) -> None:
+    width = more.get("width", width)
+    if isinstance(width, int):
+        check_number(width)
+        check_text(max(width, len(text) if isinstance(text, str) else 0), "a width")
+
+
+def _check_tabs(text: Any, tabsize: Any = 8, **_: Any) -> None:
+    if isinstance(tabsize, int):
+        check_number(tabsize)
+        check_text(text.count("\t" if isinstance(text, str) else b"\t") * tabsize + len(text), "'expandtabs'")
+
+
+def _check_translate(text: Any, table: Any = None, *_: Any) -> None:
+    if isinstance(table, Mapping):
+        check_text(len(text) * max(map(size_of, table.values()), default=1), "'translate'")
+
+
+def _check_split(text: Any, sep: Any = None, maxsplit: Any = -1, **more: Any) -> None:
+    if len(text) <= MOST_ITEMS:
+        return
+    sep, maxsplit = more.get("sep", sep), more.get("maxsplit", maxsplit)
+    most = maxsplit if isinstance(maxsplit, int) and maxsplit >= 0 else len(text)
+    if sep is None:
+        pieces = len(text.split(None, MOST_ITEMS + 1)) if most > MOST_ITEMS else most
+    else:
+        pieces = min(text.count(sep) if sep else 0, most)
+    if pieces > MOST_ITEMS:
+        raise TooLongError(f"'split' asks for more than {MOST_ITEMS:,} pieces")
+
+
+def _check_lines(text: Any, *_: Any, **__: Any) -> None:
+    if len(text) > MOST_ITEMS and isinstance(text, str):
+        pieces = sum(text.count(end) for end in _LINE_ENDS)
+        if pieces > MOST_ITEMS:
+            raise TooLongError(f"'splitlines' asks for {pieces:,} lines; {MOST_ITEMS:,} at most")
+
+
+def _check_keys(_: Any, keys: Any = (), value: Any = None) -> None:
+    count = len(keys) if hasattr(keys, "__len__") else LONGEST
+    if count * (size_of(value) + 1) > LARGEST:
+        raise TooLongError(f"'fromkeys' asks for {count:,} times {size_of(value):,} characters")
+
+
+def _check_join(text: Any, values: Any = (), *_: Any) -> None:
+    if hasattr(values, "__len__"):
+        check_text(sum(map(size_of, values)) + len(text) * max(len(values) - 1, 0), "'join'")
+
+
+def asked(
+    check: Callable[..., None], owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Ask whether a method makes very much; returns its arguments."""
+    if check is _check_join and args:
+        args = (items_of(args[0]), *args[1:])
+    check(owner, *args, **kwargs)
+    return args
+
+
+METHODS: dict[str, Callable[..., None]] = {
+    "replace": _check_replace,
+    "center": _check_width,
+    "ljust": _check_width,
+    "rjust": _check_width,
+    "zfill": _check_width,
+    "expandtabs": _check_tabs,
+    "translate": _check_translate,
+    "split": _check_split,
+    "rsplit": _check_split,
+    "splitlines": _check_lines,
+    "fromkeys": _check_keys,
+    "join": _check_join,
+}
+"""Methods of Python's own types that make more than they take: asked with the object and the arguments."""
+
+
+def _check_indent(text: Any, width: Any = 4, *_: Any, **more: Any) -> None:
+    width = more.get("width", width)
+    each = len(width) if isinstance(width, str) else width
+    if isinstance(each, int):
+        check_number(each)
+        text = text if isinstance(text, str) else str(text)
+        if each * len(text) > LARGE:
+            check_text(each * (1 + sum(map(text.count, _LINE_ENDS))) + len(text), "'indent'")
+
+
+def _check_joined(values: Any, d: Any = "", *_: Any, **more: Any) -> None:
+    check_text(sum(map(size_of, values)) + len(str(more.get("d", d))) * len(values), "'join'")
+
+
+def _check_batch(_: Any, count: Any = 0, fill_with: Any = None, **more: Any) -> None:
+    count = more.get("linecount", more.get("slices", count))
+    filler = more.get("fill_with", fill_with)
+    if isinstance(count, int):
+        check_number(count)
+        if count * (size_of(filler) if filler is not None else 0) > LARGEST:
+            raise TooLongError(f"a filter asks for {count:,} times {size_of(filler):,} characters")
+
+
+def _check_format(form: Any, *values: Any, **more: Any) -> None:
+    check_percent(str(form), more or values)
+
+
+def _check_mapped(_: Any, *names: Any, **more: Any) -> None:
+    """Refuse to put one large value in the place of many."""
+    last = names[1:] if names and names[0] in ("default", "d") else ()
+    for value in (*last, *(more[name] for name in ("default", "default_value") if name in more)):
+        if size_of(value) > LARGE:
+            raise TooLongError(
+                f"'map' asks for {size_of(value):,} characters for each item; {LARGE:,} at most"
+            )
+
+
+def _check_numbers(_: Any, *values: Any, **more: Any) -> None:
+    for value in (*values, *more.values()):
+        if isinstance(value, int) and abs(value) > 1000:
+            raise TooLongError(f"'round' asks for {value:.3g} digits; 1,000 at most")
+
+
+def _of_size(name: str, most: int) -> Callable[..., None]:
+    """Bound a filter that compares a text with itself, or takes long for other reasons."""
+
+    def check(*values: Any, **more: Any) -> None:
+        size = sum(map(size_of, (*values, *more.values())))
+        if size > most:
+            raise TooLongError(f"{name!r} is asked to take {size:,} characters; {most:,} at most")
+        for value in (*values[1:], *more.values()):
+            if isinstance(value, int):
+                check_number(value)
+
+    return check
+
+
+FILTERS: dict[str, Callable[..., None]] = {
+    "batch": _check_batch,
+    "center": _check_width,
+    "format": _check_format,
+    "indent": _check_indent,
+    "join": _check_joined,
+    "map": _check_mapped,
+    "pprint": _of_size("pprint", 2**18),
+    "replace": _check_replace,
+    "round": _check_numbers,
+    "slice": _check_batch,
+    "striptags": _of_size("striptags", 2**22),
+    "urlencode": _of_size("urlencode", 2**24),
+    "urlize": _of_size("urlize", 2**14),
+    "wordwrap": _of_size("wordwrap", 2**18),
+    "xmlattr": _of_size("xmlattr", 2**22),
+}
+_TAKE_ALL = ("batch", "dictsort", "groupby", "join", "list", "reverse", "slice", "sort", "sum", "unique")
+
+
+def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter of jinja that asks before it makes more than it takes.
+
+    Raises:
+        TooLongError: it is more than the limit.
+    """
+    check, takes_all = FILTERS.get(name), name in _TAKE_ALL
+    if check is None and not takes_all:
+        return function
+    skip = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)  # jinja's notes on what to pass it are attributes of the function
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        run = current()
+        if run is None or run.is_compiling:  # jinja computes what is constant when it compiles
+            raise TooLongError("a filter is computed when the template runs")
+        if takes_all and len(args) > skip:
+            args = (*args[:skip], items_of(args[skip]), *args[skip + 1 :])
+        if check is not None:
+            check(*args[skip:], **kwargs)
+        return within(function(*args, **kwargs)) if check is not None else function(*args, **kwargs)
+
+    return asking
+
+
+def plain_sum(iterable: Iterable[Any], start: Any) -> Any:
+    """Return a sum as Python's, of lists and tuples too, in a time that grows with what is summed up."""
+    kind = type(start)
+    if kind not in (list, tuple):
+        return sum(iterable, start)
+    total = list(start)
+    for one in iterable:
+        if not isinstance(one, kind):
+            return start + one  # which says that they can't be added up
+        total += one
+    return made(kind(total))

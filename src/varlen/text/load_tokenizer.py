@@ -1,0 +1,500 @@
+"""Get a tokenizer: from a file, a folder, an object, a function, or trained on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varlen.errors import SettingError
+from varlen.text.identity import function_fingerprint
+from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, FunctionTokenizer, Specials, Tokenizer
+from varlen.text.wrapped import PROBE, wrap_backend, wrap_transformers
+
+if TYPE_CHECKING:
+    import tokenizers
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from varlen.errors import MissingExtraError
+from varlen.regular import read_regular, read_regular_text
+from varlen.text.tokenizer import backend_faults
+from varlen.text.wrapped import named_templates
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Train a byte-level BPE, which can spell any text, on the texts given.
+
+    Deterministic. Half a second for 4 million characters.
+
+    Args:
+        texts: what to learn from.
+        vocab_size: tokens in the vocabulary, at least the 256 bytes; fewer come out where the text is too
+            small to learn so many.
+
+    Raises:
+        SettingError: a vocabulary smaller than the 256 bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 256:
+        raise SettingError(f"vocab_size must be at least 256, one token for each byte, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(tokenizer: Any = None, *, eos: int | str | None = None) -> Tokenizer:
+    """Return what encodes texts.
+
+    Args:
+        tokenizer: None or "bytes" for the built-in one; a JSON file of the `tokenizers` library, or a folder
+            that holds it; an object of `tokenizers` or transformers; or a function that takes a text, or a list
+            of texts, and returns ids.
+        eos: the token that ends a document, by id or as text; None for the tokenizer's own.
+
+    Raises:
+        SettingError: no such file, not a tokenizer, or `eos` isn't one of its tokens.
+        MissingExtraError: it takes transformers, which isn't installed.
+    """
+    made = _made(tokenizer)
+    if eos is None:
+        return made
+    limit = 2**31 if made.vocab_size is None else made.vocab_size
+    eos_id: list[Any] = [eos]
+    if isinstance(eos, str):
+        eos_id = made.encode([eos.encode(errors="replace").decode()], is_chat=True)[0].tolist()
+    is_number = len(eos_id) == 1 and isinstance(eos_id[0], Integral) and not isinstance(eos_id[0], bool)
+    if not is_number or not 0 <= eos_id[0] < limit:
+        raise SettingError(
+            f"eos must be one of the {limit:,} tokens of {made.name}, by id or as its text; got {eos!r}"
+            + (f", which is {len(eos_id):,} tokens" if isinstance(eos, str) else "")
+        )
+    if isinstance(made, ByteTokenizer):
+        return replace(made, eos_id=int(eos_id[0]))
+    return replace(made, specials=replace(made.specials, eos_id=int(eos_id[0])))  # type: ignore[type-var]
+
+
+def _made(tokenizer: Any) -> Tokenizer:
+    """Return a tokenizer with its own end of text."""
+    if tokenizer is None or (isinstance(tokenizer, str) and tokenizer == "bytes"):
+        return ByteTokenizer()
+    if isinstance(tokenizer, ByteTokenizer | FastTokenizer | FunctionTokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return read_tokenizer(tokenizer)
+    if hasattr(tokenizer, "encode_batch_fast"):
+        return wrap_backend(tokenizer, type(tokenizer).__name__)
+    if hasattr(tokenizer, "special_tokens_map") and hasattr(tokenizer, "convert_tokens_to_ids"):
+        return wrap_transformers(tokenizer, str(getattr(tokenizer, "name_or_path", "")) or "tokenizer")
+    if callable(tokenizer):
+        name = getattr(tokenizer, "__qualname__", type(tokenizer).__name__)
+        made = FunctionTokenizer(
+            function=_by_batch(tokenizer), name=name, specials=Specials(), fingerprint=""
+        )
+        try:
+            ids = made.encode([PROBE])[0].tolist()
+        except SettingError:  # it may know other letters alone
+            ids = []
+        return replace(made, fingerprint=function_fingerprint(name, ids))
+    raise SettingError(
+        'tokenizer must be "bytes", a file, a folder, a tokenizer object or a function from text to ids; '
+        f"got {type(tokenizer).__name__}"
+    )
+
+
+def _by_batch(function: Callable[..., Any]) -> Callable[[list[str]], Sequence[Sequence[int]]]:
+    """Return a function of a list of texts, whichever of both the caller's takes.
+
+    Raises:
+        SettingError: it takes neither.
+    """
+    for batch in (False, True):
+        try:
+            ids = list(function(["a"]) if batch else function("a"))
+        except Exception as error:
+            failed: Exception | None = error
+            continue
+        if ids and not hasattr(ids[0], "__len__") and not batch:
+            return _EachText(function)
+        if ids and hasattr(ids[0], "__len__") and batch:
+            return function
+        failed = None
+    raise SettingError(
+        "a tokenizer function must return a list of ids for a text, or a list of such lists for a list of texts"
+        + (f"; it raised {type(failed).__name__}: {failed}" if failed else "")
+    )
+
+
+class _EachText:
+    """Calls a function of one text for each of a list; a class, so that other processes can have it."""
+
+    def __init__(self, function: Callable[[str], Sequence[int]]) -> None:
+        self._function = function
+
+    def __call__(self, texts: list[str]) -> list[Sequence[int]]:
+        return [self._function(text) for text in texts]
+
+
+# Tokenizers in folders and on hubs: the ids of transformers' `AutoTokenizer`, read without it where that is certain.
+#
+# A folder is plain where its `tokenizer.json` alone decides the ids, whatever lies beside it: every file and key that
+# transformers reads is one that is known here, and none of them changes anything. All others are left to
+# transformers, once, in this process; other processes get what came of it.
+
+_log = logging.getLogger(__name__)
+_FILES = (".json", ".model", ".txt", ".jinja", ".gz", ".zst")
+"""Endings of files; a name on a hub may end in another, as `Llama-3.1-8B` does."""
+_BACKEND, _CONFIG, _MAP, _ADDED, _MODEL = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+_TEMPLATE, _TEMPLATES, _PROCESSORS = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that take tokenizer.json as it stands."""
+_MODEL_TYPES = frozenset(
+    {
+        "apertus",
+        "arcee",
+        "deepseek_v3",
+        "exaone4",
+        "falcon_h1",
+        "glm4",
+        "glm4_moe",
+        "gpt_oss",
+        "granite",
+        "granitemoehybrid",
+        "lfm2",
+        "llama",
+        "llama4",
+        "nanochat",
+        "nemotron_h",
+        "olmo2",
+        "olmo3",
+        "seed_oss",
+        "smollm3",
+    }
+)
+"""Models whose tokenizer is of such a class if the configuration names one; of others transformers knows better."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "tokenizer_class",
+        "chat_template",
+        "model_max_length",
+        "clean_up_tokenization_spaces",
+        "padding_side",
+        "truncation_side",
+        "model_input_names",
+        "name_or_path",
+        "backend",
+        "processor_class",
+        "max_length",
+        "stride",
+        "truncation_strategy",
+        "pad_to_multiple_of",
+        "pad_token_type_id",
+        "response_schema",
+    }
+)
+"""Keys of a configuration that no ids depend on."""
+_OTHER_FORMS = ("tekken.json", "tokenizer.model", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model")
+_PATTERNS = (
+    "tokenizer*.*",
+    "tokenization*.json",
+    _MAP,
+    _ADDED,
+    _TEMPLATE,
+    _TEMPLATES,
+    _PROCESSORS,
+    "vocab*",
+    "merges*.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "bpe.codes",
+    "emoji.json",
+)
+"""Names of the files that tokenizers of transformers are read from."""
+_PLAIN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a file or a folder; a name that is neither is one of a hub, which transformers knows.
+
+    Raises:
+        SettingError: there is none, it is damaged, or it needs code of its own.
+        MissingExtraError: it takes transformers, which isn't installed.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        if place.name == _BACKEND and (place.parent / _CONFIG).is_file():
+            _log.warning(
+                "%s is read by itself; %s beside it may add tokens, EOS and a chat template: name the folder to have "
+                "what transformers reads there",
+                place,
+                _CONFIG,
+            )
+        return _from_file(place)
+    if place.is_dir():
+        return _from_folder(place, str(path))
+    looks_local = place.is_absolute() or str(path).count("/") != 1 or place.suffix in _FILES
+    if looks_local or str(path).startswith((".", "~")):
+        raise SettingError(
+            f"there is no tokenizer {path}; pass a tokenizer.json, a folder that holds one, a name on the hub "
+            '(org/name), or "bytes"'
+        )
+    return _by_transformers(str(path), "is a name on the hub")
+
+
+def holds_tokenizer(path: str | Path) -> bool:
+    """Return whether a model's folder holds a tokenizer too; of a name on a hub it is taken for granted."""
+    place = Path(path).expanduser()
+    return not place.is_dir() or any(
+        file.name not in (_TEMPLATE, _TEMPLATES, _PROCESSORS, _MAP) for file in tokenizer_files(place)
+    )
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that belong to a tokenizer, and the folder of its templates."""
+    return sorted(
+        {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.suffix != ".safetensors"}
+    )
+
+
+def _from_file(path: Path) -> Tokenizer:
+    """Load a JSON file of the `tokenizers` library, which says no more than ids."""
+    return wrap_backend(_read_backend(path), str(path), is_own=True)
+
+
+def _read_backend(path: Path) -> Any:
+    """Return what the `tokenizers` library makes of a file.
+
+    Raises:
+        SettingError: it isn't one of its files.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        with backend_faults(str(path)):
+            return Backend.from_file(str(path))
+    except SettingError as error:
+        raise SettingError(f"{path} is not a tokenizer's JSON file: {str(error.__cause__)[:200]}") from error
+
+
+def _from_folder(folder: Path, name: str) -> Tokenizer:
+    """Load a folder.
+
+    Raises:
+        SettingError: a file in it is damaged, or it needs code of its own.
+        MissingExtraError: it isn't plain, and transformers isn't installed.
+    """
+    config = _read_json(folder / _CONFIG)
+    special_map = _read_json(folder / _MAP)
+    templates = _templates(folder, config)
+    why = _unread(folder, config)
+    if why is not None:
+        return _by_transformers(name, why, folder)
+    backend = _read_backend(folder / _BACKEND)
+    why = _changing(backend, config, special_map, _read_json(folder / _ADDED))
+    if why is not None:
+        return _by_transformers(name, why, folder)
+    said = {**special_map, **config}
+    texts = {key: text for key in _NAMED if (text := _content(said.get(key))) is not None}
+    return wrap_backend(backend, name, texts=texts, templates=templates, is_own=True)
+
+
+def _unread(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Say what isn't read here of a folder, by the names of its files and keys; None where all is."""
+    if not (folder / _BACKEND).is_file():
+        return f"holds no {_BACKEND}"
+    for other in _OTHER_FORMS:
+        if (folder / other).exists():
+            return f"holds {other}, which isn't read here"
+    kind = config.get("tokenizer_class")
+    if kind is not None and kind not in _CLASSES:
+        return f"has the tokenizer_class {kind!r} in {_CONFIG}, which may change what {_BACKEND} says"
+    if (folder / _MODEL).is_file():
+        model = _read_json(folder / _MODEL)
+        if kind is None:
+            return f"has no tokenizer_class in {_CONFIG}, and {_MODEL} decides"
+        if model.get("model_type") not in _MODEL_TYPES or "model_name" in model:
+            kind = model.get("model_type")
+            return f"has the model_type {kind!r} in {_MODEL}, which may change what {_BACKEND} says"
+    known = {*_WITHOUT_EFFECT, *_NAMED, *_LISTS, "added_tokens_decoder"}
+    for key, value in config.items():
+        is_off = key in ("split_special_tokens", "is_local", "local_files_only", "legacy") and value is False
+        if key not in known and not is_off:
+            return f"has the key {key!r} in {_CONFIG}, which isn't read here"
+    return None
+
+
+def _changing(
+    backend: Any,
+    config: Mapping[str, Any],
+    special_map: Mapping[str, Any],
+    added: Mapping[str, Any],
+) -> str | None:
+    """Say what would change the ids of tokenizer.json; None where nothing does.
+
+    Args:
+        backend: of tokenizer.json.
+        config: of tokenizer_config.json.
+        special_map: of special_tokens_map.json.
+        added: of added_tokens.json.
+    """
+    if backend.padding is not None:
+        return f"has padding in {_BACKEND}, whose token may be another one"
+    tokens = {
+        token.content: {"id": number, **{flag: getattr(token, flag) for flag in _PLAIN_FLAGS}}
+        for number, token in backend.get_added_tokens_decoder().items()
+    }
+    for where, said in ((_CONFIG, config), (_MAP, special_map)):
+        for key, value in said.items():
+            if where == _MAP and key not in (*_NAMED, *_LISTS):
+                return f"has the key {key!r} in {_MAP}, which isn't read here"
+            if where == _MAP and key in config and _contents(config[key]) != _contents(value):
+                return f"has another {key} in {_MAP} than in {_CONFIG}"
+            if key in (*_NAMED, *_LISTS) and (odd := _odd_token(value, tokens)) is not None:
+                return f"names {odd!r} as {key} in {where}, which {_BACKEND} has no such special token for"
+    decoder = config.get("added_tokens_decoder") or {}
+    for number, token in decoder.items() if isinstance(decoder, dict) else [("", None)]:
+        known = tokens.get(str(_content(token)))
+        if known is None or str(known["id"]) != number or not _has_flags(token, known):
+            return f"has {_content(token)!r} in added_tokens_decoder of {_CONFIG}, and not so in {_BACKEND}"
+    for content, number in added.items():
+        if content not in tokens or tokens[content]["id"] != number:
+            return f"has {content!r} in {_ADDED}, and not so in {_BACKEND}"
+    return None
+
+
+def _odd_token(value: Any, tokens: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the first token that isn't special in tokenizer.json, in the plainest way; None where all are."""
+    if isinstance(value, Mapping) and "content" not in value:
+        return str(next(iter(value), "{}"))  # names of a model's own
+    for token in value if isinstance(value, list | tuple) else [value]:
+        if token is None:
+            continue
+        content = _content(token)
+        known = tokens.get(content) if content is not None else None
+        if known is None or any(known.get(flag) != usual for flag, usual in _PLAIN_FLAGS.items()):
+            return str(content)
+        if isinstance(token, Mapping) and not _has_flags(token, known):
+            return str(content)
+    return None
+
+
+def _has_flags(token: Any, known: Mapping[str, Any]) -> bool:
+    """Return whether a token is spelled as tokenizer.json has it; a flag that isn't given is."""
+    return isinstance(token, Mapping) and all(
+        token.get(flag, known.get(flag)) == known.get(flag) for flag in _PLAIN_FLAGS
+    )
+
+
+def _by_transformers(name: str, why: str, folder: Path | None = None) -> Tokenizer:
+    """Load a folder or a name of the hub as `AutoTokenizer` does, and never with code of its own.
+
+    Args:
+        name: as given.
+        why: it isn't read here.
+        folder: None for a name of the hub.
+
+    Raises:
+        SettingError: it can't be loaded.
+        MissingExtraError: transformers isn't installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError(
+            f'the tokenizer {name} {why}, so it takes transformers to be read; run: pip install "varlen[train]"'
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            name if folder is None else str(folder),
+            trust_remote_code=False,
+            local_files_only=folder is not None,
+        )
+    except Exception as error:  # whatever it raises, there is no tokenizer
+        lines = str(error).splitlines() or [type(error).__name__]
+        if "trust_remote_code" in str(error):
+            raise SettingError(
+                f"the tokenizer {name} needs code of its own (auto_map in {_CONFIG}), which varlen never runs; load "
+                "it in Python, AutoTokenizer.from_pretrained(..., trust_remote_code=True), and pass the object"
+            ) from error
+        has_pieces = folder is not None and any(folder.glob("*.model")) and find_spec("sentencepiece") is None
+        more = "; its .model takes another package: pip install sentencepiece" if has_pieces else ""
+        raise SettingError(f"no tokenizer can be loaded from {name}: {lines[0]}{more}") from error
+    return wrap_transformers(loaded, name, {} if folder is None else _of_processor(folder))
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder by name: files of their own go before the configuration.
+
+    Raises:
+        SettingError: one can't be read.
+    """
+    files = dict(_template_files(folder))
+    return files or named_templates(config.get("chat_template")) or _of_processor(folder)
+
+
+def _template_files(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the templates that are files, by name."""
+    paths = {"default": folder / _TEMPLATE} if (folder / _TEMPLATE).is_file() else {}
+    paths |= {
+        path.name.removesuffix(".jinja"): path for path in sorted((folder / _TEMPLATES).glob("*.jinja"))
+    }
+    for name, path in paths.items():
+        try:
+            yield name, read_regular_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"the chat template {path} can't be read: {error}") from error
+
+
+def _of_processor(folder: Path) -> dict[str, str]:
+    """Return the templates that a processor of old left in a file of its own."""
+    return named_templates(_read_json(folder / _PROCESSORS).get("chat_template"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return what a tokenizer's folder says beside its vocabulary; nothing where the file is absent.
+
+    Raises:
+        SettingError: it isn't a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingError(f"{path} must hold a JSON object")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """Return a special token's text, however a configuration spells it."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _contents(value: Any) -> list[str | None]:
+    """Return the texts of a token, or of a list of them."""
+    return [_content(token) for token in (value if isinstance(value, list | tuple) else [value])]

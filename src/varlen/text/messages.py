@@ -1,0 +1,539 @@
+"""Messages of a chat, from whatever a row holds, in one form; each fault in a sentence.
+
+Each message is an object of these keys, whatever the row calls them:
+
+=====================  ===========================================================================================
+`role`                 `system`, `developer`, `user`, `assistant` or `tool`
+`content`              text; null where an assistant's message has none; parts of text stay a list where there are
+                       several, since a template may write something between them
+`reasoning_content`    an assistant's thoughts, as text (`reasoning` and `thinking` are the same)
+`tool_calls`           an assistant's calls, each `{"type": "function", "function": {"name", "arguments"}}`
+others                 as the row has them: `name`, `tool_call_id` and the like; null is the same as absent
+=====================  ===========================================================================================
+
+Flags that switch labels off (`weight: 0`, `train: false`, `loss: false`) or weigh them (`weight: 0.5`) are taken out
+of the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any, cast
+
+import numpy as np
+
+from varlen.errors import SourceError
+from varlen.files.rows import READ_AS_TEXT
+from varlen.text.calls import as_calls, from_json, spoken_calls
+from varlen.text.loss_masks import ALLOWED, OPTION
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thoughts; the first is the common one."""
+
+_ROLE_OF = {role: role for role in ROLES} | {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+}
+"""ShareGPT's words, Gemma's and OpenAI's old ones beside the common ones."""
+_SPOKEN_CALLS = ("function_call", "tool_call")
+"""Roles of ShareGPT whose content is the JSON text of calls."""
+
+_NEITHER = "a chat must be a list of messages or the JSON text of one; this text is neither"
+_CALLS = ("tool_calls", "function_call")
+
+
+def as_messages(value: object) -> list[dict[str, Any]]:
+    """Return a row's messages with content as text; flags stay. Arguments and errors as `as_chat` has them."""
+    messages = _messages(value)
+    return joined(messages) if any(type(message.get("content")) is list for message in messages) else messages
+
+
+def joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are text, parts of text joined."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if type(message.get("content")) is list
+        else message
+        for message in messages
+    ]
+
+
+def apart_thoughts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose thoughts stand apart, which the contents hold as `<think>...</think>`."""
+    return [_apart(message) for message in messages]
+
+
+def _apart(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str) or "reasoning_content" in message:
+        return message
+    before, end, answer = content.partition("</think>")
+    blank, begin, thoughts = before.rpartition("<think>")
+    thoughts = thoughts if begin else before
+    if not end or blank.strip() or "</think>" in answer or not (thoughts.strip() or answer.strip()):
+        return message
+    return {**message, "reasoning_content": thoughts, "content": answer}
+
+
+def as_chat(value: object, *, weighs: bool = False) -> Chat:
+    """Return a row's messages in the one form, and which of them are not trained on.
+
+    Messages of role and text alone by their common names are handed on as they are, not copied.
+
+    Args:
+        value: a list of messages, or a JSON string of one, or an object of lists, as `datasets` may give it.
+        weighs: take other weights of messages than 0 and 1.
+
+    Raises:
+        SourceError: it is no list of messages; the message is named, counted from 1.
+    """
+    if isinstance(value, Chat):
+        return value
+    messages = _messages(value)
+    if messages is value:
+        return Chat(messages=messages, is_plain=True)
+    weights = {
+        index: weight
+        for index, message in enumerate(messages)
+        if (weight := weight_of(message, index + 1, weighs=weighs)) != 1
+    }
+    off = frozenset(index for index, weight in weights.items() if weight == 0)
+    return Chat(messages=messages, off=off, weights={i: w for i, w in weights.items() if w != 0})
+
+
+def _messages(value: object) -> list[dict[str, Any]]:
+    """Return a row's messages in the one form but for their flags; a list that has it already, as it is."""
+    if isinstance(value, str):
+        value = from_json(value, "the chat", _NEITHER)
+    if isinstance(value, dict):
+        value = _rows(value)
+    if not isinstance(value, list):
+        raise SourceError(f"a chat must be a list of messages, found {_json_kind(value)}")
+    if not value:
+        raise SourceError("the chat is an empty list; a chat needs messages, and one from the assistant")
+    known = _ROLE_OF
+    for message in value:
+        if not (
+            type(message) is dict
+            and len(message) == 2
+            and type(message.get("content")) is str
+            and type(role := message.get("role")) is str
+            and known.get(role) == role
+        ):
+            break
+    else:
+        return value
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value, start=1):
+        made, is_call = _of_texts(message) or _as_message(message, number)
+        if is_call and messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+            # What ShareGPT says in two messages is one turn.
+            check_one_turn(messages[-1], made, number)
+            messages[-1] = {**made, **messages[-1], "tool_calls": made["tool_calls"]}
+        else:
+            messages.append(made)
+    return messages
+
+
+def well_formed(text: str) -> str:
+    """Return the text of a chat, which must be such as a tokenizer can take.
+
+    Raises:
+        SourceError: it holds half a character, as JSON can spell it.
+    """
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SourceError(
+            f"the chat holds half a character (a lone surrogate at position {error.start:,} of its text); "
+            "mend or leave out the row"
+        ) from error
+    return text
+
+
+def without_nulls(value: Any, *, is_chat: bool) -> Any:
+    """Return a value of a table without what its objects hold as null: there, that is how a key is absent.
+
+    A column of a table gives every object all keys that any row's has, so a call's `arguments` would name those of
+    all other calls, and a model would learn to write them.
+
+    Args:
+        value: messages, or tools.
+        is_chat: of messages, leave out what their calls hold; their own nulls are `as_messages`' to judge.
+    """
+    if not is_chat:
+        return _pruned(value)
+    if isinstance(value, dict):  # of lists, or a wrapper of messages
+        return {
+            key: _pruned(held) if key in _CALLS else without_nulls(held, is_chat=True)
+            for key, held in value.items()
+        }
+    if not isinstance(value, list):
+        return value
+    return [
+        {key: _pruned(held) if key in _CALLS else held for key, held in message.items()}
+        if isinstance(message, dict) and any(message.get(call) for call in _CALLS)
+        else message
+        for message in value
+    ]
+
+
+def _pruned(value: Any) -> Any:
+    """Return a value without the nulls of objects, however deep they lie."""
+    if isinstance(value, dict):
+        return {key: _pruned(held) for key, held in value.items() if held is not None}
+    return [_pruned(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _rows(columns: dict[Any, Any]) -> object:
+    """Return an object of lists as a list of objects: `datasets` gives a sequence of objects so.
+
+    A wrapper of one key, `{"messages": [...]}`, is what it holds.
+    """
+    wrapped = [columns[key] for key in ("messages", "conversations") if isinstance(columns.get(key), list)]
+    if wrapped:
+        return wrapped[0]
+    lists = {key: held for key, held in columns.items() if held is not None}
+    count = {len(held) if isinstance(held, list) else -1 for held in lists.values()}
+    if len(count) != 1 or -1 in count:
+        return columns
+    return [dict(zip(lists, entries)) for entries in zip(*lists.values())]
+
+
+def _of_texts(message: object) -> tuple[dict[str, Any], bool] | None:
+    """Return a message of role and texts alone as `_as_message`, sooner; None for any other."""
+    if type(message) is not dict or len(message) != 2:
+        return None
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or _ROLE_OF.get(role) != role:
+        return None
+    if type(content) is str:
+        return message, False
+    if type(content) is not list or not content:
+        return None
+    for part in content:
+        if not (type(part) is dict and len(part) == 2 and part.get("type") == "text"):
+            return None
+        if type(part.get("text")) is not str:
+            return None
+    return {"role": role, "content": content if len(content) > 1 else content[0]["text"]}, False
+
+
+def _as_message(message: object, number: int) -> tuple[dict[str, Any], bool]:
+    """Return one message in the one form, and whether it is one of ShareGPT's that holds calls alone."""
+    if not isinstance(message, dict):
+        raise SourceError(
+            f"message {number} must be an object with role and content, found {_json_kind(message)}"
+        )
+    said, role = _role_of(message, number)
+    if "content" not in message and isinstance(message.get("value"), str):
+        message = {("content" if key == "value" else key): value for key, value in message.items()}
+    kept: dict[str, Any] = {"role": role}
+    for key, value in message.items():
+        if not isinstance(key, str):
+            raise SourceError(f"message {number} has the key {key!r}; keys must be text")
+        if key in _CALLS and not value and value != "":
+            continue  # an empty list, as tables give one to every message
+        if key == "content" or (value is not None and key not in ("role", "from")):
+            kept[key] = value
+    calls = None
+    if said in _SPOKEN_CALLS and isinstance(kept.get("content"), str) and "tool_calls" not in kept:
+        calls = spoken_calls(kept["content"], number)
+        if calls:
+            kept["tool_calls"], kept["content"] = calls, None
+    if isinstance(kept.get("content"), list):
+        _take_parts(kept, number)
+    if role == "assistant":
+        _take_thoughts(kept, number)
+        if "function_call" in kept and "tool_calls" not in kept:
+            kept["tool_calls"] = [kept.pop("function_call")]
+        if "tool_calls" in kept:
+            kept["tool_calls"] = as_calls(kept["tool_calls"], number)
+            if not kept["tool_calls"]:
+                del kept["tool_calls"]
+    _check_content(kept, number)
+    return kept, bool(calls)
+
+
+def _check_content(kept: dict[str, Any], number: int) -> None:
+    """Require that a message says something, or calls."""
+    content, role = kept.get("content"), kept["role"]
+    if content is None:
+        if role != "assistant" or not (kept.get("tool_calls") or kept.get("reasoning_content")):
+            seen = ", ".join(f"`{key}`" for key in list(kept)[:12] if key != "content")
+            raise SourceError(
+                f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have "
+                f"none; found the keys {seen}"
+            )
+    elif not isinstance(content, str | list):
+        raise SourceError(
+            f"the content of message {number} ({role}) must be text or a list of parts of text, "
+            f"found {_json_kind(content)}"
+            + ("; an object may stand there as its JSON text" if isinstance(content, dict) else "")
+        )
+
+
+def _role_of(message: dict[Any, Any], number: int) -> tuple[str, str]:
+    """Return who speaks, as the row says it and by its common name."""
+    role = message.get("role")
+    if role is None:
+        role = message.get("from")
+    if role is None:
+        seen = ", ".join(f"`{key}`" for key in list(message)[:12]) or "none"
+        raise SourceError(f"message {number} has no role; need `role` and `content`, found the keys {seen}")
+    known = _ROLE_OF.get(role) if isinstance(role, str) else None
+    if known is None:
+        raise SourceError(
+            f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}, and "
+            "ShareGPT's words (human, gpt, ...)" + (f"; {READ_AS_TEXT}" if isinstance(role, bytes) else "")
+        )
+    return role, known
+
+
+def _take_parts(kept: dict[str, Any], number: int) -> None:
+    """Put the one form in place of a content's parts: text where there is one, thoughts where they belong."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    for part in kept["content"]:
+        if (
+            isinstance(part, dict)
+            and part.get("type") in ("thinking", "reasoning")
+            and kept["role"] == "assistant"
+        ):
+            held = [part[key] for key in ("thinking", "reasoning", "text") if part.get(key) is not None]
+            thoughts.append(_joined_text(held[0] if held else None, number))
+        else:
+            texts.append(_part_text(part, number))
+    if thoughts and not any(kept.get(key) for key in THOUGHTS):
+        kept["reasoning_content"] = "".join(thoughts)
+    if len(texts) > 1:
+        kept["content"] = [{"type": "text", "text": text} for text in texts]
+    else:
+        kept["content"] = "".join(texts) if texts or not thoughts else None
+
+
+def _joined_text(held: object, number: int) -> str:
+    """Return a text that may be given as parts."""
+    if isinstance(held, list):
+        return "".join(_part_text(part, number) for part in held)
+    return _part_text({"type": "text", "text": held}, number)
+
+
+def _take_thoughts(kept: dict[str, Any], number: int) -> None:
+    """Give an assistant's thoughts their common name.
+
+    Raises:
+        SourceError: they are no text, or stand twice and differ.
+    """
+    found = {key: kept[key] for key in THOUGHTS if key in kept}
+    if not found:
+        return
+    texts = {
+        key: _joined_text(held, number) if isinstance(held, list) else held for key, held in found.items()
+    }
+    odd = [key for key, held in texts.items() if not isinstance(held, str)]
+    if odd:
+        raise SourceError(f"`{odd[0]}` of message {number} must be text, found {_json_kind(found[odd[0]])}")
+    said = {held for held in texts.values() if held} or {""}
+    if len(said) > 1:
+        names = " and ".join(f"`{key}`" for key, held in texts.items() if held)
+        raise SourceError(f"message {number} has {names}, which differ; both are its thoughts: keep one")
+    for key in found:
+        del kept[key]
+    kept["reasoning_content"] = said.pop()
+
+
+def _part_text(part: object, number: int) -> str:
+    """Return the text of one part of a content."""
+    if isinstance(part, dict):
+        flags = [key for key in FLAGS if part.get(key) not in (None, True, 1)]
+        if flags:
+            raise SourceError(
+                f"a part of message {number} has `{flags[0]}`: {part[flags[0]]!r}; only whole messages can be "
+                "switched off: give the part a message of its own, or leave the flag out"
+            )
+        text = part.get("text")
+        if part.get("type", "text") in ("text", "input_text", "output_text") and isinstance(text, str):
+            return text
+        kind = part.get("type")
+        seen = f"a part of type {kind!r}" if kind != "text" else f"a text that is {_json_kind(text)}"
+    else:
+        seen = _json_kind(part)
+    raise SourceError(
+        f"the content of message {number} may hold only parts of text, "
+        f'{{"type": "text", "text": "..."}}; found {seen}'
+    )
+
+
+def _json_kind(value: object) -> str:
+    """Name a value's kind in JSON's words."""
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        bytes: f"bytes; {READ_AS_TEXT}",
+    }
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+# Flags of a message by which its author switches its labels on or off, or says what they weigh.
+
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "loss_scale")
+"""Keys that say whether a message is trained on: OpenAI's and Mistral's, axolotl's, ms-swift's."""
+_SWITCHES = ("train", "training", "trainable", "masked")
+"""Keys that switch labels and never weigh them."""
+_MASKED = "masked"
+"""Torchtune's key, which says that it isn't."""
+_DETAILS = ("training_detail", "train_detail", "reasoning_training_detail", "train_details")
+"""Keys of axolotl that say it of some characters."""
+_ALL = frozenset((*FLAGS, _MASKED, *_DETAILS))
+
+
+def weight_of(message: dict[str, Any], number: int, *, weighs: bool) -> float:
+    """Take the flags out of a message; return what its labels weigh: 0 where it isn't trained on, 1 where it is.
+
+    Args:
+        message: in the one form; changed.
+        number: of it, for what is said.
+        weighs: take other weights than 0 and 1.
+
+    Raises:
+        SourceError: a flag is neither on nor off, nor a weight that may be taken; two weights differ; or a flag is
+            one of single characters.
+    """
+    if _ALL.isdisjoint(message):
+        return 1.0
+    for key in _DETAILS:
+        if message.pop(key, None):
+            raise SourceError(
+                f"message {number} has `{key}`, labels of single characters, which are not read; switch whole "
+                "messages by `train`, or mark the parts by `{% generation %}` in the template"
+            )
+    is_on, found = True, {}
+    for key in (*FLAGS, _MASKED):
+        value = message.pop(key, None)
+        if value is None:
+            continue
+        flag = _number(value)
+        if flag in (0, 1):
+            is_on = is_on and bool(flag) != (key == _MASKED)
+            continue
+        found[key] = _weight(key, flag, value, number, weighs=weighs)
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"the {key} {weight:g}" for key, weight in found.items())
+        raise SourceError(f"message {number} has {said}, and one weight is meant; keep one of them")
+    return next(iter(found.values()), 1.0) if is_on else 0.0
+
+
+def check_one_turn(earlier: dict[str, Any], message: dict[str, Any], number: int) -> None:
+    """Refuse two messages of one turn whose flags differ, since it has one weight.
+
+    Args:
+        earlier: the message before.
+        message: the one that becomes a part of it.
+        number: of the message, for what is said.
+
+    Raises:
+        SourceError: they differ.
+    """
+    for key in _ALL.intersection((*earlier, *message)):
+        usual = 0 if key == _MASKED else None if key in _DETAILS else 1
+        held = [usual if one.get(key) is None else one[key] for one in (earlier, message)]
+        if _number(held[0]) != _number(held[1]):
+            raise SourceError(
+                f"messages {number - 1} and {number} are one turn, and have the {key} {held[0]!r} and {held[1]!r}; "
+                "make them the same"
+            )
+
+
+def _number(value: Any) -> Any:
+    """Return a flag as a number, where it is one or spells one."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text in ("true", "false"):
+            return float(text == "true")
+        with suppress(ValueError):
+            return float(text) if "_" not in text else value
+    return value
+
+
+def _weight(key: str, flag: Any, value: Any, number: int, *, weighs: bool) -> float:
+    """Return a weight that is neither 0 nor 1.
+
+    Raises:
+        SourceError: it is none, or weights aren't taken.
+    """
+    weight = math.nan
+    if isinstance(flag, Number):
+        with suppress(OverflowError):
+            weight = float(cast(Any, flag))
+    is_one = key not in _SWITCHES and is_weight(weight)
+    if is_one and weighs:
+        return weight
+    if key in _SWITCHES or not weighs:
+        out = (
+            f"{OPTION}, make it one of them, or leave the message's row out"
+            if is_one
+            else "make it one of them, or leave the message's row out"
+        )
+        raise SourceError(
+            f"message {number} has the {key} {value!r}; only 0 and 1 (false and true) can be kept: {out}"
+        )
+    raise SourceError(
+        f"message {number} has the {key} {value!r}; {ALLOWED}: mend or leave out the message's row"
+    )
+
+
+def is_weight(weight: float) -> bool:
+    """Whether a number can weigh a loss: not negative, finite in float32, and 0 there only if it is 0."""
+    if not 0 <= weight <= float(np.finfo(np.float32).max):
+        return False
+    return weight == 0 or float(np.float32(weight)) > 0
+
+
+# A chat: messages in the one form, and what the author says of their labels.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chat:
+    """The messages of a row, and which of them are trained on."""
+
+    messages: list[dict[str, Any]]
+    off: frozenset[int] = frozenset()
+    """Index of each message whose labels its author switches off."""
+    is_plain: bool = False
+    """All are known to be of role and text alone."""
+    weights: Mapping[int, float] = field(default_factory=dict)
+    """What the labels of a message weigh, by its index, where that is neither 0 nor 1."""
+
+    def behind(self, number: int) -> tuple[frozenset[int], dict[int, float]]:
+        """Return `off` and `weights` of the same messages behind some others.
+
+        Args:
+            number: of these.
+        """
+        return (
+            frozenset(index + number for index in self.off),
+            {index + number: weight for index, weight in self.weights.items()},
+        )

@@ -1,0 +1,687 @@
+"""One conversation on its way through a chat template: rendered, located, and held against what its row says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from varlen.errors import SourceError
+from varlen.files.losses import Losses
+from varlen.text.assistant_spans import Said, by_frames, by_prefixes, fill, fill_masked
+from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
+from varlen.text.skeleton import Kind, Shape, Skeleton, free_character, shape_of, skeleton_of
+from varlen.text.twins import twin_of
+
+if TYPE_CHECKING:
+    from varlen.text.chat_template import ChatTemplate
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from varlen.text.skeleton import Render, Turn, try_render
+
+_MOST_SKELETONS = 512
+_WAYS_OUT = (
+    "put {% generation %} ... {% endgeneration %} around what the assistant says in the template, "
+    'choose another template, or supervise="all"'
+)
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+_CALLED: list[dict[str, Any]] = [
+    _ASKED[0],
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "id": f"call0000{n}", "function": {"name": "f", "arguments": {}}}
+            for n in (1, 2)
+        ],
+    },
+    *({"role": "tool", "content": ".", "name": "f", "tool_call_id": f"call0000{n}"} for n in (1, 2)),
+]
+
+
+class Rendering:
+    """One conversation on its way through a template."""
+
+    def __init__(
+        self, template: ChatTemplate, chat: Chat, tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> None:
+        self._template, self._messages, self._tools, self._variables = (
+            template,
+            chat.messages,
+            tools,
+            variables,
+        )
+        self._off, self._weights = chat.off, chat.weights
+        if not chat.is_plain and any(type(message.get("content")) is list for message in chat.messages):
+            self._messages = joined(chat.messages) if template.wants(variables).joins else chat.messages
+        self._program = template.program
+        self._is_plain = tools is None and (
+            chat.is_plain
+            or all(len(message) == 2 and type(message.get("content")) is str for message in self._messages)
+        )
+        if tools:
+            from varlen.text.wants import hand_tools
+
+            self._tools = hand_tools(tools, template.wants(variables))
+        self._foreign = template.source
+        if not self._is_plain or variables:
+            told = (spelled(tools, "the tools of a chat") if tools else "", spelled(variables, "variables"))
+            self._foreign = "".join((template.source, *template.special_tokens.values(), *told))
+
+    def render(self, some: list[dict[str, Any]], prompts: bool) -> str:
+        """Render messages of the one form as the template wants them."""
+        if not self._is_plain or some is not self._messages:
+            from varlen.text.wants import hand
+
+            some = hand(some, self._template.wants(self._variables))
+        return self._program.run(some, self._tools, prompts=prompts, variables=self._variables)
+
+    def rendered(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
+        """Render, find what is said, and count what is lost.
+
+        Raises:
+            SourceError: the template fails, loses what is said, or writes it where it can't be located.
+        """
+        if self._program.has_generation:
+            return self._generated(first, trained, choice)
+        text = well_formed(self.render(self._messages, False))
+        if self._tools:
+            self._check_tools(text)
+        try:
+            said, skeleton, is_exact = self._said(text)
+        except SourceError:
+            if not choice.everything or self._off or self._weights:
+                raise
+            ends = self._messages[-1]["role"] == "assistant" and not self._template.marks.end(text.rstrip())
+            return Rendered(text=text, spans=((0, len(text)),), needs_eos=ends)
+        turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
+        spoken = {one.message: one for one in said}
+        if skeleton is not None and skeleton.is_open:  # by arguments that stand in no slot
+            is_exact = is_exact and self._template.wants(self._variables).whole_arguments
+        texts = (
+            None if is_exact else {n: "".join(text[a:b] for a, b in one.spans) for n, one in spoken.items()}
+        )
+        losses = self._losses(trained, turns, texts, choice)
+        spans = [span for one in said if one.message in trained for span in one.spans if span[0] < span[1]]
+        if not spans:
+            raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
+        weights: tuple[float, ...] = ()
+        if self._weights:
+            mine = [one for one in said if one.message in trained]
+            weights = self._weigh([one.message for one in mine for span in one.spans if span[0] < span[1]])
+        last = len(self._messages) - 1
+        needs_eos = last in trained and last in spoken and not spoken[last].has_mark
+        off = tuple(span for number in sorted(self._off & spoken.keys()) for span in spoken[number].spans)
+        return Rendered(
+            text=text, spans=tuple(spans), needs_eos=needs_eos, off=off, weights=weights, losses=losses
+        )
+
+    def _weigh(self, owners: Sequence[int]) -> tuple[float, ...]:
+        """Return what spans weigh, by the message of each."""
+        return tuple(self._weights.get(number, 1.0) for number in owners)
+
+    def _said(self, text: str) -> tuple[list[Said], Skeleton | None, bool]:
+        """Locate the assistant's messages by the skeleton of their shape, else by prefixes, else by frames.
+
+        Returns:
+            Where they stand, the skeleton of the shape, and whether the text is that filled in.
+
+        Raises:
+            SourceError: they can't be located.
+        """
+        messages, source = self._messages, self._template.source
+        said, skeleton = self._filled(messages, text)
+        if said is None and any("</think>" in (message.get("content") or "") for message in messages):
+            apart = apart_thoughts(messages)
+            if self.render(apart, False) == text:  # the template takes both for the same
+                self._messages = messages = apart
+                self._is_plain = False
+                said, skeleton = self._filled(messages, text)
+        if said is not None:
+            return said, skeleton, True
+        marks = self._template.marks
+        if not (marks.of_answers and any("tool_calls" in message for message in messages)):
+            roles = [{"role": message["role"], "content": "."} for message in messages]
+            bare = self._skeleton(shape_of(roles, source), roles)
+            said = by_prefixes(self.render, messages, text, bare, marks)
+            said = said or by_frames(self.render, messages, text, bare, self._foreign)
+        if said is None:
+            raise SourceError(
+                "the chat template rewrites earlier turns, or their contents, so that what the assistant said "
+                f"can't be located in the text; {twin_of(source) or _WAYS_OUT}"
+            )
+        return said, skeleton, False
+
+    def _filled(self, messages: list[dict[str, Any]], text: str) -> tuple[list[Said] | None, Skeleton | None]:
+        """Locate the assistant's messages in a text that is the skeleton of their shape filled in."""
+        source = self._template.source
+        shape = self._shape(messages)
+        skeleton = self._skeleton(shape, messages) if shape is not None else None
+        if skeleton is None:
+            return None, None
+        said = None if skeleton.is_open else fill(skeleton, messages, text)
+        if said is None and (self._tools or any("tool_calls" in message for message in messages)):
+            if any(slot.key == "arguments" for slot in skeleton.slots):
+                skeleton = self._skeleton(shape, messages, "apart")
+            if skeleton is not None:
+                said = fill_masked(skeleton, self.render, messages, source, text, self._foreign)
+        return said, skeleton
+
+    def _shape(self, messages: list[dict[str, Any]]) -> Shape | None:
+        """Return the shape of messages, which is the same for all of role and text alone."""
+        if self._is_plain and messages is self._messages:
+            return tuple([(message["role"], 1) for message in messages])
+        return shape_of(messages, self._template.source)
+
+    def _skeleton(self, shape: Any, messages: list[dict[str, Any]], kind: Kind = "joined") -> Skeleton | None:
+        """Return the skeleton of a shape, made when it is first seen."""
+        template = self._template
+        key = (kind, shape, bool(self._tools), spelled(self._variables, "variables"))
+        if key not in template.skeletons:
+            if not template.marks.is_known:
+                self._know_marks()
+            if len(template.skeletons) >= _MOST_SKELETONS:
+                template.skeletons.clear()
+            # A row may have tools of its own, which stand between texts and bound no turn.
+            tool = free_character(self._foreign) if self._tools else None
+            like = Rendering(
+                template, Chat(messages=messages), _tools_named(tool) if tool else None, self._variables
+            )
+            template.skeletons[key] = skeleton_of(
+                like.render, messages, template.source, template.marks, like._foreign, kind=kind, tool=tool
+            )
+        return template.skeletons[key]
+
+    def _know_marks(self) -> None:
+        """Find what ends a turn without calls, and what the template writes for each answer of a tool."""
+        marks = self._template.marks
+        marks.is_known = True
+        asked = Rendering(self._template, Chat(messages=_ASKED), None, self._template.variables)
+        thought = [_ASKED[0], {**_ASKED[1], "reasoning_content": "."}]
+        marks.know_prompt(asked.render, thought)
+        called = Rendering(self._template, Chat(messages=_CALLED), None, self._template.variables)
+        marks.know_answers(called.render, _CALLED)
+        found = skeleton_of(asked.render, _ASKED, self._template.source, marks, self._foreign)
+        if found is not None and found.turns[0].has_mark:
+            marks.usual = found.turns[0].closing[: found.turns[0].mark]
+
+    def _losses(
+        self, trained: Sequence[int], turns: Mapping[int, Any], said: Mapping[int, str] | None, choice: Choice
+    ) -> Losses:
+        """Count what isn't written of the messages that are trained.
+
+        Raises:
+            SourceError: a turn loses a text of its own, and that isn't allowed.
+        """
+        messages = self._messages
+        empty = sum(_is_empty(messages[number]) for number in trained)
+        if said is None and not any(turn.missing for turn in turns.values()):
+            return Losses(empty_turns=empty) if empty else NO_LOSSES
+        lost = list(
+            lost_texts(messages, trained, turns, said, lambda n: self.render(messages[: n + 1], False))
+        )
+        if not lost and not empty:
+            return NO_LOSSES
+        counted = losses_of(lost, allowed=choice.allow_unwritten, way_out=lambda: self._way_out(lost))
+        return replace(counted, empty_turns=empty)
+
+    def _way_out(self, lost: Sequence[Lost]) -> str:
+        """Say what keeps what is lost: the training twin of the template, if it has one that writes it."""
+        allow = "or allow the loss (allow_unwritten=True, --allow-unwritten)"
+        twin = self._template.twin()
+        if twin is not None:
+            try:
+                asked = Rendering(twin, Chat(messages=self._messages), self._tools, self._variables)
+                text = asked.render(self._messages, False)
+            except SourceError:
+                text = ""
+            if all(one.key != "tool_calls" and one.text.strip() in text for one in lost):
+                return f"{twin_of(self._template.source)}, {allow}"
+        return f"choose another template, {allow}"
+
+    def _check_tools(self, text: str) -> None:
+        """Refuse tools that the template doesn't write.
+
+        Raises:
+            SourceError: it doesn't.
+        """
+        tools = self._tools or []
+        if self._template.wants(self._variables).tools:
+            return
+        functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+        names = [function.get("name") for function in functions]
+        absent = [name for name in names if isinstance(name, str) and name not in text]
+        if absent or not names:
+            raise SourceError(
+                f"the chat template doesn't write tools, and the row has {len(tools):,} ({', '.join(absent[:3])}); "
+                "choose a template that does, or leave the column out"
+            )
+
+    def _marked(self) -> tuple[str, str, str, str]:
+        """Render the chat with a mark before and after each generation block.
+
+        Returns:
+            The text, the text with marks, and both marks.
+
+        Raises:
+            SourceError: the template works with the text of the blocks.
+        """
+        handed, program = self._messages, self._program
+        if not self._is_plain:
+            from varlen.text.wants import hand
+
+            handed = hand(handed, self._template.wants(self._variables))
+        messages = self._messages
+        said = "".join(m["content"] for m in messages) if self._is_plain else spelled(messages, "a chat")
+        start = free_character(said + self._foreign)
+        stop = free_character(said + self._foreign + start)
+        marked = program.run(handed, self._tools, marks=start + stop, variables=self._variables)
+        text = marked.replace(start, "").replace(stop, "")
+        if not program.has_bare_generation and text != self.render(messages, False):
+            raise SourceError(
+                "the chat template works with the text of its {% generation %} blocks, so that they can't be "
+                "located; let it write them as they are"
+            )
+        return well_formed(text), marked, start, stop
+
+    def _generated(self, first: int, trained: Sequence[int], choice: Choice) -> Rendered:
+        """Read the spans off the template's own marks."""
+        text, marked, start, stop = self._marked()
+        if self._tools:
+            self._check_tools(text)
+        spans = between_generation(marked, start, stop)
+        messages = self._messages
+        if not spans:
+            raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
+        speaking = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        off: list[tuple[int, int]] = []
+        weights: tuple[float, ...] = ()
+        if len(trained) < len(speaking) or self._weights:
+            owned = self._owned(text, spans, speaking)
+            if owned is not None:
+                off = [span for n in speaking if n in self._off for span in owned[n]]
+                spans = [span for n in trained for span in owned[n]]
+                weights = self._weigh([n for n in trained for _ in owned[n]]) if self._weights else ()
+            elif trained == [n for n in speaking if n >= first] and not self._weights:
+                spans = after_prompt(self.render, messages, text, spans, first)
+            else:
+                raise SourceError(
+                    "the chat template rewrites earlier turns, so that the {% generation %} blocks of single "
+                    "messages can't be told apart; switch no message off, give none a weight, and leave "
+                    'supervise="last"'
+                )
+        shape = self._shape(messages)
+        skeleton = self._skeleton(shape, messages, "unwritten") if shape is not None else None
+        turns = {} if skeleton is None else {turn.message: turn for turn in skeleton.turns}
+        losses = self._losses(trained, turns, dict.fromkeys(trained, text), choice)
+        if not spans:
+            raise SourceError("the assistant says nothing in this chat, so nothing in it would be trained")
+        ends = len(messages) - 1 in trained and not self._template.marks.end(text[slice(*spans[-1])].rstrip())
+        if ends:
+            roles = [{"role": message["role"], "content": "."} for message in messages]
+            bare = self._skeleton(shape_of(roles, self._template.source), roles)
+            ends = not (bare and bare.turns[-1].mark)
+        merged, weights = _merged(spans, weights)
+        return Rendered(
+            text=text, spans=merged, needs_eos=ends, off=tuple(off), weights=weights, losses=losses
+        )
+
+    def _owned(
+        self, text: str, spans: list[tuple[int, int]], speaking: Sequence[int]
+    ) -> dict[int, list[tuple[int, int]]] | None:
+        """Return which generation blocks are whose of the assistant's messages; None where that can't be told."""
+        owned = of_messages(self.render, self._messages, text, spans, speaking)
+        if owned is None:
+            with suppress(SourceError):
+                said = self._said(text)[0]
+                owned = of_located([(one.message, one.spans[0][0]) for one in said if one.spans], spans)
+        if owned is None and len(spans) == len(speaking):
+            return {number: [span] for number, span in zip(speaking, spans)}
+        return owned if owned is not None and set(speaking) <= owned.keys() else None
+
+
+def _merged(
+    spans: Sequence[tuple[int, int]], weights: Sequence[float]
+) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
+    """Return spans, those that follow at once and weigh the same as one, and what they weigh."""
+    merged: list[tuple[int, int]] = []
+    kept: list[float] = []
+    for (start, stop), weight in zip(spans, weights or itertools.repeat(1.0)):
+        if merged and merged[-1][1] == start and kept[-1] == weight:
+            start = merged.pop()[0]
+            kept.pop()
+        merged.append((start, stop))
+        kept.append(weight)
+    return tuple(merged), tuple(kept) if weights else ()
+
+
+def _tools_named(name: str) -> list[Any]:
+    """Return a tool that stands for those of a row."""
+    parameters = {"type": "object", "properties": {}}
+    return [{"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}]
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    """Whether an assistant's message says nothing at all."""
+    content = message.get("content")
+    if type(content) is str and content and not content[0].isspace():
+        return False
+    said = (
+        any(part["text"].strip() for part in content)
+        if isinstance(content, list)
+        else (content or "").strip()
+    )
+    return not (said or message.get("tool_calls") or (message.get("reasoning_content") or "").strip())
+
+
+# What becomes of a conversation: its text, what of it is supervised, and what is lost; and what is asked for.
+
+NO_LOSSES = Losses()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as text, and what of it the assistant said."""
+
+    text: str
+    """The conversation as its template writes it."""
+    spans: tuple[tuple[int, int], ...]
+    """Supervised characters [start, stop), ascending, disjoint, none empty."""
+    needs_eos: bool
+    """The last message is the assistant's and no end-of-turn mark follows it: an EOS token must be appended, and
+    supervised."""
+    off: tuple[tuple[int, int], ...] = ()
+    """Characters that the assistant says and that aren't supervised, since their author switches them off."""
+    weights: tuple[float, ...] = ()
+    """What a label in each of the spans weighs; empty where each weighs 1."""
+    losses: Losses = NO_LOSSES
+    """What the template leaves out of the conversation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What of a conversation is supervised, and what may be lost."""
+
+    everything: bool = False
+    """Supervise all of the text but what its author switches off."""
+    last: bool = False
+    """Supervise the last of the assistant's messages alone."""
+    allow_unwritten: bool = False
+    """Count the texts of an assistant's own turn that the template doesn't write, where it would be an error."""
+    row_weights: bool = False
+    """Take other weights of messages than 0 and 1."""
+
+
+ALL = Choice()
+
+
+def between(spans: Sequence[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
+    """Return the stretches of a text between others.
+
+    Args:
+        spans: ascending.
+        length: of the text.
+    """
+    bounds = [0, *(place for span in spans for place in span), length]
+    return tuple((a, b) for a, b in zip(bounds[::2], bounds[1::2]) if a < b)
+
+
+def spelled(value: Any, what: str) -> str:
+    """Return JSON of what a row gives to a template.
+
+    Raises:
+        SourceError: it is none.
+    """
+    if not value:
+        return ""
+    try:
+        return json.dumps(value, ensure_ascii=False, sort_keys=what.startswith("the variables"))
+    except (TypeError, ValueError, RecursionError) as error:
+        schemas = " schemas" if "tools" in what else ""
+        raise SourceError(f"{what} must be JSON{schemas}; these are not: {error}") from error
+
+
+# Read what the assistant says off a template's own {% generation %} marks.
+
+
+def between_generation(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
+    """Return where outermost blocks stand, in positions of the text without marks."""
+    spans, position, depth, opened = [], 0, 0, 0
+    for number, piece in enumerate(marked.replace(stop, start).split(start)):
+        if number:
+            is_start = marked[position + number - 1] == start
+            if is_start and not depth:
+                opened = position
+            depth += 1 if is_start else -1
+            if not depth and position > opened:
+                spans.append((opened, position))
+        position += len(piece)
+    return spans
+
+
+def after_prompt(
+    render: Render, messages: list[dict[str, Any]], text: str, spans: list[tuple[int, int]], first: int
+) -> list[tuple[int, int]]:
+    """Return the spans that lie behind the first messages, which are a prompt.
+
+    Raises:
+        SourceError: the template rewrites the prompt.
+    """
+    before = render(messages[:first], False).rstrip()
+    if not text.startswith(before):
+        raise SourceError(
+            "the chat template rewrites the prompt when the completion follows, so that the completion "
+            "can't be located; give the whole chat as `messages`"
+        )
+    return [span for span in spans if span[0] >= len(before)]
+
+
+def of_messages(
+    render: Render,
+    messages: list[dict[str, Any]],
+    text: str,
+    spans: list[tuple[int, int]],
+    speaking: Collection[int],
+) -> dict[int, list[tuple[int, int]]] | None:
+    """Return which spans belong to which of the assistant's messages; None where that can't be told.
+
+    Args:
+        render: the template.
+        messages: the chat.
+        text: of the chat.
+        spans: of the messages `speaking`.
+        speaking: index of each, ascending.
+    """
+    owned: dict[int, list[tuple[int, int]]] = {}
+    rest = list(spans)
+    for number in speaking:
+        until = try_render(render, messages[: number + 1], False)
+        if until is None or not text.startswith(until.rstrip()):
+            return None
+        owned[number] = [span for span in rest if span[0] < len(until.rstrip())]
+        rest = rest[len(owned[number]) :]
+    return None if rest else owned
+
+
+def of_located(
+    begins: Collection[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> dict[int, list[tuple[int, int]]] | None:
+    """Return which spans belong to which of the assistant's messages, by where these begin; None where one holds two.
+
+    Args:
+        begins: number of each message, and where its turn begins in the text, ascending.
+        spans: ascending.
+    """
+    owned: dict[int, list[tuple[int, int]]] = {number: [] for number, _ in begins}
+    for start, stop in spans:
+        before = [number for number, begin in begins if begin < stop]
+        if not before or sum(start < begin < stop for _, begin in begins) > 1:
+            return None
+        owned[before[-1]].append((start, stop))
+    return owned
+
+
+# What of an assistant's messages a chat template doesn't write, by message, key and characters.
+#
+# A template is a program: it may drop thoughts, calls, or what stands before `</think>`, without an error.
+# Where a text is the skeleton of its shape filled in, the skeleton says what has no slot. Elsewhere each
+# text is looked for in the turn that it belongs to; JSON counts by value, and white space at either end is no loss.
+
+_THOUGHTS = "reasoning_content"
+_INLINE = "content (<think>)"
+"""Thoughts that stand within a content."""
+_SHOWN = 40
+_SPACES = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """A text of an assistant's message that isn't written."""
+
+    message: int
+    key: str
+    text: str
+    by_design: bool
+    """It is an earlier turn's thoughts, which are written where no later user's turn follows."""
+
+
+def lost_texts(
+    messages: Sequence[dict[str, Any]],
+    trained: Collection[int],
+    turns: Mapping[int, Turn],
+    said: Mapping[int, str] | None,
+    alone: Callable[[int], str],
+) -> Iterator[Lost]:
+    """Yield the texts of trained messages that a rendering doesn't hold.
+
+    Args:
+        messages: the chat, in the one form.
+        trained: index of the messages that matter.
+        turns: of the skeleton of the chat's shape, by message; none where there is no skeleton.
+        said: text of each message's turn, where the rendering isn't the skeleton filled in; None where it is.
+        alone: returns the text of the chat up to a message.
+    """
+    last_user = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for number in sorted(trained):
+        message, turn = messages[number], turns.get(number)
+        missing = {slot.key if slot.call < 0 else "tool_calls" for slot in turn.missing} if turn else set()
+        is_earlier = number < last_user
+        for key in sorted(missing):
+            designed = turn is not None and all(
+                slot in turn.by_design
+                for slot in turn.missing
+                if (slot.key if slot.call < 0 else "tool_calls") == key
+            )
+            by_design = key == _THOUGHTS and is_earlier and designed
+            yield Lost(message=number, key=key, text=_text(message, key), by_design=by_design)
+        if said is None or number not in said:
+            continue
+        content = message.get("content")
+        if len(message) == 2 and type(content) is str and content.strip() in said[number]:
+            continue
+        for key, text in _unfound(message, said[number], missing):
+            by_design = key in (_THOUGHTS, _INLINE) and is_earlier and _stands_in(text, alone(number))
+            yield Lost(message=number, key=key, text=text, by_design=by_design)
+
+
+def _text(message: dict[str, Any], key: str) -> str:
+    """Return the text under a key of a message, calls as JSON."""
+    if key == "tool_calls":
+        return "".join(_spelled(call) for call in message["tool_calls"])
+    value = message[key]
+    return "".join(part["text"] for part in value) if isinstance(value, list) else str(value)
+
+
+def _spelled(call: dict[str, Any]) -> str:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{call['function']['name']}{text}"
+
+
+def _unfound(message: dict[str, Any], turn: str, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield key and text of what stands nowhere in a turn, but for what is known to be missing."""
+    content, thoughts = message.get("content"), message.get(_THOUGHTS)
+    if content and "content" not in known:
+        for text in [part["text"] for part in content] if isinstance(content, list) else [content]:
+            yield from _unfound_content(text, turn)
+    if thoughts and _THOUGHTS not in known and not _stands_in(thoughts, turn):
+        yield _THOUGHTS, thoughts
+    if "tool_calls" not in known:
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            found = call["function"]["name"] in turn and (
+                _holds(turn, arguments) if not isinstance(arguments, str) else arguments.strip() in turn
+            )
+            if not found:
+                yield "tool_calls", _spelled(call)
+
+
+def _unfound_content(text: str, turn: str) -> Iterator[tuple[str, str]]:
+    """Yield what of a content is missing; thoughts that stand within it are told apart."""
+    if text.strip() in turn:
+        return
+    before, end, answer = text.rpartition("</think>")
+    thoughts = before.rpartition("<think>")[2]
+    if not end or not _stands_in(answer, turn):
+        if not _stands_in(text, turn):
+            yield "content", text
+    elif not _stands_in(thoughts, turn):
+        yield _INLINE, thoughts
+
+
+def _stands_in(text: str, turn: str) -> bool:
+    """Whether a turn holds a text, which the template may have written in other letters or with other spaces."""
+    return text.strip() in turn or _SPACES.sub("", text).casefold() in _SPACES.sub("", turn).casefold()
+
+
+def _holds(turn: str, value: Any) -> bool:
+    """Whether a turn holds every key and leaf of a JSON value, in JSON's spelling or as plain text."""
+    if isinstance(value, dict):
+        return all(_holds(turn, key) and _holds(turn, held) for key, held in value.items())
+    if isinstance(value, list):
+        return all(_holds(turn, held) for held in value)
+    forms = [str(value), json.dumps(value)]
+    if isinstance(value, str):
+        forms = [value.strip(), json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]]
+    return any(form in turn for form in forms)
+
+
+def losses_of(lost: Sequence[Lost], *, allowed: bool, way_out: Callable[[], str]) -> Losses:
+    """Count what isn't written.
+
+    Args:
+        lost: of one chat.
+        allowed: an assistant's own turn may lose texts.
+        way_out: returns the end of the sentence.
+
+    Raises:
+        SourceError: a turn loses a text of its own, and that isn't allowed.
+    """
+    own = [one for one in lost if not one.by_design]
+    if own and not allowed:
+        one = own[0]
+        shown = one.text.strip()
+        shown = shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
+        more = f", and {len(own) - 1:,} more" if len(own) > 1 else ""
+        raise SourceError(
+            f"the chat template doesn't write `{one.key}` of message {one.message + 1} "
+            f"({len(one.text.strip()):,} characters: {shown!r}{more}), which would not be trained; {way_out()}"
+        )
+    return Losses(dropped=_counted([one for one in lost if one.by_design]), unwritten=_counted(own))
+
+
+def _counted(lost: Sequence[Lost]) -> dict[str, tuple[int, int]]:
+    """Return messages and characters by key."""
+    keys = dict.fromkeys(one.key for one in lost)
+    return {
+        key: (
+            len({one.message for one in lost if one.key == key}),
+            sum(len(one.text.strip()) for one in lost if one.key == key),
+        )
+        for key in keys
+    }

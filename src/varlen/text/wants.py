@@ -1,0 +1,249 @@
+"""What a chat template wants to be handed, found by rendering short chats of marks; and messages in that form.
+
+Templates differ in what they take: arguments of calls as an object or as text, null content as an absent key, as
+empty text or as null, thoughts under one key or another. What a template doesn't take it drops, or writes as Python
+would print it, without an error. So each way is tried with marks that stand nowhere else, and the first that writes
+all of them is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from varlen.errors import SourceError
+from varlen.text.calls import Arguments
+from varlen.text.messages import THOUGHTS
+
+if TYPE_CHECKING:
+    from varlen.text.jinja_sandbox import Program
+
+Blank = Literal["absent", "empty", "null"]
+
+_USER, _SAID, _NAME, _KEY, _VALUE, _THOUGHT, _TOOL, _OTHER, _MORE = (chr(0xF0000 + n) for n in range(9))
+_NUMBER, _FRACTION = 9_081_726_354, 0.8172635
+_ARGUMENTS: dict[str, Any] = {
+    _KEY: _VALUE,
+    _OTHER: {_SAID: _NUMBER, _THOUGHT: [_MORE, {_USER: _FRACTION}]},
+    "last": -_NUMBER // 7,
+}
+"""Arguments of several kinds, which a template may write in part."""
+_BLANKS: tuple[Blank, ...] = ("absent", "empty", "null")
+"""transformers leaves keys out whose value is null, so that goes first."""
+_PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"p": {"type": "string", "description": "d"}}},
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wants:
+    """In which form a template takes what is more than text."""
+
+    arguments: Literal["object", "text"] | None
+    """Of calls; None: it writes no calls."""
+    null: Blank
+    """How a null content beside calls is given."""
+    empty: Blank
+    """How an empty content beside calls is given."""
+    thoughts: tuple[str, ...]
+    """Keys under which thoughts are given, beside those that transformers gives them under."""
+    whole_arguments: bool
+    """Arguments are written whole, whatever they are; else those of each row must be looked for."""
+    joins: bool
+    """Parts of a content are written as their texts joined, or not taken at all, so that they are given as one."""
+    tools: Literal["wrapped", "bare"] | None
+    """Tools as OpenAI has them, or what stands under `function` there alone; None: it writes no tools."""
+
+
+def wants_of(program: Program, variables: Mapping[str, Any]) -> Wants:
+    """Find what a template wants.
+
+    Args:
+        program: the template.
+        variables: what it sees beside the chat.
+    """
+    probe = _Probe(program, variables)
+    arguments: Literal["object", "text"] | None = None
+    null: Blank = "empty"
+    empty: Blank = "empty"
+    forms: tuple[Literal["object", "text"], ...] = ("object", "text")
+    for form in forms:
+        blanks = [blank for blank in _BLANKS if probe.writes_call(form, blank)]
+        if arguments is None and (blanks or probe.writes_call(form, "said")):
+            arguments = form
+            null = blanks[0] if blanks else "empty"
+            empty = "empty" if "empty" in blanks else null
+    return Wants(
+        arguments=arguments,
+        null=null,
+        empty=empty,
+        thoughts=probe.thoughts(),
+        whole_arguments=arguments is not None and probe.writes_all(arguments, null),
+        joins=probe.joins_parts(),
+        tools="wrapped" if probe.writes_tools("wrapped") else "bare" if probe.writes_tools("bare") else None,
+    )
+
+
+def hand(messages: Sequence[dict[str, Any]], wants: Wants) -> list[dict[str, Any]]:
+    """Return messages of the one form as a template wants them.
+
+    Raises:
+        SourceError: the arguments of a call are text that is no JSON object, and the template wants an object.
+    """
+    return [_handed(message, number, wants) for number, message in enumerate(messages, start=1)]
+
+
+def hand_tools(tools: list[Any] | None, wants: Wants) -> list[Any] | None:
+    """Return tools as a template wants them."""
+    if not tools or wants.tools != "bare":
+        return tools
+    return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
+
+
+def _handed(message: dict[str, Any], number: int, wants: Wants) -> dict[str, Any]:
+    content = message.get("content")
+    if len(message) == 2 and type(content) is str:
+        return message
+    given = dict(message)
+    calls = message.get("tool_calls")
+    if message["role"] == "assistant":
+        if not content:
+            blank = wants.null if content is None else wants.empty if calls else "empty"
+            if blank == "absent":
+                given.pop("content", None)
+            else:
+                given["content"] = "" if blank == "empty" else None
+        thoughts = message.get("reasoning_content")
+        if thoughts is not None:
+            more = dict.fromkeys(wants.thoughts, thoughts)
+            given = {"thinking": thoughts, **given, **more}
+        if calls:
+            given["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": _arguments(call["function"]["arguments"], number, wants),
+                    },
+                }
+                for call in calls
+            ]
+    return given
+
+
+def _arguments(
+    arguments: Arguments | dict[str, Any] | str, number: int, wants: Wants
+) -> dict[str, Any] | str:
+    """Return arguments as an object or as text."""
+    if isinstance(arguments, str):
+        if wants.arguments == "object":
+            raise SourceError(
+                f"the arguments of a tool call of message {number} are text that is no JSON object, which the chat "
+                f"template wants: {arguments[:60]!r}"
+            )
+        return arguments
+    if wants.arguments == "text":
+        text = getattr(arguments, "text", None)
+        return json.dumps(arguments, ensure_ascii=False) if text is None else str(text)
+    return dict(arguments)
+
+
+class _Probe:
+    """Renders chats of marks."""
+
+    def __init__(self, program: Program, variables: Mapping[str, Any]) -> None:
+        self._program, self._variables = program, variables
+
+    def _render(self, message: dict[str, Any], tools: list[Any] | None = None, *, user: str = _USER) -> str:
+        """Render a user's message and an assistant's; nothing where the template fails."""
+        try:
+            asked = [{"role": "user", "content": user}, message]
+            return self._program.run(asked, tools, variables=self._variables)
+        except SourceError:
+            return ""
+
+    def writes_call(self, form: str, blank: str) -> bool:
+        """Whether a call is written with its arguments in this form, and nothing of Python's own around them."""
+        named: Any = {_KEY: _VALUE}
+        given = json.dumps(named, ensure_ascii=False) if form == "text" else named
+        call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
+        message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+        if blank != "absent":
+            message["content"] = {"empty": "", "null": None, "said": _SAID}[blank]
+        for tools in (None, [_PROBE_TOOL]):
+            text = self._render(message, tools)
+            is_written = all(mark in text for mark in (_NAME, _KEY, _VALUE))
+            as_text = form != "text" or given in text
+            spoilt = f"'{_KEY}'" in text or f'\\"{_KEY}' in text
+            if (
+                is_written
+                and as_text
+                and not spoilt
+                and (blank == "said" or not self._writes_none(message, text, tools))
+            ):
+                return True
+        return False
+
+    def writes_all(self, form: str, blank: str) -> bool:
+        """Whether arguments of several kinds are written with all their keys and values."""
+        given = json.dumps(_ARGUMENTS, ensure_ascii=False) if form == "text" else _ARGUMENTS
+        call = {"type": "function", "id": "call00000", "function": {"name": _NAME, "arguments": given}}
+        message: dict[str, Any] = {"role": "assistant", "tool_calls": [call]}
+        if blank != "absent":
+            message["content"] = {"empty": "", "null": None}[blank]
+        marks = [_NAME, _KEY, _VALUE, _OTHER, _SAID, _THOUGHT, _MORE, _USER, "last"]
+        marks += [str(_NUMBER), str(-_NUMBER // 7), str(_FRACTION)]
+        texts = (self._render(message, tools, user=".") for tools in (None, [_PROBE_TOOL]))
+        return any(all(mark in text for mark in marks) for text in texts)
+
+    def _writes_none(self, message: dict[str, Any], text: str, tools: list[Any] | None) -> bool:
+        """Whether what is no content is written as a word."""
+        said = self._render({**message, "content": _SAID}, tools)
+        return _SAID in said and text == said.replace(_SAID, "None")
+
+    def thoughts(self) -> tuple[str, ...]:
+        """Return the other key under which thoughts must be given, where the usual two aren't read."""
+        usual = {"thinking": _THOUGHT, "reasoning_content": _THOUGHT}
+        ways = [
+            usual,
+            *({**usual, key: _THOUGHT} for key in (*THOUGHTS, "thoughts", "thought") if key not in usual),
+        ]
+        for way in ways:
+            if _THOUGHT in self._render({"role": "assistant", "content": _SAID, **way}):
+                return tuple(key for key in way if key not in usual)
+        return ()
+
+    def joins_parts(self) -> bool:
+        """Whether two parts are written as one text of both, or not taken at all."""
+        texts = (f" {_SAID} ", f" {_VALUE}\n")
+        parts = [{"type": "text", "text": text} for text in texts]
+        for role in ("user", "assistant"):
+            messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _NAME}]
+            apart, one = (self._chat(messages, role, content) for content in (parts, "".join(texts)))
+            if _SAID in apart and _VALUE in apart and "type" not in apart and apart != one:
+                return False
+        return True
+
+    def _chat(self, messages: list[dict[str, Any]], role: str, content: Any) -> str:
+        """Render a chat in which a role has a content."""
+        given = [{**one, "content": content} if one["role"] == role else one for one in messages]
+        try:
+            return self._program.run(given, None, variables=self._variables)
+        except SourceError:
+            return ""
+
+    def writes_tools(self, form: Literal["wrapped", "bare"]) -> bool:
+        """Whether the names of two tools are written that are given in this form."""
+        function: dict[str, Any] = _PROBE_TOOL["function"]
+        tools: list[Any] = [function, {**function, "name": _OTHER}]
+        if form == "wrapped":
+            tools = [{"type": "function", "function": tool} for tool in tools]
+        text = self._render({"role": "assistant", "content": _SAID}, tools)
+        return _TOOL in text and _OTHER in text
