@@ -12,9 +12,9 @@ READ = (
     PEAK
     + f"""
 import sys
-from varlen.files.formats import json_values, jsonl, plain_text
+from varlen.files.formats import json, jsonl, text
 for module, name in (
-    (jsonl, "MOST_RECORD_BYTES"), (json_values, "MOST_RECORD_BYTES"), (plain_text, "_MOST_DOCUMENT_BYTES")
+    (jsonl, "MOST_RECORD_BYTES"), (json, "MOST_RECORD_BYTES"), (text, "_MOST_DOCUMENT_BYTES")
 ):
     setattr(module, name, {LIMIT})
 from varlen.files.formats import delimited
