@@ -61,14 +61,14 @@ class _Stored(io.FileIO):
             self.close()
             raise
 
-    def _check_same(self, said: os.stat_result) -> None:
-        """Require that what is open, of which the system says this, holds what was listed.
+    def _check_same(self, status: os.stat_result) -> None:
+        """Require that what is open, of which this is the status, holds what was listed.
 
         Raises:
             SourceError: it doesn't.
         """
-        file, now = self._file, Seen.of(said)
-        self._at = said.st_size, said.st_mtime_ns, said.st_ctime_ns
+        file, now = self._file, Seen.of(status)
+        self._at = status.st_size, status.st_mtime_ns, status.st_ctime_ns
         if 0 <= file.size != now.size:
             raise told(file.place, file.seen, changed(file.path, file.size, f"{now.size:,}"))
         if isinstance(file.seen, Seen):
