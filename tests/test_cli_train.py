@@ -123,6 +123,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(verb, store, tmp_path, argume
 def test_one_of_several_processes_says_which_it_is(verb, store, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     write_toml(tmp_path / "a.toml", table(store, tmp_path / "run", run__parallel="none"))
 
     assert verb("a.toml")[2].startswith('varlen: rank 1: run.parallel is "none"')

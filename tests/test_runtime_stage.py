@@ -315,3 +315,24 @@ def test_a_norm_that_is_no_number_is_not_hidden_by_clipping() -> None:
     clip({"weight": weight}, math.nan, 1.0)
 
     assert weight.grad.isnan().all()
+
+
+def test_the_rank_that_holds_the_store_stays_until_the_others_have_read_it():
+    store = HashStore()
+    host, other = (Notes(store=store, rank=rank, world_size=3, answer_s=20) for rank in (0, 1))
+    left = threading.Event()
+    thread = threading.Thread(target=lambda: (host.await_readers({2}), left.set()))
+    thread.start()
+
+    assert not left.wait(0.3)
+    other.await_readers({2})
+    assert left.wait(10)
+    thread.join()
+
+
+def test_nobody_waits_for_ranks_that_are_gone_or_for_long():
+    begun = time.monotonic()
+    Notes(store=HashStore(), rank=0, world_size=3, answer_s=20).await_readers({1, 2})
+    Notes(store=HashStore(), rank=0, world_size=2, answer_s=0.2).await_readers(set())
+
+    assert time.monotonic() - begun < 10

@@ -147,7 +147,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(store, tmp
 
 
 def test_several_processes_need_a_way_to_share_the_work(store, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (
+        ("WORLD_SIZE", "2"),
+        ("RANK", "0"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
 
     with pytest.raises(SettingError, match=r'run\.parallel is "none", and there are 2 processes'):
         train(settings(store, tmp_path / "run", run__parallel="none"), Notes())

@@ -16,10 +16,12 @@ _BEGIN = """
 import sys
 from importlib import import_module
 from json import loads
-first, path, search, module = loads(sys.argv[1])
+first, path, later, search, module = loads(sys.argv[1])
 del sys.argv[0]
 sys.argv[0] = module
 sys.path[:] = first
+for name in later:
+    import_module(name)
 try:
     import_module(module)
 except ImportError:
@@ -38,6 +40,10 @@ So a `json.py` in the current folder stands for nothing that the parent had impo
 notebook has the folder on its path, but began without it. Where the module itself is found only there, the folder is
 taken in at once.
 """
+
+
+_LATER = ("decimal", "selectors", "socket", "subprocess", "tomllib")
+"""Of Python's own, what modules import within functions, and what numba imports."""
 
 
 def fresh_interpreter(
@@ -68,7 +74,8 @@ def fresh_interpreter(
     search = environment.pop("PYTHONPATH", None)
     environment.pop("PYTHONINSPECT", None)  # it would keep the child waiting for commands at its end
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    told = json.dumps([[entry for entry in path if not _is_here(entry)], path, search, module])
+    first = [entry for entry in path if not _is_here(entry)]
+    told = json.dumps([first, path, [] if first == path else _LATER, search, module])
     try:
         with held_back():
             return subprocess.Popen(

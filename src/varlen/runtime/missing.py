@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +95,20 @@ class Notes:
         with suppress(Exception):
             self.store.set(f"awaits {self.rank}", "" if rank is None else f"{rank} {beat}")
 
+    def await_readers(self, gone: Collection[int]) -> None:
+        """Say that the notes of others are read; the first rank, which holds the store, waits until all have said so.
+
+        Args:
+            gone: ranks that read nothing any more.
+        """
+        with suppress(Exception):
+            self.store.set(f"read {self.rank}", "")
+            if self.rank == 0:
+                readers = [f"read {rank}" for rank in range(1, self.world_size) if rank not in gone]
+                end = time.monotonic() + self.answer_s
+                while readers and not self.store.check(readers) and time.monotonic() < end:
+                    time.sleep(0.02)
+
     def _note(self, key: str) -> str | None:
         with suppress(Exception):
             if self.store.check([key]):
@@ -172,6 +186,7 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
         if not is_broken:
             raise
         silent, failed = _others(notes) if peer is None else _cause(notes, peer)
+        notes.await_readers({*silent, *(rank for rank, _ in failed)})
         if not silent and not failed:
             raise
         raise WorkerDiedError(_epitaph(notes, silent, failed, way_out)) from error
