@@ -17,8 +17,8 @@ for module, name in (
     (jsonl, "MOST_RECORD_BYTES"), (json, "MOST_RECORD_BYTES"), (text, "_MOST_DOCUMENT_BYTES")
 ):
     setattr(module, name, {LIMIT})
-from varlen.files.formats import delimited
-delimited._MOST_FIELD_CHARACTERS = {LIMIT}
+from varlen.files.formats import csv
+csv._MOST_FIELD_CHARACTERS = {LIMIT}
 from varlen.documents.source import open_source
 before = peak()
 source = open_source(sys.argv[1], on_error="skip")
