@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import machine, versions
-from varlen.plan.assign import assign, lightest_possible
-from varlen.plan.exact import NODES, improve_exactly
+from varlen.plan.assign import NODES, assign, improve_exactly, lightest_possible
 
 RESULT = Path(__file__).parent / "results" / "plan" / "exact.json"
 DETERMINISTIC_S = 1.0

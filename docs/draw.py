@@ -279,7 +279,7 @@ def mask() -> Drawing:
 
 def zigzag() -> Drawing:
     """Which rank of two holds which positions of a row, when each document is cut in zigzag."""
-    from varlen.batch.cp import zigzag_indices
+    from varlen.batch.context_parallel import zigzag_indices
 
     bounds = [0, 8, 12, 16]
     d = Drawing(760, 170, "zigzag partition of three documents over two context-parallel ranks")

@@ -16,7 +16,7 @@ from loaders import loader_of
 from torch.distributed import TCPStore
 
 import varlen as vl
-from varlen.plan.save import broadcast_plan, plan_fingerprint
+from varlen.plan.serialize import broadcast_plan, plan_fingerprint
 
 
 def main(store: str, steps: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.batch.cp import contiguous_indices, zigzag_indices
+from varlen.batch.context_parallel import contiguous_indices, zigzag_indices
 from varlen.errors import DocumentsError, SettingError
 
 

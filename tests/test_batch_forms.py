@@ -18,7 +18,7 @@ from rarely import mostly
 
 import varlen as vl
 from varlen.batch import kernels
-from varlen.batch.ragged import as_ragged
+from varlen.batch.documents import as_ragged
 from varlen.errors import DocumentsError
 
 Form = Callable[[list[list[Any]]], Any]

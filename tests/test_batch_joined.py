@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.batch.flatten import flatten
-from varlen.batch.joined import as_whole, holds_ones_only, join
+from varlen.batch.flatten import as_whole, flatten, holds_ones_only, join
 from varlen.errors import DocumentsError
 
 DOCUMENTS = st.lists(st.lists(st.integers(-100, 50_000), max_size=5), min_size=1, max_size=6)

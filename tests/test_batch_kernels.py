@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracles import batch as reference
 
 import varlen as vl
-from varlen.batch import kernels, kernels_columns, kernels_flat
+from varlen.batch import kernels
 
 DTYPES = ("int32", "int64", "uint16", "uint32", "int8")
 
@@ -184,7 +184,7 @@ def test_mask_labels_equals_its_reference(row: dict[str, Any], kind: str, data: 
     if kind != "none":
         mask = np.array(data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))).astype(kind)
     results = []
-    for room in (kernels_columns, reference):
+    for room in (kernels, reference):
         labels = np.full(row["width"], -7, np.int32)
         targets = np.full(row["sources"].size, -7, np.int32)
         room.mask_labels(
@@ -208,7 +208,7 @@ def test_copy_column_equals_its_reference(size: int, row: dict[str, Any]) -> Non
     values = row["values"].astype(np.int64).astype(dtype)
     pad = np.array([77], dtype)
     results = []
-    for room in (kernels_columns, reference):
+    for room in (kernels, reference):
         column = np.zeros(row["width"], dtype)
         room.copy_column(values, row["sources"], row["lengths"], row["places"], pad, column)
         results.append(column.tolist())
@@ -245,7 +245,7 @@ def test_fill_flat_row_equals_its_reference(
     tokens = sum(sizes)
     width = tokens + padding
     results = []
-    for room in (kernels_flat, reference):
+    for room in (kernels, reference):
         given_ids, targets = (
             np.arange(900, 900 + tokens, dtype=dtype),
             np.arange(700, 700 + tokens, dtype=dtype),

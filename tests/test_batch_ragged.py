@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.batch import ragged
-from varlen.batch.int_lists import read_int_lists
+from varlen.batch import documents
+from varlen.batch.documents import read_int_lists
 
 
 @pytest.mark.parametrize("form", ["list", "chunked", "fixed size"])
@@ -22,22 +22,22 @@ def test_an_arrow_array_is_looked_through_once_and_let_go(form: str) -> None:
         array = pa.chunked_array([array])
     if form == "fixed size":
         array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
-    before = len(ragged._FLAT)
+    before = len(documents._FLAT)
 
-    first, again = ragged.as_flat(array, "documents"), ragged.as_flat(array, "documents")
+    first, again = documents.as_flat(array, "documents"), documents.as_flat(array, "documents")
     assert first is not None
     assert again is first
-    assert len(ragged._FLAT) == before + 1
+    assert len(documents._FLAT) == before + 1
     del array
-    assert len(ragged._FLAT) == before
+    assert len(documents._FLAT) == before
 
 
 def test_another_array_in_the_place_of_a_known_one_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     known, other = pa.array([[1, 2]]), pa.array([[7, 8, 9]])
-    ragged.as_flat(known, "documents")
-    monkeypatch.setitem(ragged._FLAT, id(other), ragged._FLAT[id(known)])
+    documents.as_flat(known, "documents")
+    monkeypatch.setitem(documents._FLAT, id(other), documents._FLAT[id(known)])
 
-    found = ragged.as_flat(other, "documents")
+    found = documents.as_flat(other, "documents")
     assert found is not None
     assert found.values.tolist() == [7, 8, 9]
 

@@ -17,7 +17,7 @@ import varlen as vl
 from varlen.plan.check import check_plan
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import bytes_meter
-from varlen.simulate.pipelines import loads_s
+from varlen.simulate.dispatch import loads_s
 from varlen.step_plan import BACKWARD, FORWARD
 
 COST = pipelines.cost_of(vl.Hardware.named("h100"))

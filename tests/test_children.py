@@ -57,7 +57,7 @@ import sys
 sys.path.remove("")
 import multiprocessing.forkserver, multiprocessing.popen_forkserver, multiprocessing.resource_tracker
 import json, numpy, pickle, struct, numba, runpy, selectors
-import varlen.feed.loader, varlen.offline.crew, varlen.plan.ahead, varlen.train.demo.worker
+import varlen.feed.loader, varlen.offline.crew, varlen.plan.planner, varlen.train.demo.worker
 sys.path.insert(0, "")
 """
 TOKENIZER = """

@@ -70,7 +70,7 @@ def test_json_is_one_object_and_the_same_whenever_it_runs(plan):
 
 
 def test_the_report_the_trace_and_the_plan_are_written(plan, tmp_path):
-    from varlen.plan.save import load_plan
+    from varlen.plan.serialize import load_plan
 
     code, out, _ = plan(
         "lengths.npz", *JOB, "--method", "micropack",

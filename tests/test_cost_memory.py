@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.cost.hardware import Hardware
-from varlen.cost.layer import activation_bytes
-from varlen.cost.memory import bytes_per_parameter
+from varlen.cost.memory import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN, activation_bytes, bytes_per_parameter
 from varlen.cost.model import CostModel
-from varlen.cost.phases import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN
-from varlen.cost.shape import ModelShape
-from varlen.cost.stages import stages_of
+from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh
 

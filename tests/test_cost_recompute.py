@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_cost_price import COST, one
 
-from varlen.cost.phases import OWN
+from varlen.cost.memory import OWN
 from varlen.cost.rates import INPUT_LAYER
 from varlen.step_plan import Mesh
 

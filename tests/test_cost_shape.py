@@ -16,9 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from varlen.cost.check import check_mesh, check_positions
-from varlen.cost.shape import ModelShape
-from varlen.cost.shapes import POSITIONS, SHAPES
+from varlen.cost.shape import POSITIONS, SHAPES, ModelShape, check_mesh, check_positions
 from varlen.errors import ModelError, SettingError
 from varlen.step_plan import Mesh
 

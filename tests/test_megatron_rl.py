@@ -23,7 +23,7 @@ from varlen.adapters.megatron.rl import (
     unpack_sequences,
 )
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
-from varlen.plan.packs import even_ways, packed
+from varlen.plan.partition import even_ways, packed
 
 GOLDEN = json.loads((Path(__file__).parent / "megatron_rl.json").read_text(encoding="utf-8"))["cases"]
 PAD, EOD = 42, 43

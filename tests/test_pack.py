@@ -31,7 +31,7 @@ from packings import (
 )
 
 import varlen as vl
-from varlen.pack import kernels_tree
+from varlen.pack import kernels
 from varlen.types import Ledger, Method, Overlong
 
 
@@ -348,14 +348,14 @@ def test_balanced_has_room_for_all_packs_that_it_opens(replace_kernel: Callable[
     many, capacity = 342, 1000
     lengths = [400] * (2 * many) + [61] * (10 * many)
     groups = [*range(2 * many), *(2 * many + place // 10 for place in range(10 * many))]
-    balanced, opened = kernels_tree.balanced, []
+    balanced, opened = kernels.balanced, []
 
     def watched(*arguments: Any) -> int:
         used: int = balanced(*arguments)
         opened.append((used, arguments[7]))
         return used
 
-    replace_kernel(kernels_tree, "balanced", watched)
+    replace_kernel(kernels, "balanced", watched)
     packing = vl.pack(lengths, capacity, "balanced", groups=groups, work=(0, 1))
 
     assert opened[0][0] == 3 * many

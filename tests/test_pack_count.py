@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from varlen.errors import OverlongDocumentError
 from varlen.feed.windows import WindowSettings, packs_of
-from varlen.pack.count import count_packs
+from varlen.pack.window import count_packs
 
 METHODS = ["best_fit", "best_fit", "first_fit", "next_fit", "wrapped", "balanced", "best_fit_decreasing"]
 

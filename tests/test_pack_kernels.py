@@ -15,7 +15,7 @@ from oracles import pack as reference
 from packings import UNLIMITED, random_lengths
 
 import varlen as vl
-from varlen.pack import assign, kernels, kernels_arrange, kernels_tree
+from varlen.pack import assign, kernels, kernels_arrange
 
 Search = tuple[np.ndarray, np.ndarray, np.ndarray, int, int]
 """Order, slots, sizes, capacity, max_documents."""
@@ -94,7 +94,7 @@ def test_best_fit_equals_its_reference(search: Search) -> None:
 @given(searches())
 def test_first_fit_equals_its_reference(search: Search) -> None:
     arguments = (*search, most_packs(search))
-    ours = run_search(kernels_tree.first_fit, *arguments, items=search[1].size)
+    ours = run_search(kernels.first_fit, *arguments, items=search[1].size)
     assert ours == run_search(reference.first_fit, *arguments, items=search[1].size)
 
 
@@ -139,7 +139,7 @@ def test_balanced_equals_its_reference(search: Search, packs: int, shape: str) -
     )
     most = packs + most_packs(search)
     arguments = (order, slots, sizes, work, capacity, max_documents, packs, most)
-    ours = run_search(kernels_tree.balanced, *arguments, items=slots.size)
+    ours = run_search(kernels.balanced, *arguments, items=slots.size)
     assert ours == run_search(reference.balanced, *arguments, items=slots.size)
 
 
@@ -155,8 +155,8 @@ def test_searches_equal_their_references_where_ties_and_full_packs_abound(seed: 
     most = 40 + most_packs(search)
     calls = {
         "best_fit": (kernels, search),
-        "first_fit": (kernels_tree, (*search, most)),
-        "balanced": (kernels_tree, (*search[:3], work, *search[3:], draw.randint(0, 40), most)),
+        "first_fit": (kernels, (*search, most)),
+        "balanced": (kernels, (*search[:3], work, *search[3:], draw.randint(0, 40), most)),
     }
     for name, (room, arguments) in calls.items():
         ours = run_search(getattr(room, name), *arguments, items=count)
@@ -185,7 +185,7 @@ def test_first_fit_searches_all_levels_of_its_tree(max_documents: int, seed: int
     arguments = (order, slots, sizes, capacity, max_documents, most)
 
     assert opened > 64 * 64
-    assert run_search(kernels_tree.first_fit, *arguments, items=count) == (opened, expected)
+    assert run_search(kernels.first_fit, *arguments, items=count) == (opened, expected)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from packings import UNLIMITED
 from test_pack_real import SETS
 
 import varlen as vl
-from varlen.pack import whole as whole_module
+from varlen.pack import passes as whole_module
+from varlen.pack.passes import MIN_FILL, whole
 from varlen.pack.score import length_correlation
-from varlen.pack.whole import MIN_FILL, whole
 
 DEALT = 20
 

@@ -18,8 +18,8 @@ import plan_jobs
 import pytest
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError
-from varlen.plan.ahead import KEPT, Planner
-from varlen.plan.save import plan_fingerprint
+from varlen.plan.planner import KEPT, Planner
+from varlen.plan.serialize import plan_fingerprint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 STEPS = [[5, 7], [3], [9, 9, 9], [4, 1], [8]]

@@ -13,7 +13,7 @@ from ranks import as_ranks
 
 import varlen as vl
 from varlen.plan.check import check_plan
-from varlen.plan.save import plan_fingerprint
+from varlen.plan.serialize import plan_fingerprint
 
 HERE = Path(__file__).parent
 

@@ -11,11 +11,9 @@ import pytest
 from test_plan_step import cost_of
 
 import varlen as vl
-from varlen.plan.answer import Answer
-from varlen.plan.block import padded, pipeline_of_block, work_of_block
 from varlen.plan.check import check_plan
-from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack
-from varlen.plan.recut import recut
+from varlen.plan.local_search import Answer, padded, pipeline_of_block, work_of_block
+from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack, recut
 from varlen.simulate.dispatch import dispatch
 
 ALIKE = vl.Search(asymmetric=False)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.plan.baselines.orders import ORDERS, Order, ordered
+from varlen.plan.baselines.packed import ORDERS, Order, ordered
 
 PACKS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=40)
 

@@ -7,8 +7,16 @@ from candidates import check, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.plan.baselines.balanced import balanced_candidates, by_differencing, micro_batch_counts
-from varlen.plan.baselines.packed import capacities, equal_counts, packed, packed_candidates, packs_of
+from varlen.plan.baselines.packed import (
+    balanced_candidates,
+    by_differencing,
+    capacities,
+    equal_counts,
+    micro_batch_counts,
+    packed,
+    packed_candidates,
+    packs_of,
+)
 from varlen.step_plan import Mesh
 
 Step = tuple[np.ndarray, np.ndarray, Mesh]

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.cost.model import _interpolated
-from varlen.plan.block import pipeline_of_block, work_of_block
+from varlen.plan.local_search import pipeline_of_block, work_of_block
 from varlen.plan.micropack import micropack
-from varlen.plan.save import plan_fingerprint
 from varlen.plan.search import Search
-from varlen.simulate.dispatch import Pipeline
-from varlen.simulate.durations import durations
-from varlen.simulate.pipelines import pipelines_of
-from varlen.simulate.stage_costs import stage_costs
+from varlen.plan.serialize import plan_fingerprint
+from varlen.simulate.dispatch import Pipeline, pipelines_of
+from varlen.simulate.durations import durations, stage_costs
 from varlen.step_plan import PlanMethod, Recompute, Sharding
 
 MODELS = ("llama-3-8b", "mistral-7b", "llama-2-7b")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan_compose import COSTS, composed, rank_of
 
-from varlen.cost.phases import OWN, RETURNED
-from varlen.plan.block import blocks_of, padded, pipeline_of_block, work_of_block
+from varlen.cost.memory import OWN, RETURNED
+from varlen.plan.assign import Groups, documents_of_ranks, grouped, merged_sizes
 from varlen.plan.compose import Grading, seconds_of
-from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
-from varlen.plan.recut import recut
+from varlen.plan.local_search import blocks_of, padded, pipeline_of_block, work_of_block
+from varlen.plan.micropack import recut
 
 
 def test_shared_documents_are_cut_alike_on_all_ranks_and_stand_at_the_same_place() -> None:

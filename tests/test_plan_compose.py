@@ -12,12 +12,12 @@ from oracles import simulate as reference
 
 import varlen as vl
 from varlen.cost.kernels import cut_evenly
-from varlen.cost.phases import OWN, RETURNED
-from varlen.plan import kernels_block, kernels_compose
+from varlen.cost.memory import OWN, RETURNED
+from varlen.plan import kernels_compose
 from varlen.plan.compose import BlockDocuments, Composition, Grading, RankDocuments, compose, seconds_of
-from varlen.plan.recut import recut
+from varlen.plan.micropack import recut
 from varlen.simulate import kernels
-from varlen.simulate.stage_costs import priced, stage_costs
+from varlen.simulate.durations import priced, stage_costs
 from varlen.types import IntArray
 
 MESH = vl.Mesh(dp=4, pp=4, tp=4)
@@ -127,7 +127,7 @@ def test_composing_and_its_seconds_agree_with_their_references(
     ahead, back = np.array([prices, 2 * prices[::-1]]), np.array([prices[::-1], prices[::-1] / 3])
     gathers = np.full((3, COSTS.layers.size), 1e-3)
     asked = (ahead, back, COSTS.layers, COSTS.heads, gathers, graded, in_step)
-    seconds = [home.task_seconds(*asked) for home in (kernels_block, reference_compose)]
+    seconds = [home.task_seconds(*asked) for home in (kernels_compose, reference_compose)]
 
     for pair in (made, blocks, seconds):
         assert all(np.array_equal(one, other) for one, other in zip(*pair, strict=True))

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from varlen.errors import InputError, MissingExtraError, PlanError, SettingError
-from varlen.plan.assign import assign
-from varlen.plan.exact import improve_exactly
+from varlen.plan.assign import assign, improve_exactly
 
 needs_solver = pytest.mark.skipif(
     importlib.util.find_spec("highspy") is None, reason="highspy is not installed"
@@ -109,7 +108,7 @@ def test_the_solver_prints_nothing() -> None:
     # In a process of its own: what it would print comes once a process.
     script = (
         "import numpy as np\n"
-        "from varlen.plan.exact import improve_exactly\n"
+        "from varlen.plan.assign import improve_exactly\n"
         "found = improve_exactly([8.0, 7.0, 6.0, 5.0, 4.0], np.array([0, 0, 0, 1, 1], np.int32), 2)\n"
         "assert found.nodes\n"
     )

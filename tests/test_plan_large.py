@@ -11,7 +11,7 @@ from test_plan_step import cost_of, long_tailed
 
 import varlen as vl
 from varlen.plan.check import check_plan
-from varlen.plan.save import plan_fingerprint
+from varlen.plan.serialize import plan_fingerprint
 
 TOLERANCE = 1.02
 

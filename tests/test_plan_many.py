@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import varlen as vl
 from varlen.cost import kernels as cost_kernels
 from varlen.plan import kernels, kernels_compose, micropack
-from varlen.plan.baselines import balanced, dynamic_cp
+from varlen.plan.assign import Groups, documents_of_ranks
+from varlen.plan.baselines import dynamic_cp, packed
 from varlen.plan.check import check_plan
-from varlen.plan.groups import Groups, documents_of_ranks
 
 MESH = vl.Mesh(dp=16, pp=4, tp=8)
 COST = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -101,14 +101,14 @@ def test_a_million_documents_are_planned(sigma: float) -> None:
 
 @pytest.mark.parametrize("method", ["balanced", "dynamic_cp"])
 def test_micro_batches_of_many_documents_are_as_many_as_can_be_filled_in_time(method: str) -> None:
-    steps = {"balanced": balanced._MOST_STEPS, "dynamic_cp": dynamic_cp.MOST_STEPS}[method]
+    steps = {"balanced": packed._MOST_STEPS, "dynamic_cp": dynamic_cp.MOST_STEPS}[method]
     mesh = vl.Mesh(dp=4, pp=4, tp=4)
 
-    many = balanced.micro_batch_counts(short_ones(100_000), mesh, steps)
-    few = balanced.micro_batch_counts(short_ones(4_000), mesh, steps)
+    many = packed.micro_batch_counts(short_ones(100_000), mesh, steps)
+    few = packed.micro_batch_counts(short_ones(4_000), mesh, steps)
 
     assert many[-1] * 4 * 100_000 <= steps
-    assert few[-1] == short_ones(4_000).sum() // (4 * balanced.LEAST_TOKENS)
+    assert few[-1] == short_ones(4_000).sum() // (4 * packed.LEAST_TOKENS)
 
 
 @pytest.mark.soak

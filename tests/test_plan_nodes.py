@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_plan_step import cost_of
 
 import varlen as vl
+from varlen.plan.assign import grouped, merged_sizes
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.groups import grouped, merged_sizes
 
 NODE = vl.Hardware.named("h100").gpus_per_node
 MESHES = [vl.Mesh(dp=dp, cp=cp, tp=tp, pp=2) for dp in (3, 8, 12, 32) for cp in (1, 2) for tp in (1, 2, 4, 8)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SettingError
-from varlen.plan.packs import even_packs, even_ways, halved, packed
+from varlen.plan.partition import even_packs, even_ways, halved, packed
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=30)

@@ -20,7 +20,7 @@ from rarely import examples
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
 from varlen.plan.check import check_plan
-from varlen.plan.save import (
+from varlen.plan.serialize import (
     _FRONT,
     _MAGIC,
     broadcast_plan,

@@ -12,12 +12,10 @@ import varlen as vl
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import packed, packed_candidates
 from varlen.plan.candidate import Candidate
-from varlen.plan.scored import best_plan, score, unordered
+from varlen.plan.score import best_plan, score, unordered
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import dispatch
-from varlen.simulate.durations import durations
-from varlen.simulate.pipelines import loads_s, pipelines_of
-from varlen.simulate.stage_costs import stage_costs
+from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
+from varlen.simulate.durations import durations, stage_costs
 
 COST = vl.CostModel(
     model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"), recompute="full"

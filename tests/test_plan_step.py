@@ -17,7 +17,7 @@ from varlen.plan.api import repairs
 from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
 from varlen.plan.micropack import micropack
-from varlen.plan.save import plan_to_bytes
+from varlen.plan.serialize import plan_to_bytes
 from varlen.step_plan import PlanMethod
 
 METHODS = get_args(PlanMethod)

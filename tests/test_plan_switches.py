@@ -12,9 +12,9 @@ from test_plan_step import cost_of, long_tailed
 import varlen as vl
 from varlen.plan import micropack
 from varlen.plan.api import _work
-from varlen.plan.baselines.balanced import balanced_candidates, micro_batch_counts
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
-from varlen.plan.scored import best_plan, score
+from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts
+from varlen.plan.score import best_plan, score
 
 ROOMY = vl.Hardware(
     **{

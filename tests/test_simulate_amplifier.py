@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import SettingError
-from varlen.simulate.amplifier import amplify
+from varlen.simulate.schedules import amplify
 
 
 @given(st.integers(1, 4), st.integers(1, 9))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import simulate_dispatch as reference_dispatch
 
-from varlen.simulate import kernels_dispatch
+from varlen.simulate import kernels
 from varlen.simulate.dispatch import Pipeline, dispatch
 
 BYTES = ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting")
@@ -75,7 +75,7 @@ def test_kernel_and_reference_choose_the_same_tasks(
     names.insert(names.index("limits"), "limits")
     answers = []
     limit_s = data.draw(st.sampled_from([np.inf, *(scale * part * count for part in (1, 4, 9, 16))]))
-    for home in (kernels_dispatch, reference_dispatch):
+    for home in (kernels, reference_dispatch):
         codes, peaks = np.zeros((stages, made.tasks_per_stage), np.uint8), np.zeros(stages)
         given = [getattr(made, name) for name in names]
         took = home.dispatch(*given, splits, forward_first, codes, peaks, limit_s)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from step_plans import durations_of, memory_of, random_plan
 
 from varlen.simulate.api import run_plan
-from varlen.simulate.computes import last_forwards
 from varlen.simulate.dispatch import Pipeline, dispatch
+from varlen.simulate.graph import last_forwards
 from varlen.simulate.memory import plan_bytes
 from varlen.step_plan import Mesh
 

@@ -35,7 +35,7 @@ from varlen.documents.source import open_source
 from varlen.errors import SourceError, VarlenError
 from varlen.files.written import PARTIAL, WORK, sealed
 from varlen.offline.index import index_source
-from varlen.plan.save import load_plan, plan_fingerprint, save_plan
+from varlen.plan.serialize import load_plan, plan_fingerprint, save_plan
 from varlen.store.growing import PartialStore
 from varlen.store.lengths import counted_lengths
 from varlen.store.store import TokenStore, open_store

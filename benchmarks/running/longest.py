@@ -20,9 +20,7 @@ import torch
 import varlen as vl
 from benchmarks.gpu.models import llama, one_document
 from benchmarks.gpu.slices import checkpointed, chunked_loss
-from varlen.cost.layer import Kernels
-from varlen.cost.memory import Saved
-from varlen.cost.phases import HEAD, LOGIT_ROWS, OWN
+from varlen.cost.memory import HEAD, LOGIT_ROWS, OWN, Kernels, Saved
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime import flash
 from varlen.runtime.clock import bytes_meter

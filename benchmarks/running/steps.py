@@ -10,10 +10,8 @@ import numpy as np
 import varlen as vl
 from benchmarks.inputs import REAL_LENGTHS
 from varlen.plan.search import Search
-from varlen.simulate.dispatch import dispatch
-from varlen.simulate.durations import durations
-from varlen.simulate.pipelines import pipelines_of
-from varlen.simulate.stage_costs import stage_costs
+from varlen.simulate.dispatch import dispatch, pipelines_of
+from varlen.simulate.durations import durations, stage_costs
 from varlen.step_plan import StepPlan
 
 CONFIG: dict[str, Any] = {

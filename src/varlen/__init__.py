@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from varlen.pack.bound import lower_bound
     from varlen.pack.score import Score, score
     from varlen.pack.window import WindowPacker
-    from varlen.plan.ahead import Planner
     from varlen.plan.api import plan_step
     from varlen.plan.delay import Waiting, delay_outliers, delay_step
-    from varlen.plan.save import load_plan, save_plan
+    from varlen.plan.planner import Planner
     from varlen.plan.search import Search
+    from varlen.plan.serialize import load_plan, save_plan
     from varlen.runtime.engine import SliceEngine, StepStats
     from varlen.simulate.api import simulate
     from varlen.simulate.timeline import Timeline
@@ -61,7 +61,7 @@ _HOMES = {
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",
     "Packing": "varlen.types",
-    "Planner": "varlen.plan.ahead",
+    "Planner": "varlen.plan.planner",
     "Score": "varlen.pack.score",
     "Search": "varlen.plan.search",
     "SliceEngine": "varlen.runtime.engine",
@@ -76,12 +76,12 @@ _HOMES = {
     "collate": "varlen.batch.collate",
     "delay_outliers": "varlen.plan.delay",
     "delay_step": "varlen.plan.delay",
-    "load_plan": "varlen.plan.save",
+    "load_plan": "varlen.plan.serialize",
     "lower_bound": "varlen.pack.bound",
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
     "plan_step": "varlen.plan.api",
-    "save_plan": "varlen.plan.save",
+    "save_plan": "varlen.plan.serialize",
     "score": "varlen.pack.score",
     "simulate": "varlen.simulate.api",
     "verify": "varlen.verify.api",

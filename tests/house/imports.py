@@ -33,7 +33,7 @@ TORCH_FLOOR = FLOOR_OF["runtime"]
 
 TORCH = {"torch", "transformers"}
 TORCH_IN_FUNCTIONS = {
-    "src/varlen/batch/torch.py",
+    "src/varlen/batch/packed.py",
     "src/varlen/feed/device.py",
     "src/varlen/feed/agree.py",
     "src/varlen/text/load_tokenizer.py",

@@ -69,7 +69,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
         {"src/varlen/pack/a.py": "def f():\n    import torch.nn"},
         "below its floor",
     ),
-    (imports.torch_stays_upstairs, {"src/varlen/batch/torch.py": "import torch"}, "outside a function"),
+    (imports.torch_stays_upstairs, {"src/varlen/batch/packed.py": "import torch"}, "outside a function"),
     (imports.torch_stays_upstairs, {"src/varlen/types.py": "from transformers import A"}, "below its floor"),
     (
         imports.readers_stay_in_their_rooms,
@@ -79,7 +79,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (imports.numba_waits_for_a_kernel, {"src/varlen/pack/api.py": "from numba import njit"}, "imports numba"),
     (
         imports.kernels_call_their_own_file,
-        {"src/varlen/pack/kernels_tree.py": "from varlen.pack.kernels import best"},
+        {"src/varlen/pack/kernels.py": "from varlen.pack.kernels import best"},
         "numba's cache sees one file",
     ),
     (shape.long_files_justify_themselves, {"src/varlen/pack/a.py": "a = 1\n" * 801}, "801 lines"),
@@ -201,7 +201,7 @@ def to_lists() -> list[list[int]]:
 ''',
     "src/varlen/pack/kernels.py": f'"""Kernels of this room."""\nimport numba\n@numba.njit\n{KERNEL}',
     "tests/oracles/pack.py": f'"""References of this room."""\n{KERNEL.replace("(a)", "(a: int)")}',
-    "src/varlen/batch/torch.py": '''\
+    "src/varlen/batch/packed.py": '''\
 """Tensors of a batch."""
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:

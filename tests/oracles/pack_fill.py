@@ -9,7 +9,7 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from varlen.pack.kernels_fill import FAILED, FINEST, PASSED, PATIENT, SUMMED, UNSURE
+from varlen.pack.kernels_arrange import FAILED, FINEST, PASSED, PATIENT, SUMMED, UNSURE
 
 Int32 = NDArray[np.int32]
 

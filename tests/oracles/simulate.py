@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oracles.simulate_dispatch import dispatch as dispatch
-from varlen.cost.phases import (
+from varlen.cost.memory import (
     AHEAD,
     ANY,
     BACKWARD_COUNTS,
@@ -118,7 +118,7 @@ def memory_curves(
 
 
 def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
-    """Count what memory asks of each forward MicroPack: `varlen.cost.phases` says what."""
+    """Count what memory asks of each forward MicroPack: `varlen.cost.memory` says what."""
     table = [tuple(one) for one in slices[:4].T.tolist()]
     lengths: dict[int, int] = {}
     for _, stop, _, document in table:
@@ -138,7 +138,7 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
 def backward_counts(
     slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
 ) -> Float64:
-    """Count what memory asks of each backward MicroPack, as they run: `varlen.cost.phases` says what.
+    """Count what memory asks of each backward MicroPack, as they run: `varlen.cost.memory` says what.
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
     takes the sums of its own rows and is done with them. What went into layers came in pieces, those of the forward

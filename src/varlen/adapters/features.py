@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.batch.flatten import FlatRow
-from varlen.batch.joined import join
-from varlen.batch.torch import import_torch
+from varlen.batch.flatten import FlatRow, join
+from varlen.batch.packed import import_torch
 from varlen.errors import DocumentsError, SettingError
 
 Features: TypeAlias = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from varlen.batch.torch import import_torch
+from varlen.batch.packed import import_torch
 from varlen.errors import SettingError
 from varlen.launch import launched
 from varlen.pack.lengths import as_count

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.batch import kernels, kernels_columns
-from varlen.batch.layout import Segments, lay_out
+from varlen.batch import kernels
+from varlen.batch.documents import (
+    Documents,
+    as_flat,
+    as_pack_ids,
+    as_ragged,
+    check_integers,
+    is_flat,
+    refuse_negative,
+)
+from varlen.batch.layout import Segments, exactness, lay_out, padding_segment, refuse_mismatch
 from varlen.batch.packed import TARGET_WEIGHTS, Layout, PackedBatch
-from varlen.batch.plain import plain_fields
-from varlen.batch.ragged import Documents, as_pack_ids, refuse_negative
-from varlen.batch.source import Column, Source, Targets, check_columns, check_weights
-from varlen.errors import OutputBufferError, SettingError
+from varlen.errors import DocumentsError, OutputBufferError, SettingError
 from varlen.types import IntArray, Packing, as_packing
 
 _log = logging.getLogger(__name__)
@@ -167,13 +175,11 @@ def _fields(
     num_targets = segments.num_targets
     if targets is not None:
         written = arrays["labels"].reshape(-1)
-        kernels_columns.mask_labels(*targets, segments.lengths, segments.places, written, segments.targets)
+        kernels.mask_labels(*targets, segments.lengths, segments.places, written, segments.targets)
         num_targets = int(segments.targets.sum())
     for name, column in columns.items():
         values, padding, written = map(_bits, (column.values, column.pad, arrays[name].reshape(-1)))
-        kernels_columns.copy_column(
-            values, column.starts, segments.lengths, segments.places, padding, written
-        )
+        kernels.copy_column(values, column.starts, segments.lengths, segments.places, padding, written)
     weights = arrays[TARGET_WEIGHTS] if TARGET_WEIGHTS in columns else None
     if weights is not None:
         check_weights(weights)
@@ -298,3 +304,288 @@ def _report_without_targets(batch: PackedBatch) -> None:
             f"{len(batch.pack_ids):,}",
             f"{empty[0]:,}",
         )
+
+
+# The most frequent batch, of documents that lie flat in memory and are their own labels, in one kernel call.
+
+
+def plain_fields(
+    documents: Documents,
+    packing: Packing,
+    pack_ids: IntArray,
+    layout: Layout,
+    pad_to_multiple_of: int,
+    pad_id: int,
+) -> tuple[dict[str, Any], int] | None:
+    """Return the arrays and counts of a PackedBatch, and the length of its shortest segment.
+
+    None where documents must be converted first, or where anything is wrong: what, the long way says.
+    """
+    multiple = packing.document_multiple_of
+    width = packing.capacity if layout == "rows" else 0
+    if width % pad_to_multiple_of:
+        return None
+    try:
+        ragged = as_flat(documents, "documents")
+    except DocumentsError:
+        return None
+    if ragged is None or ragged.offsets.size - 1 != packing.num_documents:
+        return None
+    dtype = ragged.values.dtype
+    if dtype.kind not in "iu" or dtype == np.uint64:
+        return None
+    fits, wide, narrow, boundaries, block, targets, longest, shortest, largest = _kernel()(
+        packing.document_ids,
+        packing.starts,
+        packing.stops,
+        packing.offsets,
+        pack_ids,
+        width,
+        multiple,
+        math.lcm(multiple, pad_to_multiple_of),
+        padding_segment(multiple),
+        ragged.values,
+        ragged.offsets,
+        packing.capacity,
+        exactness(packing),
+        dtype.itemsize > 4 or dtype == np.uint32,
+        pad_id,
+    )
+    if not fits:
+        return None
+    count = narrow.shape[1]
+    input_ids, labels, position_ids, segment_ids = block
+    first_tokens, lengths, document_targets = narrow
+    is_exact = multiple == 1 or np.array_equal(boundaries[0], boundaries[1])
+    return {
+        "input_ids": input_ids,
+        "labels": labels,
+        "position_ids": position_ids,
+        "segment_ids": segment_ids,
+        "cu_seqlens": boundaries[0],
+        "cu_seqlens_padded": None if is_exact else boundaries[1],
+        "max_seqlen": longest,
+        "document_ids": wide[:count],
+        "document_starts": first_tokens,
+        "document_lengths": lengths,
+        "document_targets": document_targets,
+        "pack_offsets": wide[3 * count :],
+        "max_token_id": largest,
+        "num_targets": targets,
+        "columns": {},
+    }, shortest
+
+
+def _kernel() -> Any:
+    return kernels.plain_batch
+
+
+# Reads tokens, labels, masks and columns for the segments of a batch, and refuses what doesn't match.
+
+_INT32 = np.iinfo(np.int32)
+_SIZES = (1, 2, 4, 8)
+"""Bytes of the numbers that kernels can read."""
+
+Targets = tuple[npt.NDArray[Any], IntArray, npt.NDArray[Any], IntArray]
+"""Labels and the index of each segment's first, the loss mask (of size 0 for none) and the same for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A per-token column as it is to be copied."""
+
+    values: npt.NDArray[Any]
+    starts: IntArray
+    """int64 `[segments]`: index of each segment's first value."""
+    pad: npt.NDArray[Any]
+    """`[1]`, of the same dtype: the value at padding."""
+
+
+class Source:
+    """The documents of a batch, and whatever else has a value a token."""
+
+    def __init__(self, documents: Documents, packing: Packing, segments: Segments) -> None:
+        self._documents = documents
+        self._packing = packing
+        self._segments = segments
+
+    def tokens(self) -> tuple[npt.NDArray[Any], IntArray]:
+        """Return token ids and the index of each segment's first.
+
+        Raises:
+            DocumentsError: they are no whole numbers of 32 bits.
+        """
+        tokens, starts = self._segments.tokens, self._segments.sources
+        check_integers(tokens, "token ids")
+        self._check_range(tokens, starts, "token ids")
+        return tokens, starts
+
+    def targets(
+        self,
+        labels: Documents | None,
+        loss_mask: Documents | None,
+        weights: Column | None,
+        tokens: npt.NDArray[Any],
+        starts: IntArray,
+    ) -> Targets | None:
+        """Return labels and mask for the kernel, or None where every token is its own label.
+
+        Raises:
+            DocumentsError: labels or a mask that don't match the documents.
+        """
+        if labels is None and loss_mask is None and weights is None:
+            return None
+        values, value_starts = tokens, starts
+        if labels is not None:
+            values, value_starts = self._read(labels, "labels")
+            check_integers(values, "labels")
+            self._check_range(values, value_starts, "labels")
+        mask: npt.NDArray[Any] = np.empty(0, np.uint8)
+        mask_starts = starts
+        if weights is not None:
+            mask, mask_starts = weights.values, weights.starts
+        if loss_mask is not None:
+            mask, mask_starts = self._read(loss_mask, "loss_mask")
+            if mask.dtype.kind not in "biuf":
+                raise DocumentsError(f"loss_mask must be numbers or booleans, got dtype {mask.dtype}")
+            if mask.dtype.itemsize not in _SIZES or mask.dtype == np.float16:
+                mask = mask != 0  # kernels know no such number
+        return values, value_starts, mask, mask_starts
+
+    def column(self, values: Documents, name: str, pad: Any) -> Column:
+        """Return a per-token column.
+
+        Raises:
+            DocumentsError: a column that doesn't match the documents or holds no numbers.
+            SettingError: a pad value that the column's dtype can't hold.
+        """
+        array, starts = self._read(values, f"column {name!r}")
+        if array.dtype.kind not in "biuf" or array.dtype.itemsize not in _SIZES:
+            raise DocumentsError(f"column {name!r} must hold numbers or booleans, got dtype {array.dtype}")
+        is_number = np.asarray(pad).dtype.kind in "biuf"
+        if not array.size and is_number:  # nothing but padding: the pad says what it is
+            array = array.astype(np.result_type(array.dtype, np.min_scalar_type(pad)))
+        return Column(array, starts, _as_pad(pad, array.dtype, name))
+
+    def weights(self, values: Documents) -> Column:
+        """Return what labels weigh, as a column of float32.
+
+        Raises:
+            DocumentsError: they don't match the documents, hold no numbers, or such as only float64 tells from 0.
+        """
+        array, starts = self._read(values, "target_weights")
+        if array.dtype.kind not in "biuf":
+            raise DocumentsError(f"target_weights must be numbers, got dtype {array.dtype}")
+        with np.errstate(over="ignore"):
+            single = array.astype(np.float32, copy=False)
+        if array.dtype.itemsize > 4 and np.count_nonzero(single) != np.count_nonzero(array):
+            raise DocumentsError("target_weights hold numbers so small that float32 takes them for 0")
+        return Column(single, starts, np.zeros(1, np.float32))
+
+    def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
+        """Flat values and the index of each segment's first value."""
+        if values is not self._documents and isinstance(self._documents, tuple) and is_flat(values):
+            size, wanted = len(values), len(self._documents[0])
+            if size != wanted:
+                raise DocumentsError(f"{name}: {size:,} values for {wanted:,} tokens; one a token is needed")
+            values = (values, self._documents[1])
+        segments, packing = self._segments, self._packing
+        ragged, homes = as_ragged(values, packing.num_documents, lambda: segments.documents, name)
+        homes = segments.documents if homes is None else homes
+        self._check_sizes(ragged.offsets, homes, name)
+        starts = np.empty(homes.size, np.int64)
+        wrong, first = kernels.locate(
+            homes,
+            segments.first_tokens,
+            segments.lengths,
+            ragged.offsets,
+            ragged.values.size,
+            packing.capacity,
+            exactness(packing),
+            starts,
+        )
+        if wrong:
+            piece = np.array([segments.first_tokens[first], segments.lengths[first]])
+            counts = (wrong, homes.size)
+            refuse_mismatch(ragged, homes[first], segments.documents[first], piece, counts, name)
+        return ragged.values, starts
+
+    def _check_sizes(self, offsets: IntArray, homes: IntArray, name: str) -> None:
+        """Require as many values as the documents have tokens."""
+        sizes, wanted = (at[where + 1] - at[where] for at, where in ((offsets, homes), self._segments.bounds))
+        wrong = sizes != wanted
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise DocumentsError(
+                f"{name}: document {self._segments.documents[first]:,} has {sizes[first]:,} values for "
+                f"{wanted[first]:,} tokens; one a token is needed "
+                f"({int(wrong.sum()):,} of {sizes.size:,} segments in this batch don't match)"
+            )
+
+    def _check_range(self, values: npt.NDArray[Any], starts: IntArray, name: str) -> None:
+        """Refuse numbers that an int32 can't hold, before anything is written."""
+        kind, size = values.dtype.kind, values.dtype.itemsize
+        if size < 4 or (size == 4 and kind == "i"):
+            return
+        unsigned = kind == "u"
+        # Read as signed, what is above 2^63 is negative.
+        signed = values.view(np.int64) if values.dtype == np.uint64 else values
+        low, high = kernels.value_range(signed, starts, self._segments.lengths)
+        if low < (0 if unsigned else _INT32.min) or high > _INT32.max:
+            low, high = sorted((low % 2**64, high % 2**64)) if unsigned else (low, high)
+            raise DocumentsError(
+                f"{name} run from {low:,} to {high:,}, outside of int32; these are no token ids"
+            )
+
+
+def check_weights(weights: npt.NDArray[np.float32]) -> None:
+    """Refuse weights that are negative or not finite.
+
+    Args:
+        weights: of a batch, `[rows, width]`.
+
+    Raises:
+        DocumentsError: names the first and how many there are.
+    """
+    wrong = ~((weights >= 0) & (weights < np.inf))
+    if wrong.any():
+        first = float(weights[wrong][0])
+        raise DocumentsError(
+            f"target_weights must be finite numbers from 0 (in float32), got {first:g} ({int(wrong.sum()):,} of the "
+            f"batch's {weights.size:,})"
+        )
+
+
+def check_columns(columns: Mapping[str, Any], pads: Mapping[str, Any], taken: tuple[str, ...]) -> None:
+    """Refuse columns by the names of arrays that a batch has anyway, and pads of columns that aren't there.
+
+    Raises:
+        SettingError: either.
+    """
+    reserved = [name for name in columns if name in taken]
+    if reserved:
+        raise SettingError(
+            f"a column can't be called {', '.join(map(repr, reserved))}: a batch has that array anyway"
+        )
+    unknown = [name for name in pads if name not in columns]
+    if unknown:
+        raise SettingError(
+            f"column_pads names {', '.join(map(repr, unknown))}, but the columns are "
+            f"{', '.join(map(repr, columns)) or 'none'}"
+        )
+
+
+def _as_pad(pad: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+    """A pad value in the dtype of its column.
+
+    Raises:
+        SettingError: the dtype can't hold it.
+    """
+    given = np.asarray(pad)
+    if given.ndim == 0 and given.dtype.kind in "biuf":
+        with np.errstate(all="ignore"):
+            held = given.astype(dtype)
+        same = held == given or (dtype.kind == "f" and (given != given or abs(given) <= np.finfo(dtype).max))
+        if same:
+            return held.reshape(1)
+    raise SettingError(f"column_pads[{name!r}] is {pad!r}, which the column's dtype {dtype} can't hold")

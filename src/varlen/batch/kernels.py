@@ -386,3 +386,153 @@ def plain_batch(
         largest = assemble(tokens, sources, narrow[1], places, pad_id, *arrays)
         fits = largest < 2**31
     return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest
+
+
+# Kernels that write given labels, masks and other per-token columns, compiled by numba; see `kernels.py`.
+
+
+@compiled(in_python=in_python.mask_labels)
+def mask_labels(
+    values: Values,
+    value_sources: Int64,
+    mask: Values,
+    mask_sources: Int64,
+    lengths: Int32,
+    places: Int64,
+    labels: Int32,
+    targets: Int32,
+) -> None:
+    """Write given labels where the mask is not 0, -100 elsewhere and at every segment's first token.
+
+    Args:
+        values: any integers, one-dimensional: the labels.
+        value_sources: int64 `[segments]`: index of each segment's first label.
+        mask: any numbers, one-dimensional; of size 0 where nothing is masked.
+        mask_sources: int64 `[segments]`, read only with a mask.
+        lengths: int32 `[segments]`.
+        places: int64 `[segments]`: first position of each segment.
+        labels: int32, one-dimensional, written where segments stand.
+        targets: int32 `[segments]`, written: labels other than -100.
+    """
+    for segment in range(lengths.size):
+        length = np.int64(lengths[segment])
+        source = values[value_sources[segment] : value_sources[segment] + length]
+        written = labels[places[segment] : places[segment] + length]
+        if mask.size:
+            kept = mask[mask_sources[segment] : mask_sources[segment] + length]
+            for index in range(length):
+                written[index] = np.int32(source[index]) if kept[index] else IGNORE
+        else:
+            for index in range(length):
+                written[index] = np.int32(source[index])
+        written[0] = IGNORE
+        count = 0
+        for index in range(length):
+            count += written[index] != IGNORE
+        targets[segment] = count
+
+
+@compiled(in_python=in_python.copy_column)
+def copy_column(
+    values: Values, sources: Int64, lengths: Int32, places: Int64, pad: Values, column: Values
+) -> None:
+    """Fill any other per-token column, `pad[0]` at padding."""
+    done = 0
+    for segment in range(sources.size + 1):
+        at = places[segment] if segment < sources.size else column.size
+        column[done:at] = pad[0]
+        if segment == sources.size:
+            break
+        length = np.int64(lengths[segment])
+        source = values[sources[segment] : sources[segment] + length]
+        written = column[at : at + length]
+        for index in range(length):
+            written[index] = source[index]
+        done = at + length
+
+
+# The kernel that fills one flat row of whole documents, compiled by numba; see `kernels.py`.
+
+Whole = NDArray[Any]
+
+
+@compiled(in_python=in_python.fill_flat_row)
+def fill_flat_row(
+    ids: Whole,
+    targets: Whole,
+    sizes: Int64,
+    separator: int,
+    first_position: int,
+    pad_id: int,
+    padding_segment: int,
+    with_ids: bool,
+    with_labels: bool,
+    input_ids: Int64,
+    labels: Int64,
+    position_ids: Int64,
+    owners: Int32,
+    ends: Int32,
+) -> tuple[int, int, int]:
+    """Write labels, positions, the number of each segment and the boundaries of documents end to end, then padding.
+
+    Args:
+        ids: int32 or int64 `[tokens]`.
+        targets: int32 or int64 `[tokens]`; the ids where nobody gave labels.
+        sizes: int64 `[documents]`, none below 0, that add up to the tokens.
+        separator: the first label of every document.
+        first_position: position of every document's first token, and at padding.
+        pad_id: value of the ids at padding.
+        padding_segment: most positions in one segment of padding.
+        with_ids: write the ids; else they stand there.
+        with_labels: write the labels; else they stand there, their separators apart.
+        input_ids: int64 `[width]`.
+        labels: int64 `[width]`.
+        position_ids: int64 `[width]`, written; of size 0 where nobody asked for it.
+        owners: int32 `[width]`, written: 0 for the first segment; of size 0 where nobody asked for it.
+        ends: int32, written: where each segment ends, from 0; of a size that is enough for all.
+
+    Returns:
+        Segments, the longest of them, padding included, and whether an id is below 0.
+    """
+    tokens, width = ids.size, input_ids.size
+    # Plain loops over whole arrays run at the speed of memory; a loop a document takes half as long again.
+    if with_ids:
+        for index in range(tokens):
+            input_ids[index] = ids[index]
+    if with_labels:
+        for index in range(tokens):
+            labels[index] = targets[index]
+    bits = np.int64(0)  # the sign of all ids is that of any
+    begin, segments, longest = 0, 0, 0
+    ends[0] = 0
+    for size in sizes:
+        if size == 0:
+            continue
+        labels[begin] = separator
+        if position_ids.size:
+            positions, own = position_ids[begin : begin + size], ids[begin : begin + size]
+            for index in range(size):  # bound by what it writes, so that it reads for nothing
+                positions[index] = first_position + index
+                bits |= np.int64(own[index])
+        else:
+            for index in range(begin, begin + size):
+                bits |= np.int64(ids[index])
+        if owners.size:
+            owners[begin : begin + size] = segments
+        begin += size
+        segments += 1
+        ends[segments] = begin
+        longest = max(longest, size)
+    input_ids[tokens:] = pad_id
+    labels[tokens:] = IGNORE
+    if position_ids.size:
+        position_ids[tokens:] = first_position
+    while begin < width:
+        end = min(begin + padding_segment, width)
+        if owners.size:
+            owners[begin:end] = segments
+        longest = max(longest, end - begin)
+        begin = end
+        segments += 1
+        ends[segments] = end
+    return segments, longest, int(bits < 0)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch import kernels
+from varlen.batch.documents import Documents, Ragged, as_ragged
 from varlen.batch.packed import Layout
-from varlen.batch.ragged import Documents, Ragged, as_ragged
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import Int32Array, IntArray, Overlong, Packing
 

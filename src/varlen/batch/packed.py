@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
-from varlen.batch.masks import dense_mask
-from varlen.batch.torch import as_tensor, block_mask, mask_function, on_host
-from varlen.batch.weights import LossWeighting, spread, sums, target_weights
 from varlen.errors import SettingError
 from varlen.types import IntArray
 
 if TYPE_CHECKING:
     import torch
+import operator
+from typing import TYPE_CHECKING, get_args
+
+import numpy.typing as npt
+
+from varlen.errors import MissingExtraError
+from varlen.types import FloatArray
 
 Array: TypeAlias = Any
 """A numpy array, or after `to_torch` a torch tensor of the same shape."""
@@ -340,3 +344,222 @@ class PackedBatch:
             f"PackedBatch({self.layout} [{rows:,}, {width:,}], {self.num_segments:,} documents or pieces, "
             f"{self.num_tokens:,} tokens, {fill:.2f}% full, {self.num_targets:,} targets)"
         )
+
+
+# Loss weights: documents, pairs or packs counted equally, whatever their number of targets.
+
+LossWeighting = Literal["token", "document", "pair", "longalign"]
+
+
+def target_weights(
+    weighting: LossWeighting, targets: Any, documents: Any, groups: Any | None, num_packs: int
+) -> FloatArray:
+    """Return what one target of each segment weighs; `PackedBatch.loss_weights` says what the words mean.
+
+    Args:
+        weighting: the word.
+        targets: `[segments]`: targets in each segment, or the sum of what they weigh by themselves.
+        documents: `[segments]`: document of each segment.
+        groups: `[segments]`: group of each segment's document, or None.
+        num_packs: packs in the batch.
+
+    Returns:
+        float64 `[segments]`; 0 where there is no target.
+
+    Raises:
+        SettingError: an unknown weighting, or "pair" without groups.
+    """
+    if weighting not in get_args(LossWeighting):
+        raise SettingError(
+            f"weighting must be one of {', '.join(get_args(LossWeighting))}; got {weighting!r}"
+        )
+    counts = np.asarray(targets).astype(np.float64)
+    if weighting == "token":
+        return np.ones_like(counts)
+    if weighting == "document":
+        return _shares(np.asarray(documents), counts)
+    if weighting == "pair":
+        if groups is None:
+            raise SettingError('weighting "pair" needs groups: pack with groups=, one number a document')
+        return _shares(np.asarray(groups), counts)
+    with_targets = int((counts > 0).sum())
+    return _reciprocals(counts) * (num_packs / with_targets if with_targets else 0.0)
+
+
+def spread(weights: FloatArray, places: Any, lengths: Any, size: int) -> Any:
+    """Write each segment's weight at all of its positions.
+
+    Args:
+        weights: `[segments]`.
+        places: `[segments]`: first position of each segment.
+        lengths: `[segments]`.
+        size: positions in all.
+
+    Returns:
+        float64 `[size]`; 0 at padding.
+    """
+    flat = np.zeros(size, np.float64)
+    owner, at = _positions(places, lengths)
+    flat[at] = weights[owner]
+    return flat
+
+
+def sums(values: Any, places: Any, lengths: Any) -> FloatArray:
+    """Return the sum of the values in each segment, float64 `[segments]`.
+
+    Args:
+        values: `[positions]`.
+        places: `[segments]`: first position of each.
+        lengths: `[segments]`.
+    """
+    owner, at = _positions(places, lengths)
+    found: FloatArray = np.zeros(lengths.size)
+    np.add.at(found, owner, values[at])
+    return found
+
+
+def _positions(places: Any, lengths: Any) -> tuple[IntArray, IntArray]:
+    """Return the segment of each token, and its position."""
+    owner = np.repeat(np.arange(lengths.size), lengths)
+    first = np.cumsum(lengths, dtype=np.int64) - lengths
+    return owner, places[owner] + np.arange(owner.size) - first[owner]
+
+
+def _shares(owners: Any, counts: FloatArray) -> FloatArray:
+    """One over the targets that each owner, a document or a group, has in this batch."""
+    _, inverse = np.unique(owners, return_inverse=True)
+    totals: FloatArray = np.bincount(inverse, weights=counts, minlength=1).astype(np.float64)
+    return _reciprocals(totals)[inverse]
+
+
+def _reciprocals(counts: FloatArray) -> FloatArray:
+    """One over each count, 0 for 0."""
+    return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0)
+
+
+# Who may attend to whom in a batch, as dense booleans: the readable truth that kernels are held against.
+
+
+def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None = None) -> Any:
+    """Return bool `[rows, width, width]`: query q may attend to key k in its segment, not later than itself.
+
+    Padding attends to itself alone, so that no softmax row is empty. Works on numpy arrays and on tensors, on
+    the device where they lie. Quadratic in the width.
+
+    Args:
+        segment_ids: integers `[rows, width]`, -1 at padding.
+        position_ids: integers `[rows, width]`, restarting with each segment.
+        sliding_window: attend to the last this many positions only, the token itself included.
+
+    Raises:
+        SettingError: a window that is no whole number, or below 1.
+    """
+    check_window(sliding_window)
+    queries, keys = position_ids[:, :, None], position_ids[:, None, :]
+    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids >= 0)[:, :, None]
+    mask = same & (keys <= queries)
+    if sliding_window is not None:
+        mask = mask & (queries - keys < sliding_window)
+    diagonal = np.arange(segment_ids.shape[1])
+    mask[:, diagonal, diagonal] = True
+    return mask
+
+
+def check_window(sliding_window: int | None) -> None:
+    """Require a window that holds the token itself.
+
+    Raises:
+        SettingError: it is no whole number, or below 1.
+    """
+    if sliding_window is None:
+        return
+    try:
+        positions = operator.index(sliding_window)
+    except TypeError:
+        positions = 0
+    if positions < 1:
+        raise SettingError(f"sliding_window must be a whole number of at least 1, got {sliding_window!r}")
+
+
+# Arrays as torch tensors, and FlexAttention's view of boundaries; torch is imported inside functions.
+
+
+def import_torch() -> Any:
+    """Return the torch module.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtraError("torch is not installed; `pip install 'varlen[train]'` installs it") from None
+    return torch
+
+
+def as_tensor(array: Any, device: torch.device | str | None, *, widen: bool) -> Any:
+    """Return an array as a tensor, None as None.
+
+    Args:
+        array: numpy or torch; host memory is shared where dtype and device allow.
+        device: where to; None leaves it where it is.
+        widen: to int64, after it has moved, so that int32 crosses at half the traffic.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    if array is None:
+        return None
+    if isinstance(array, np.ndarray):
+        array = import_torch().from_numpy(array if array.flags.writeable else array.copy())
+    moved = array if device is None else array.to(device, non_blocking=True)
+    return moved.long() if widen else moved
+
+
+def on_host(array: Any) -> npt.NDArray[Any]:
+    """Return an array or a tensor as numpy, from wherever it lies."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callable[..., Any]:
+    """Return FlexAttention's `mask_mod(row, head, query, key)`: the same segment, not later; padding to itself.
+
+    Args:
+        segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding; the function reads a tensor on
+            their device.
+        sliding_window: attend to the last this many positions only, the token itself included.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        SettingError: a window below 1.
+    """
+    check_window(sliding_window)
+    owners = import_torch().as_tensor(segment_ids)
+
+    def mask_mod(row: Any, head: Any, query: Any, key: Any) -> Any:  # noqa: ARG001 - FlexAttention's signature
+        same = (owners[row, query] == owners[row, key]) & (owners[row, query] >= 0) & (key <= query)
+        if sliding_window is not None:
+            same = same & (query - key < sliding_window)
+        return same | (query == key)
+
+    return mask_mod
+
+
+def block_mask(segment_ids: Any, sliding_window: int | None = None) -> Any:
+    """Return FlexAttention's `BlockMask`, on the device of the ids; cost grows with the squared width.
+
+    Args:
+        segment_ids: integers `[rows, width]`, numpy or torch, -1 at padding.
+        sliding_window: attend to the last this many positions only, the token itself included.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        SettingError: a window below 1.
+    """
+    torch = import_torch()
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, width = segment_ids.shape
+    device = segment_ids.device if isinstance(segment_ids, torch.Tensor) else "cpu"
+    mask_mod = mask_function(segment_ids, sliding_window)
+    return create_block_mask(mask_mod, B=rows, H=None, Q_LEN=width, KV_LEN=width, device=device)

@@ -99,7 +99,7 @@ def share_of(model: ModelShape, tp: int) -> ModelShape:
     Raises:
         SettingError: they don't divide its heads.
     """
-    from varlen.cost.check import check_mesh
+    from varlen.cost.shape import check_mesh
     from varlen.step_plan import Mesh
 
     if tp == 1:

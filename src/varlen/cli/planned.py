@@ -91,7 +91,7 @@ def _write(found: PlanComparison, outputs: dict[str, Path | None]) -> None:
         if outputs["trace"] is not None:
             best.timeline.to_trace(outputs["trace"])
         if outputs["save"] is not None:
-            from varlen.plan.save import save_plan
+            from varlen.plan.serialize import save_plan
 
             save_plan(best.plan, outputs["save"])
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from varlen.cost import machines
+from varlen.cost import named_hardware
 from varlen.errors import SettingError
 from varlen.types import FloatArray
 
@@ -207,12 +207,12 @@ class Hardware:
         8
         """
         key = str(name).lower()
-        if key not in machines.MACHINES:
-            near = difflib.get_close_matches(key, machines.MACHINES, n=3, cutoff=0.5) or sorted(
-                machines.MACHINES
+        if key not in named_hardware.MACHINES:
+            near = difflib.get_close_matches(key, named_hardware.MACHINES, n=3, cutoff=0.5) or sorted(
+                named_hardware.MACHINES
             )
             raise SettingError(f"no hardware is called {name!r}; nearest: {', '.join(near)}")
-        known = machines.MACHINES[key]
+        known = named_hardware.MACHINES[key]
         return cls(
             name=key,
             source=known.source,
@@ -232,7 +232,7 @@ class Hardware:
 def _table(fit: tuple[float, float, float]) -> RateTable:
     """The table of a saturating rate: peak, and the rows and keys at which each halves it."""
     peak, half_rows, half_keys = fit
-    rows, keys = machines.QUERY_ROWS, machines.KEY_LENGTHS
+    rows, keys = named_hardware.QUERY_ROWS, named_hardware.KEY_LENGTHS
     filled = rows[:, None] / (rows[:, None] + half_rows) * keys / (keys + half_keys)
     return RateTable(query_rows=rows, key_lengths=keys, tflops=peak * filled)
 
@@ -240,5 +240,5 @@ def _table(fit: tuple[float, float, float]) -> RateTable:
 def _curve(fit: tuple[float, float]) -> RateCurve:
     """The curve of a saturating rate: peak, and the rows that halve it."""
     peak, half_rows = fit
-    rows = machines.QUERY_ROWS
+    rows = named_hardware.QUERY_ROWS
     return RateCurve(rows=rows, tflops=peak * rows / (rows + half_rows))

@@ -13,16 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost import memory as memories
-from varlen.cost import traffic
-from varlen.cost.check import check_mesh
 from varlen.cost.flops import BACKWARD_RATIO, Flops, step_flops
-from varlen.cost.hardware import Hardware, RateCurve, RateTable
-from varlen.cost.layer import Kernels, kv_shards, reused_bytes
-from varlen.cost.memory import Memory, Saved, memory_of
-from varlen.cost.phases import LAYERS_ON_DEVICE
+from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
+from varlen.cost.memory import (
+    LAYERS_ON_DEVICE,
+    Kernels,
+    Memory,
+    Saved,
+    chunk_parameters,
+    kv_shards,
+    memory_of,
+    reused_bytes,
+)
 from varlen.cost.rates import Rates
-from varlen.cost.shape import ModelShape
-from varlen.cost.stages import KEPT, Stages, stages_of
+from varlen.cost.shape import KEPT, ModelShape, Stages, check_mesh, stages_of
 from varlen.errors import SettingError
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
@@ -169,7 +173,7 @@ class CostModel:
             mesh: its tensor-parallel GPUs send a part of each row.
         """
         check_mesh(self.model, mesh)
-        return traffic.boundary_s(self.model, self.hardware, mesh)
+        return boundary_s(self.model, self.hardware, mesh)
 
     def gradient_sync_s(self, mesh: Mesh) -> FloatArray:
         """Return seconds of the gradients' synchronization at the step's end, float64 `[pp]`.
@@ -177,7 +181,7 @@ class CostModel:
         Args:
             mesh: over whose dp x cp GPUs, and by which sharding.
         """
-        return traffic.gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh))
+        return gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh))
 
     def gather_s(self, mesh: Mesh) -> FloatArray:
         """Return seconds that gathering a chunk's parameters for a MicroPack takes, float64 `[num_chunks]`.
@@ -187,7 +191,7 @@ class CostModel:
         Args:
             mesh: 0 unless it shards parameters.
         """
-        return traffic.gather_s(self.model, self.hardware, mesh, self.stages(mesh))
+        return gather_s(self.model, self.hardware, mesh, self.stages(mesh))
 
     def flops(self, lengths: npt.ArrayLike) -> Flops:
         """Return FLOPs of a step on whole documents: the model's own, for MFU, and the hardware's.
@@ -383,3 +387,58 @@ def _digest(value: Any, digest: Any) -> None:
             _digest(item, digest)
     else:
         digest.update(repr(value).encode())
+
+
+# What travels between GPUs besides keys and values: stage boundaries, gradients, gathered parameters.
+
+
+def boundary_s(model: ModelShape, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
+    """Return latency and seconds per row of a stage boundary: 2·h / tp bytes a row, either way.
+
+    The slowest boundary counts: where the mesh is larger than a node, some stages are in another one.
+    """
+    link = hardware.intra if mesh.num_gpus <= hardware.gpus_per_node else hardware.inter
+    return link.latency_s, 2 * model.hidden / mesh.tp / link.bytes_per_s
+
+
+def peers_link(hardware: Hardware, mesh: Mesh) -> Link:
+    """Return the link among GPUs that hold equal parameters, dp x cp of them, a stride of tp apart."""
+    return hardware.intra if mesh.dp * mesh.cp * mesh.tp <= hardware.gpus_per_node else hardware.inter
+
+
+def collective_s(link: Link, num_bytes: FloatArray, size: int) -> FloatArray:
+    """Return seconds of one all-gather or reduce-scatter of `num_bytes` in all among `size` GPUs.
+
+    A ring moves (size - 1) / size of the bytes; latency counts once a halving, as in a tree (Thakur et al. 2005,
+    "Optimization of Collective Communication Operations in MPICH").
+    """
+    if size == 1:
+        return np.zeros_like(num_bytes)
+    return math.ceil(math.log2(size)) * link.latency_s + num_bytes * (size - 1) / size / link.bytes_per_s
+
+
+def gradient_sync_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages) -> FloatArray:
+    """Return seconds at a step's end, float64 `[pp]`.
+
+    Gradients are float32: reduced and gathered whole (sharding="none"), or reduced to shards, whose new bf16
+    parameters are gathered ("optimizer"). With "parameters" gradients were reduced MicroPack by MicroPack, and
+    nothing is left.
+    """
+    peers = mesh.dp * mesh.cp
+    if mesh.sharding == "parameters" or peers == 1:
+        return np.zeros(mesh.pp)
+    own = chunk_parameters(model, stages).reshape(mesh.virtual_stages, mesh.pp).sum(axis=0) / mesh.tp
+    link = peers_link(hardware, mesh)
+    back = 4.0 if mesh.sharding == "none" else 2.0
+    return collective_s(link, 4.0 * own, peers) + collective_s(link, back * own, peers)
+
+
+def gather_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages) -> FloatArray:
+    """Return seconds that gathering a chunk's bf16 parameters takes, float64 `[num_chunks]`; 0 unless sharded.
+
+    A forward MicroPack gathers once; a backward one gathers again and reduces as many bytes of gradients to shards.
+    """
+    if mesh.sharding != "parameters":
+        return np.zeros(mesh.num_chunks)
+    own = 2.0 * chunk_parameters(model, stages) / mesh.tp
+    return collective_s(peers_link(hardware, mesh), own, mesh.dp * mesh.cp)

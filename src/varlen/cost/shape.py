@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import heapq
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
-from varlen.cost import config
-from varlen.cost.shapes import POSITIONS, SHAPES
-from varlen.errors import SettingError
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import ModelError, SettingError
+from varlen.step_plan import Mesh
+from varlen.types import FloatArray, Int32Array
 
 _LEAST_ONE = ("hidden", "layers", "heads", "vocab")
 _MAY_BE_NONE = ("name", "max_positions")
@@ -144,7 +149,7 @@ class ModelShape:
         Raises:
             SettingError: names what the configuration lacks.
         """
-        settings: Mapping[str, Any] = config.read(config_like)
+        settings: Mapping[str, Any] = read(config_like)
         return cls(**{**settings, "name": name or settings["name"]})
 
     @property
@@ -227,3 +232,398 @@ class ModelShape:
     def _matrices(self) -> int:
         """Matrices of one feed-forward part."""
         return 3 if self.gated else 2
+
+
+# The shapes that go by a name, each as its published configuration gives it, and the positions of its checkpoint.
+#
+# A shape by itself limits no positions: long-context training begins with extending a checkpoint's, and the shape is
+# the same. `POSITIONS` stand apart: they limit nothing, and say what a plan of longer documents takes for granted.
+
+
+def _dense(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    """A SwiGLU decoder with heads of 128."""
+    return {
+        "hidden": hidden,
+        "ffn": ffn,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": 128,
+        "vocab": vocab,
+    }
+
+
+def _gpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """GPT-3's layer (two matrices of 4h; Brown et al. 2020, arXiv 2005.14165) at Llama's widths."""
+    return _dense(hidden, 4 * hidden, layers, heads, heads, 50304) | {"gated": False, "tied": True}
+
+
+def _experts(count: int, each: int, ffn: int) -> dict[str, Any]:
+    """Routed experts, of which a token visits `each`."""
+    return {"experts": count, "experts_per_token": each, "expert_ffn": ffn}
+
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    # Touvron et al. 2023, "LLaMA", arXiv 2302.13971, table 2; 30B is the one called 33B there.
+    "llama-7b": _dense(4096, 11008, 32, 32, 32, 32000),
+    "llama-13b": _dense(5120, 13824, 40, 40, 40, 32000),
+    "llama-30b": _dense(6656, 17920, 60, 52, 52, 32000),
+    "llama-65b": _dense(8192, 22016, 80, 64, 64, 32000),
+    # Touvron et al. 2023, "Llama 2", arXiv 2307.09288.
+    "llama-2-7b": _dense(4096, 11008, 32, 32, 32, 32000),
+    "llama-2-13b": _dense(5120, 13824, 40, 40, 40, 32000),
+    "llama-2-70b": _dense(8192, 28672, 80, 64, 8, 32000),
+    # Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
+    "llama-3-8b": _dense(4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": _dense(8192, 28672, 80, 64, 8, 128256),
+    "llama-3-405b": _dense(16384, 53248, 126, 128, 8, 128256),
+    # The same paper's later checkpoints: the same shapes with more positions.
+    "llama-3.1-8b": _dense(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _dense(8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": _dense(16384, 53248, 126, 128, 8, 128256),
+    # Qwen team 2024, "Qwen2.5 Technical Report", arXiv 2412.15115.
+    "qwen2.5-7b": _dense(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _dense(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _dense(5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _dense(8192, 29568, 80, 64, 8, 152064),
+    # Qwen team 2025, "Qwen3 Technical Report", arXiv 2505.09388.
+    "qwen3-8b": _dense(4096, 12288, 36, 32, 8, 151936),
+    "qwen3-14b": _dense(5120, 17408, 40, 40, 8, 151936),
+    "qwen3-32b": _dense(5120, 25600, 64, 64, 8, 151936),
+    "qwen3-30b-a3b": _dense(2048, 0, 48, 32, 4, 151936) | _experts(128, 8, 768),
+    "qwen3-235b-a22b": _dense(4096, 0, 94, 64, 4, 151936) | _experts(128, 8, 1536),
+    # Jiang et al. 2023, "Mistral 7B", arXiv 2310.06825; the window went with version 0.2.
+    "mistral-7b": _dense(4096, 14336, 32, 32, 8, 32768),
+    "mistral-7b-v0.1": _dense(4096, 14336, 32, 32, 8, 32000) | {"window": 4096, "windowed_layers": 32},
+    # Jiang et al. 2024, "Mixtral of Experts", arXiv 2401.04088.
+    "mixtral-8x7b": _dense(4096, 0, 32, 32, 8, 32000) | _experts(8, 2, 14336),
+    "mixtral-8x22b": _dense(6144, 0, 56, 48, 8, 32768) | _experts(8, 2, 16384),
+    # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, §4.2.
+    "deepseek-v3": _dense(7168, 18432, 61, 128, 128, 129280)
+    | _experts(256, 8, 2048)
+    | {"head_dim": 192, "value_head_dim": 128, "latent_rank": 512, "latent_rope_dim": 64, "query_rank": 1536}
+    | {"shared_ffn": 2048, "dense_layers": 3},
+    # What papers on slices and balance train: FlexSP (arXiv 2412.01523) and others.
+    "gpt-7b": _gpt(4096, 32, 32),
+    "gpt-13b": _gpt(5120, 40, 40),
+    "gpt-30b": _gpt(6656, 60, 52),
+}
+
+POSITIONS: Final[dict[str, int]] = {
+    # Of "LLaMA", which came without a config.json: max_seq_len of ModelArgs in the code that came with it.
+    **dict.fromkeys(("llama-7b", "llama-13b", "llama-30b", "llama-65b"), 2048),
+    # All others: max_position_embeddings of meta-llama/Llama-2-7b-hf, -13b-hf and -70b-hf,
+    **dict.fromkeys(("llama-2-7b", "llama-2-13b", "llama-2-70b"), 4096),
+    # meta-llama/Meta-Llama-3-8B and -70B,
+    **dict.fromkeys(("llama-3-8b", "llama-3-70b"), 8192),
+    # meta-llama/Llama-3.1-8B, -70B and -405B (of 405B there is no earlier one),
+    **dict.fromkeys(("llama-3-405b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"), 131_072),
+    # Qwen/Qwen2.5-7B, -14B, -32B and -72B,
+    **dict.fromkeys(("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b"), 131_072),
+    # Qwen/Qwen3-8B, -14B, -32B, -30B-A3B and -235B-A22B,
+    **dict.fromkeys(("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"), 40_960),
+    # mistralai/Mistral-7B-v0.3 and -v0.1, Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1,
+    **dict.fromkeys(("mistral-7b", "mistral-7b-v0.1", "mixtral-8x7b"), 32_768),
+    "mixtral-8x22b": 65_536,
+    # and deepseek-ai/DeepSeek-V3.
+    "deepseek-v3": 163_840,
+}
+"""Of the published checkpoints, by name. The shapes that papers train at several lengths (gpt-…) have none."""
+
+
+# Transformers' configurations, read as the settings of a `ModelShape`.
+
+_TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
+_NAMES: Final = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+}
+_KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
+_WIDTHS: Final = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_UNGATED: Final = frozenset(
+    [
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "gpt_bigcode",
+        "opt",
+        "falcon",
+        "bloom",
+        "starcoder2",
+        "phi",
+        "nemotron",
+        "codegen",
+        "mpt",
+    ]
+)
+"""Families whose feed-forward part has two matrices."""
+_FOUR_TIMES: Final = frozenset(
+    ["gpt2", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "falcon", "bloom", "mpt"]
+)
+"""Families whose inner width is four times the hidden size where none is given."""
+_WINDOWED: Final = ("sliding_attention", "chunked_attention")
+
+
+def read(config: Any) -> dict[str, Any]:
+    """Return the settings of a shape.
+
+    Args:
+        config: a transformers configuration, or the mapping it is saved as; of several modalities the text part.
+
+    Raises:
+        SettingError: names what is missing, or which layers have no attention to price.
+    """
+    given = _text_part(_mapping(config))
+    found = {name: _first(given, keys) for name, keys in _NAMES.items()}
+    lacking = [" or ".join(_NAMES[name]) for name, value in found.items() if value is None]
+    width = _width(given, found["hidden"])
+    if width is None and _first(given, ("moe_intermediate_size",)) is None:
+        lacking.append(" or ".join(_WIDTHS))
+    kind = given.get("model_type") or "unnamed"
+    if lacking:
+        raise SettingError(
+            f"the configuration of a model of type {kind!r} lacks {'; '.join(lacking)}; "
+            "give a decoder's configuration, or its numbers: ModelShape(hidden=…, layers=…, heads=…, vocab=…, ffn=…)"
+        )
+    _check_layers(given, kind)
+    return {
+        "name": kind,
+        **found,
+        "ffn": width or 0,
+        "gated": kind not in _UNGATED,
+        "max_positions": _first(given, _POSITIONS),
+        "tied": bool(given.get("tie_word_embeddings", False)),
+        **_attention(given, found["heads"]),
+        **_windows(given, found["layers"]),
+        **_mixture(given, found["layers"], kind),
+    }
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    """The configuration as a mapping."""
+    if isinstance(config, Mapping):
+        return config
+    if hasattr(config, "to_dict"):
+        saved: Mapping[str, Any] = config.to_dict()
+        return saved
+    if hasattr(config, "__dict__"):
+        attributes: Mapping[str, Any] = vars(config)
+        return attributes
+    raise SettingError(
+        f"a configuration must be a mapping or a transformers configuration; got {type(config).__name__}"
+    )
+
+
+def _text_part(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's part of a configuration of several modalities."""
+    for name in _TEXT_PARTS:
+        if given.get(name) is not None:
+            return _text_part(_mapping(given[name]))
+    return given
+
+
+def _first(given: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The first of these settings that is there and not None."""
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
+    """Inner width of a dense layer."""
+    if given.get("intermediate_size_mlp") is not None:  # Llama 4, whose other width is that of experts
+        return given["intermediate_size_mlp"]
+    width = _first(given, _WIDTHS)
+    if width is None and hidden is not None and given.get("model_type") in _FOUR_TIMES:
+        return 4 * hidden
+    return width
+
+
+def _check_layers(given: Mapping[str, Any], kind: str) -> None:
+    """Refuse layers that mix tokens otherwise than by attention."""
+    known = (*_WINDOWED, "full_attention", "attention")
+    others = [layer for layer in given.get("layer_types") or () if layer not in known]
+    if others:
+        raise SettingError(
+            f"{len(others)} layers of a model of type {kind!r} are {', '.join(sorted(set(others)))}; the cost model "
+            "knows attention only, and slices of such layers can't be priced by their keys"
+        )
+
+
+def _attention(given: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """Heads of keys and values, and latents."""
+    if given.get("kv_lora_rank"):
+        rope = given["qk_rope_head_dim"]
+        return {
+            "kv_heads": heads,
+            "head_dim": given["qk_nope_head_dim"] + rope,
+            "value_head_dim": given["v_head_dim"],
+            "latent_rank": given["kv_lora_rank"],
+            "latent_rope_dim": rope,
+            "query_rank": given.get("q_lora_rank") or 0,
+        }
+    shared = 1 if given.get("multi_query") and not given.get("new_decoder_architecture") else None
+    return {"kv_heads": shared or _first(given, _KEY_HEADS) or heads, "head_dim": given.get("head_dim") or 0}
+
+
+def _windows(given: Mapping[str, Any], layers: int) -> dict[str, int]:
+    """The window, and how many layers have it."""
+    window = _first(given, ("sliding_window", "attention_chunk_size")) or 0
+    kinds = given.get("layer_types")
+    every = _first(given, ("sliding_window_pattern", "_sliding_window_pattern"))
+    if kinds is not None:
+        count = sum(kind in _WINDOWED for kind in kinds)
+    elif given.get("use_sliding_window") is False:
+        count = 0
+    elif given.get("use_sliding_window"):
+        count = max(layers - int(given.get("max_window_layers") or 0), 0)
+    elif every:
+        count = layers - layers // int(every)
+    else:
+        count = layers // 2 if given.get("model_type") == "gemma2" else layers
+    return {"window": window, "windowed_layers": count} if window and count else {}
+
+
+def _mixture(given: Mapping[str, Any], layers: int, kind: str) -> dict[str, int]:
+    """Experts, and how many layers have none."""
+    experts = _first(given, _EXPERTS) or 0
+    if not experts:
+        return {}
+    width = _first(given, ("moe_intermediate_size", "intermediate_size"))
+    shared = given.get("shared_expert_intermediate_size") or (given.get("n_shared_experts") or 0) * width
+    return {
+        "experts": experts,
+        "experts_per_token": _first(given, ("num_experts_per_tok", "experts_per_token")) or 0,
+        "expert_ffn": width,
+        # Llama 4 has one shared expert, as wide as the others, and no setting that says so.
+        "shared_ffn": width if kind.startswith("llama4") else shared,
+        "dense_layers": _dense_layers(given, layers),
+    }
+
+
+def _dense_layers(given: Mapping[str, Any], layers: int) -> int:
+    """Layers without experts, by whichever setting says so."""
+    kinds = given.get("mlp_layer_types")
+    if kinds is not None:
+        return sum(kind == "dense" for kind in kinds)
+    sparse = given.get("moe_layers")
+    if sparse is not None:
+        return layers - len(sparse)
+    first = given.get("first_k_dense_replace")
+    if first is not None:
+        return min(int(first), layers)
+    step = int(_first(given, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1)
+    dense = set(given.get("mlp_only_layers") or ())
+    return sum((layer + 1) % step != 0 or layer in dense for layer in range(layers))
+
+
+# `Stages`: which layers each chunk of the pipeline holds, moved so that the heaviest stage is lightest.
+
+KEPT = 256
+"""Cuts and bytes that are kept, of the last asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stages:
+    """How a model is cut into the chunks of a mesh; read-only."""
+
+    layers: FloatArray
+    """float64 `[num_chunks]`: whole numbers of at least 1."""
+    has_head: npt.NDArray[Any]
+    """bool `[num_chunks]`: the last."""
+    has_embedding: npt.NDArray[Any]
+    """bool `[num_chunks]`: the first."""
+
+    def __post_init__(self) -> None:
+        for array in (self.layers, self.has_head, self.has_embedding):
+            array.flags.writeable = False
+
+
+@functools.lru_cache(maxsize=KEPT)
+def stages_of(model: ModelShape, mesh: Mesh) -> Stages:
+    """Cut a model into chunks so that the heaviest stage, the vocabulary head included, is as light as can be.
+
+    The head counts as the layers whose matrix products equal its own. Layers are dealt one at a time to the
+    lightest stage, which is optimal for items of equal weight; ties go to later stages, where fewer MicroPacks
+    wait for their backward pass and so less memory is held. Within a stage the last chunks get less.
+
+    Args:
+        model: with at least as many layers as chunks.
+        mesh: the mesh.
+    """
+    head = model.head_parameters / model.linear_parameters_per_layer
+    counts = np.full(mesh.pp, mesh.virtual_stages)
+    loads = [(float(counts[s]) + (head if s == mesh.pp - 1 else 0.0), -s) for s in range(mesh.pp)]
+    heapq.heapify(loads)
+    for _ in range(model.layers - mesh.num_chunks):
+        load, stage = heapq.heappop(loads)
+        counts[-stage] += 1
+        heapq.heappush(loads, (load + 1.0, stage))
+    each, more = np.divmod(counts, mesh.virtual_stages)
+    layers = each[None, :] + (np.arange(mesh.virtual_stages)[:, None] < more[None, :])
+    chunks = np.arange(mesh.num_chunks)
+    return Stages(
+        layers=layers.ravel().astype(np.float64),
+        has_head=chunks == mesh.num_chunks - 1,
+        has_embedding=chunks == 0,
+    )
+
+
+# What a mesh or a document can't be for a model: errors that name what would do.
+
+
+def check_mesh(model: ModelShape, mesh: Mesh) -> None:
+    """Refuse a mesh whose tensor-parallel GPUs don't divide the heads, or whose chunks outnumber the layers.
+
+    Args:
+        model: the model.
+        mesh: the mesh.
+
+    Raises:
+        SettingError: names the numbers that would divide.
+    """
+    if not divides(model, mesh.tp):
+        fit = [str(tp) for tp in range(1, model.heads + 1) if divides(model, tp)]
+        raise SettingError(
+            f"tp={mesh.tp} doesn't divide {model.heads} query heads and {model.kv_heads} key heads; "
+            f"tp may be {', '.join(fit)}"
+        )
+    if model.layers < mesh.num_chunks:
+        raise SettingError(
+            f"{model.layers} layers can't fill pp={mesh.pp} x virtual_stages={mesh.virtual_stages} "
+            f"= {mesh.num_chunks} chunks; pp x virtual_stages may be at most {model.layers}"
+        )
+
+
+def divides(model: ModelShape, tp: int) -> bool:
+    """Return whether so many GPUs get equal query heads, and whole key heads or equal copies of them.
+
+    Args:
+        model: the model.
+        tp: GPUs.
+    """
+    return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+
+
+def check_positions(model: ModelShape, lengths: Int32Array) -> None:
+    """Refuse documents longer than the model has positions.
+
+    Args:
+        model: the model.
+        lengths: int32 `[num_documents]`.
+
+    Raises:
+        ModelError: names the first such document, and how many there are.
+    """
+    if model.max_positions is None:
+        return
+    over = np.flatnonzero(lengths > model.max_positions)
+    if over.size:
+        raise ModelError(
+            f"document {over[0]:,} has {lengths[over[0]]:,} tokens, over the {model.max_positions:,} positions of "
+            f"{model.name or 'the model'} ({over.size:,} of {lengths.size:,} documents are); truncate them to "
+            f"{model.max_positions:,}, or extend the model's positions (max_positions=None plans any length)"
+        )

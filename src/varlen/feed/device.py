@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from varlen.batch.packed import PackedBatch
-from varlen.batch.torch import import_torch
+from varlen.batch.packed import PackedBatch, import_torch
 from varlen.feed.feed import Ended, Made, Worker
 from varlen.feed.state import FeedState
 

@@ -15,10 +15,8 @@ from varlen.errors import OverlongDocumentError, SourceError
 from varlen.feed.state import MOST
 from varlen.files.losses import Losses
 from varlen.pack.lengths import as_count
-from varlen.pack.passes import Passes, arrived
+from varlen.pack.passes import Passes, Waiting, arrived, take, take_all
 from varlen.pack.pieces import slots_of
-from varlen.pack.rounds import take, take_all
-from varlen.pack.waiting import Waiting
 from varlen.text.loss_masks import Mask, as_marks, end_to_end
 from varlen.types import Int32Array, IntArray, Overlong
 

@@ -36,7 +36,7 @@ from varlen.feed.place import Place, place_of
 from varlen.feed.record import from_record, to_record
 from varlen.feed.resumed import Unread, unread
 from varlen.files.losses import Losses, total
-from varlen.pack.rounds import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
+from varlen.pack.passes import ENOUGH_SHORT, MOST_SPARE_PACKS, SPARE_PACKS
 from varlen.types import Ledger
 
 _log = logging.getLogger(__name__)

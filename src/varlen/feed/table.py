@@ -28,7 +28,7 @@ from varlen.feed.kept import KeptTable
 from varlen.feed.stream import Grown, PackStream, Position
 from varlen.feed.windows import WindowSettings
 from varlen.offline.processors import processors
-from varlen.pack.count import count_packs
+from varlen.pack.window import count_packs
 from varlen.types import IntArray
 
 _KEPT = 4

@@ -10,10 +10,20 @@ import numpy.typing as npt
 
 from varlen import jit
 from varlen.errors import SettingError
-from varlen.pack.arrange import arrange, audit, checksum
 from varlen.pack.assign import assign
 from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
-from varlen.pack.pieces import Items, Pieces, as_groups, fit, gather_groups, slots_of, wrap
+from varlen.pack.pieces import (
+    Items,
+    Pieces,
+    arrange,
+    as_groups,
+    audit,
+    checksum,
+    fit,
+    gather_groups,
+    slots_of,
+    wrap,
+)
 from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 DEFAULT_WORK = (49152.0, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from varlen import jit
-from varlen.pack import in_python, kernels, kernels_fill, kernels_tree
+from varlen.pack import in_python, kernels, kernels_arrange
 from varlen.pack.pieces import Items
 from varlen.types import FloatArray, Int32Array, Method
 
@@ -53,7 +53,7 @@ def assign(
     if method in ("best_fit", "best_fit_decreasing"):
         return pack_of, fitting.best_fit(order, slots, sizes, capacity, max_documents, pack_of)
     most = _most_packs(slots, sizes, capacity, max_documents)
-    return pack_of, kernels_tree.first_fit(order, slots, sizes, capacity, max_documents, most, pack_of)
+    return pack_of, kernels.first_fit(order, slots, sizes, capacity, max_documents, most, pack_of)
 
 
 def _most_packs(slots: Int32Array, sizes: Int32Array, capacity: int, max_documents: int) -> int:
@@ -82,7 +82,7 @@ def spread(
         most = num_packs + _most_packs(slots, sizes, capacity, max_documents)
         settings = (capacity, max_documents, num_packs, most)
         pack_of = np.empty(slots.size, np.int32)
-        used = kernels_tree.balanced(order, slots, sizes, item_work, *settings, pack_of)
+        used = kernels.balanced(order, slots, sizes, item_work, *settings, pack_of)
         if best is not None and used > best[1]:
             break
         best = (pack_of, used)
@@ -116,7 +116,7 @@ def fill(
         int32 `[num_pieces]`, the pack of each piece or -1, and the number of packs.
     """
     pack_of, least = np.empty(slots.size, np.int32), -int(-min_fill * capacity // 1)
-    return pack_of, kernels_fill.fill(order, slots, capacity, least, max_documents, from_first, pack_of)
+    return pack_of, kernels_arrange.fill(order, slots, capacity, least, max_documents, from_first, pack_of)
 
 
 def _balance(

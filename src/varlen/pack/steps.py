@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.pack.api import DEFAULT_WORK, as_choice, pack
-from varlen.pack.arrange import shuffled
 from varlen.pack.lengths import as_count, as_lengths
+from varlen.pack.pieces import shuffled
 from varlen.types import Int32Array, IntArray, Method
 
 Fill = Literal["repeat", "empty"]

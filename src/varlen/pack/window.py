@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from varlen.errors import LedgerError, LengthsError, OverlongDocumentError, SettingError, StateError
 from varlen.pack.api import as_choice
-from varlen.pack.lengths import as_count, as_lengths, check_multiple
-from varlen.pack.passes import Passes, arrived
-from varlen.pack.waiting import Packs, Waiting, no_packs, nothing
-from varlen.pack.whole import MIN_FILL
+from varlen.pack.lengths import LARGEST, as_count, as_lengths, check_multiple
+from varlen.pack.passes import MIN_FILL, Packs, Passes, Waiting, arrived, no_packs, nothing, whole
+from varlen.pack.pieces import fit
 from varlen.types import Int32Array, Ledger, Method, Overlong, Packing
 
 _VERSION = 1
@@ -298,3 +297,44 @@ class WindowPacker:
         """Documents whose first piece goes out now and isn't all of them: others go out too or wait."""
         later = np.concatenate([part.records[part.starts > 0] for part in (pieces, self._waiting)])
         return int(np.intersect1d(pieces.records[pieces.starts == 0], later).size)
+
+
+# How many packs a window of documents gives, without making them: a third of the work.
+
+
+def count_packs(
+    lengths: npt.ArrayLike,
+    *,
+    capacity: int,
+    method: Method = "best_fit",
+    overlong: Overlong = "split",
+    max_documents: int | None = None,
+    document_multiple_of: int = 1,
+) -> int:
+    """Count the packs that a WindowPacker of these settings gives for documents that all wait until it is flushed.
+
+    Args:
+        lengths: `[any]` tokens of each document.
+        capacity: tokens a pack can hold.
+        method: any of `vl.pack`'s methods.
+        overlong: what becomes of documents longer than `capacity`.
+        max_documents: most pieces a pack may hold; None for no limit.
+        document_multiple_of: round the space each piece takes up to this multiple.
+
+    Raises:
+        LengthsError: lengths that can't be.
+        OverlongDocumentError: a document doesn't fit and `overlong` is "error".
+    """
+    if method in ("best_fit", "first_fit"):
+        kept = fit(as_lengths(lengths), capacity, overlong).lengths
+        return whole(kept[kept > 0], capacity, method, max_documents or LARGEST, document_multiple_of)[1]
+    packer = WindowPacker(
+        capacity=capacity,
+        window=LARGEST,
+        method=method,
+        overlong=overlong,
+        max_documents=max_documents,
+        document_multiple_of=document_multiple_of,
+    )
+    packer.add(lengths)
+    return packer.flush().num_packs

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from varlen.cost import kernels
+from varlen.cost.memory import NEAR, OPENED, OWN, RETURNED
 from varlen.cost.model import CostModel
-from varlen.cost.phases import NEAR, OPENED, OWN, RETURNED
-from varlen.plan.answer import Answer, Composed, Look, blocks, improve
-from varlen.plan.assemble import step_plan
-from varlen.plan.block import padded, pipeline_of_block, work_of_block
-from varlen.plan.compose import TYPICAL_ROWS, RankDocuments, seconds_of
-from varlen.plan.groups import Groups, documents_of_ranks, grouped, merged_sizes
-from varlen.plan.recut import recut
+from varlen.cost.rates import Rates
+from varlen.plan import kernels_compose
+from varlen.plan.assign import Groups, documents_of_ranks, grouped, merged_sizes
+from varlen.plan.compose import ROW_MULTIPLE, TYPICAL_ROWS, Composition, RankDocuments, seconds_of
+from varlen.plan.local_search import (
+    Answer,
+    Composed,
+    Look,
+    blocks,
+    improve,
+    padded,
+    pipeline_of_block,
+    work_of_block,
+)
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch
-from varlen.simulate.stage_costs import StageCosts, stage_costs
-from varlen.step_plan import Mesh, PlanMethod, StepPlan
-from varlen.types import Int32Array
+from varlen.simulate.durations import StageCosts, stage_costs
+from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan
+from varlen.types import Int32Array, IntArray
 
 THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
 """Documents are shared when one costs more than this much of a rank's mean work; each set is tried."""
@@ -265,3 +275,164 @@ def _compose_apart(answer: Answer, search: Search) -> None:
                 block.found, block.backward = found, backward
         if block.makespan_s == before_s:
             return
+
+
+# Backward MicroPacks composed apart: long documents are cut anew, into slices of equal backward cost.
+
+
+def recut(composition: Composition, factor: float, *, least_rows: int, rates: Rates) -> Composition:
+    """Return a rank's MicroPacks for the backward pass alone (SlimPack's asymmetric partitioning).
+
+    The documents of a chain, the long one and the short ones beside it, stay together, so that its backward still
+    waits for nothing but its own forward. The long one is cut into `factor` times as many slices of equal backward
+    cost; short ones go to the MicroPack of the chain with the least.
+
+    Args:
+        composition: of the forward pass.
+        factor: backward MicroPacks of a chain over its forward ones.
+        least_rows: rows that a slice has at least.
+        rates: of the mesh.
+
+    Returns:
+        MicroPacks in forward order; `backward_order` is the order in which they run.
+    """
+    sizes = np.diff(composition.slice_offsets)
+    pack_of = np.repeat(np.arange(composition.num_micropacks), sizes)
+    chain_of = composition.chains[pack_of]
+    starts, stops, num_ranks, ids, is_end = composition.slices
+    is_long = (starts > 0) | (is_end == 0)
+    parts, chains = [], []
+    for chain in dict.fromkeys(composition.chains.tolist()):
+        mine = np.flatnonzero(chain_of == chain)
+        long = mine[is_long[mine]]
+        count = int(np.count_nonzero(composition.chains == chain))
+        if not long.size:
+            parts.append((np.zeros(mine.size, np.int64), composition.slices[:, mine]))
+            chains += [chain]
+            continue
+        last = long[-1]
+        length, ranks = stops[last : last + 1], num_ranks[last : last + 1]
+        work = seconds_of(length, ranks, TYPICAL_ROWS, rates, forward_part=0.0)
+        _, first, end = kernels.cut_evenly(
+            length, ranks, work, work / max(1.0, count * factor), least_rows, ROW_MULTIPLE, 0.0, rates
+        )
+        shorts = mine[~is_long[mine]]
+        loads = np.repeat(work / first.size, first.size)
+        costs = seconds_of(stops[shorts], num_ranks[shorts], TYPICAL_ROWS, rates, forward_part=0.0)
+        order = np.argsort(-costs, kind="stable")
+        beside = np.empty(shorts.size, np.int64)
+        beside[order] = kernels_compose.fill_lightest(costs[order], loads)
+        again = np.ones_like(first)
+        table = np.stack(
+            [first, end, ranks[0] * again, ids[last] * again, (end == length[0]).astype(np.int32)]
+        )
+        parts.append(
+            (
+                np.append(np.arange(first.size), beside),
+                np.concatenate([table, composition.slices[:, shorts]], axis=1),
+            )
+        )
+        chains += [chain] * first.size
+    return _joined(parts, chains)
+
+
+def _joined(parts: list[tuple[IntArray, Int32Array]], chains: list[int]) -> Composition:
+    """Put chains together: of each, the MicroPack of its slices among its own, and the slices."""
+    chain_of = np.array(chains, np.int32)
+    firsts = np.flatnonzero(np.diff(chain_of, prepend=-1))
+    packs = np.concatenate([pack + first for (pack, _), first in zip(parts, firsts.tolist())])
+    slices = np.concatenate([table for _, table in parts], axis=1)
+    sizes = np.bincount(packs, minlength=chain_of.size)
+    return Composition(
+        slice_offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
+        slices=np.ascontiguousarray(slices[:, np.argsort(packs, kind="stable")]).astype(np.int32),
+        chains=chain_of,
+    )
+
+
+# Ranks' compositions and orders of tasks become one StepPlan.
+
+
+def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> MicroPacks:
+    """Join the MicroPacks of all ranks for one pass.
+
+    Args:
+        compositions: one a rank.
+        is_backward: in the order of the backward pass.
+    """
+    sizes, slices, counts = [], [], []
+    for composition in compositions:
+        each = np.diff(composition.slice_offsets)
+        table = composition.slices
+        if is_backward:
+            order = composition.backward_order
+            table = table[:, _moved(composition.slice_offsets, order)]
+            each = each[order]
+        sizes.append(each)
+        slices.append(table)
+        counts.append(each.size)
+    joined = np.concatenate(slices, axis=1)
+    return MicroPacks(
+        rank_offsets=_offsets(np.array(counts)),
+        slice_offsets=_offsets(np.concatenate(sizes)),
+        document_ids=joined[3].copy(),
+        starts=joined[0].copy(),
+        stops=joined[1].copy(),
+    )
+
+
+def _moved(offsets: Int32Array, order: IntArray) -> IntArray:
+    """Where the slices of MicroPacks come from, in another order of MicroPacks."""
+    sizes = np.diff(offsets)[order]
+    behind = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    moved: IntArray = np.repeat(offsets[:-1][order], sizes) + behind
+    return moved
+
+
+def _offsets(sizes: npt.NDArray[np.integer]) -> Int32Array:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+
+def step_plan(
+    lengths: Int32Array,
+    groups: Groups,
+    forward: Sequence[Composition],
+    backward: Sequence[Composition],
+    codes: Sequence[npt.NDArray[np.uint8]],
+    cost: CostModel,
+    mesh: Mesh,
+    *,
+    splits: bool,
+    method: PlanMethod,
+    answered_by: str,
+) -> StepPlan:
+    """Join what ranks run into the plan of the step.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        groups: which ranks hold each document.
+        forward: one a rank.
+        backward: one a rank.
+        codes: uint8 `[stages, tasks]`, one a rank.
+        cost: its recomputation and offload are the plan's.
+        mesh: the GPUs.
+        splits: whether weight gradients are tasks of their own.
+        method: of planning.
+        answered_by: which candidate won.
+    """
+    return StepPlan(
+        lengths=lengths,
+        first_ranks=groups.first_ranks,
+        num_ranks=groups.num_ranks,
+        forward=micropacks_of(forward, is_backward=False),
+        backward=micropacks_of(backward, is_backward=True),
+        tasks=np.concatenate([code.ravel() for code in codes]),
+        task_offsets=_offsets(np.repeat([code.shape[1] for code in codes], mesh.pp)),
+        mesh=mesh,
+        splits_backward=splits,
+        method=method,
+        recompute=cost.recompute,
+        recompute_share=cost.recompute_share,
+        offload=cost.offload,
+        answered_by=answered_by,
+    )

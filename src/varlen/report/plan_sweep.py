@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from varlen.cost.check import divides
 from varlen.cost.model import CostModel
+from varlen.cost.shape import divides
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
 from varlen.report.plan_compare import planned

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen.cost.memory import Saved
-from varlen.cost.phases import LAYERS_ON_DEVICE
+from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
 from varlen.runtime.cache import DocumentCache, KeptRows

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from varlen.batch.packed import PackedBatch
-from varlen.batch.weights import LossWeighting
+from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents

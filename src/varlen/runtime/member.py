@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from varlen.cost.memory import Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_plan as check_whole
-from varlen.plan.save import plan_fingerprint
+from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime import gradients
 from varlen.runtime.agree import agree, batch_fingerprint, settings_fingerprint
 from varlen.runtime.channels import Channels

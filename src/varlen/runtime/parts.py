@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from varlen.cost.phases import LOGIT_ROWS
+from varlen.cost.memory import LOGIT_ROWS
 from varlen.errors import ModelError
 from varlen.runtime.attention import CachedSlice, register
 from varlen.runtime.casting import add_product, uncast, ungraphed

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from varlen.cost.memory import Saved, layers_again
-from varlen.cost.shape import ModelShape
-from varlen.cost.stages import stages_of
+from varlen.cost.shape import ModelShape, stages_of
 from varlen.counts import many
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.runtime.chunk import ChunkStep, StepData

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from varlen.batch.packed import PackedBatch
-from varlen.batch.weights import LossWeighting
+from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.runtime.chunk import StepData

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from varlen.cost import phases
+from varlen.cost import memory
 from varlen.runtime import flash
 from varlen.runtime.cache import DocumentCache, Pair
 from varlen.runtime.dealing import Ranges
@@ -23,7 +23,7 @@ from varlen.runtime.shared import Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""
-BACKWARD_KEYS = phases.BACKWARD_KEYS
+BACKWARD_KEYS = memory.BACKWARD_KEYS
 """Keys before a slice whose gradients a kernel gives at once: else one layer's of the whole document would be there
 beside those that are gathered, and that many keys are enough for its full rate."""
 

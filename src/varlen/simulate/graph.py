@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.simulate.computes import Computes, computes_of, last_forwards
+from varlen.errors import PlanError
 from varlen.simulate.durations import Durations, gathers_s
-from varlen.simulate.groups import lock_steps
-from varlen.simulate.kinds import GATHER, GRADIENT_SYNC, SEND_BACKWARD, SEND_FORWARD
-from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, StepPlan
 from varlen.types import FloatArray, Int32Array, IntArray
 
 
@@ -245,3 +244,242 @@ def _groups(kinds: IntArray, tasks: IntArray, plan: StepPlan, overlap: bool) -> 
     some = kinds == GRADIENT_SYNC
     groups[some] = 2 * KINDS * count + places[some] % mesh.pp
     return groups.astype(np.int32), 2 * KINDS * count + mesh.pp
+
+
+# The tasks of a plan that compute, MicroPack by MicroPack, and what a backward MicroPack waits for.
+
+
+class Computes(NamedTuple):
+    """The tasks of `plan.tasks`, with what their codes stand for; int64 `[num_tasks]` each."""
+
+    kinds: IntArray
+    places: IntArray
+    """`rank * pp + stage`."""
+    chunks: IntArray
+    micropacks: IntArray
+    """Number in `plan.forward` for FORWARD, in `plan.backward` for the others."""
+
+    def table(self, kind: int, num_chunks: int, num_micropacks: int) -> IntArray:
+        """Return int64 `[num_chunks, num_micropacks]`: the task of a kind for each chunk and MicroPack.
+
+        Args:
+            kind: FORWARD, BACKWARD or WEIGHT.
+            num_chunks: of the mesh.
+            num_micropacks: of the pass that the kind belongs to.
+        """
+        task_of = np.full((num_chunks, num_micropacks), -1, np.int64)
+        tasks = np.flatnonzero(self.kinds == kind)
+        task_of[self.chunks[tasks], self.micropacks[tasks]] = tasks
+        return task_of
+
+
+def computes_of(plan: StepPlan) -> Computes:
+    """Return what each task of a plan is.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: a stage does not run each MicroPack of its rank once in each of its chunks.
+
+    Cost: O(tasks).
+    """
+    mesh = plan.mesh
+    num_places, num_codes = mesh.dp * mesh.pp, KINDS * mesh.virtual_stages
+    places = np.repeat(np.arange(num_places), np.diff(plan.task_offsets))
+    if len(plan.task_offsets) != num_places + 1 or len(places) != len(plan.tasks):
+        raise PlanError(
+            f"the plan's task offsets hold {len(plan.task_offsets) - 1:,} stages and {len(places):,} tasks; the mesh "
+            f"has {mesh.dp} x {mesh.pp} stages, the plan {len(plan.tasks):,} tasks"
+        )
+    codes = plan.tasks.astype(np.int64)
+    if codes.max(initial=0) >= num_codes:
+        raise PlanError(
+            f"task code {codes.max()} stands for no task: {mesh.virtual_stages} chunks a stage have the codes 0 to "
+            f"{num_codes - 1}, 3 * chunk on the stage + kind"
+        )
+    slots = places * num_codes + codes
+    counts = np.bincount(slots, minlength=num_places * num_codes)
+    _check_counts(plan, counts.reshape(num_places, num_codes))
+    # Few enough slots make this a radix sort.
+    order = np.argsort(slots.astype(np.min_scalar_type(num_places * num_codes)), kind="stable")
+    turns = np.empty(len(codes), np.int64)
+    turns[order] = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    kinds, ranks = codes % KINDS, places // mesh.pp
+    firsts = np.stack((plan.forward.rank_offsets[:-1], plan.backward.rank_offsets[:-1]))
+    return Computes(
+        kinds=kinds,
+        places=places,
+        chunks=codes // KINDS * mesh.pp + places % mesh.pp,
+        micropacks=firsts[np.minimum(kinds, BACKWARD), ranks] + turns,
+    )
+
+
+def _check_counts(plan: StepPlan, counts: IntArray) -> None:
+    """Require of each stage as many tasks of each kind and chunk as its rank has MicroPacks.
+
+    Args:
+        plan: the plan.
+        counts: int64 `[dp * pp, 3 * virtual_stages]`: tasks of each code.
+
+    Raises:
+        PlanError: names the first stage that has more or fewer.
+    """
+    mesh = plan.mesh
+    wanted = np.zeros((mesh.dp, KINDS), np.int64)
+    wanted[:, FORWARD] = plan.forward.counts
+    wanted[:, BACKWARD] = plan.backward.counts
+    wanted[:, WEIGHT] = plan.backward.counts * plan.splits_backward
+    wrong = counts != np.tile(np.repeat(wanted, mesh.pp, axis=0), mesh.virtual_stages)
+    if wrong.any():
+        place, code = (int(index) for index in np.unravel_index(wrong.argmax(), wrong.shape))
+        kind, rank, stage = code % KINDS, place // mesh.pp, place % mesh.pp
+        raise PlanError(
+            f"stage {stage} of rank {rank} runs {counts[place, code]:,} tasks of {KIND_NAMES[kind]} in its chunk "
+            f"{code // KINDS}, and its rank has {wanted[rank, kind]:,} such MicroPacks "
+            f"({int(wrong.any(1).sum()):,} of {len(wrong):,} stages are so); each runs once in each chunk"
+        )
+
+
+def last_forwards(plan: StepPlan) -> IntArray:
+    """Return the forward MicroPack that each backward MicroPack waits for, int64 `[num_backward]`; -1 for none.
+
+    A document's backward begins at its end, so a MicroPack waits for every forward MicroPack of its rank that holds
+    a slice of one of its documents: a stage runs those in order, so for the last of them.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: a rank runs the backward of a document and not its forward.
+
+    Cost: O(slices · log slices).
+    """
+
+    def keys(micropacks: MicroPacks, of_slice: Int32Array) -> IntArray:
+        return (
+            micropacks.ranks[of_slice].astype(np.int64) * (plan.num_documents + 1) + micropacks.document_ids
+        )
+
+    ahead, behind = plan.forward.micropack_of_slice, plan.backward.micropack_of_slice
+    found, sought = keys(plan.forward, ahead), keys(plan.backward, behind)
+    order = np.argsort(found, kind="stable")  # MicroPacks rise within a key
+    where = np.searchsorted(found[order], sought, "right") - 1
+    known = where >= 0
+    known[known] = found[order][where[known]] == sought[known]
+    if not known.all():
+        first = int(np.flatnonzero(~known)[0])
+        micropack, rank = behind[first], int(plan.backward.ranks[behind[first]])
+        raise PlanError(
+            f"backward MicroPack {micropack - plan.backward.rank_offsets[rank]} of rank {rank} holds document "
+            f"{plan.backward.document_ids[first]}, which no forward MicroPack of this rank holds "
+            f"({int((~known).sum()):,} of {len(known):,} backward slices are so)"
+        )
+    last = np.full(plan.backward.num_micropacks, -1, np.int64)
+    np.maximum.at(last, behind, ahead[order][where])
+    return last
+
+
+# Which MicroPacks start together: those of a merged document, and those that gather parameters together.
+
+
+class LockSteps(NamedTuple):
+    """The groups of MicroPacks that run together, each in every chunk of layers."""
+
+    forward: Int32Array
+    """int32 `[num_forward_micropacks]`: the group of each; -1 for one that waits for no other rank.
+    Where parameters are sharded each has a group, with the traffic of its parameters."""
+    backward: Int32Array
+    """int32 `[num_backward_micropacks]`."""
+    num_groups: int
+    """Groups of the pass that has more."""
+
+
+def lock_steps(plan: StepPlan) -> LockSteps:
+    """Return which MicroPacks wait for each other because their ranks exchange keys and values, or parameters.
+
+    MicroPacks that hold the same slice of a merged document run together; where parameters are sharded, so do those
+    that are the n-th of their ranks. What two groups share joins them.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        PlanError: parameters are sharded and ranks have different numbers of MicroPacks.
+
+    Cost: O(slices of merged documents · log of them), and O(MicroPacks) where parameters are sharded.
+    """
+    groups: list[Int32Array] = []
+    most = 0
+    for name, micropacks in (("forward", plan.forward), ("backward", plan.backward)):
+        members, keys = _merged(plan, micropacks)
+        is_sharded = plan.mesh.sharding == "parameters"
+        if is_sharded:
+            counts = micropacks.counts
+            if (counts != counts[0]).any():
+                odd = int((counts != counts[0]).argmax())
+                raise PlanError(
+                    f"parameters are sharded, but rank 0 runs {counts[0]:,} {name} MicroPacks and rank {odd} runs "
+                    f"{counts[odd]:,} ({len(np.unique(counts))} different numbers on {len(counts)} ranks): they "
+                    "gather parameters together, so give each as many, empty ones where work is lacking"
+                )
+            everyone = np.arange(micropacks.num_micropacks)
+            turns = everyone - micropacks.rank_offsets[micropacks.ranks]
+            members, keys = np.concatenate((members, everyone)), np.concatenate((keys, -1 - turns))
+        joined, count = _joined(members, keys, micropacks.num_micropacks, smallest=1 if is_sharded else 2)
+        groups.append(joined)
+        most = max(most, count)
+    return LockSteps(groups[0], groups[1], most)
+
+
+def _merged(plan: StepPlan, micropacks: MicroPacks) -> tuple[IntArray, IntArray]:
+    """The MicroPack and a number for the document and first token of each slice of a merged document."""
+    if plan.num_merged == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    shared = np.flatnonzero(plan.num_ranks[micropacks.document_ids] > 1)
+    keys = (micropacks.document_ids[shared].astype(np.int64) << 32) + micropacks.starts[shared]
+    return micropacks.micropack_of_slice[shared].astype(np.int64), keys
+
+
+def _joined(members: IntArray, keys: IntArray, num_micropacks: int, smallest: int) -> tuple[Int32Array, int]:
+    """The groups that result where all members with one key belong together; -1 for those in smaller groups."""
+    group_of = np.full(num_micropacks, -1, np.int32)
+    if len(members) == 0:
+        return group_of, 0
+    _, numbers = np.unique(keys, return_inverse=True)
+    label = np.arange(num_micropacks)
+    while True:  # everyone takes the lowest label among those it shares a key with, until nothing changes
+        lowest = np.full(numbers.max() + 1, num_micropacks)
+        np.minimum.at(lowest, numbers, label[members])
+        fresh = label.copy()
+        np.minimum.at(fresh, members, lowest[numbers])
+        if (fresh == label).all():
+            break
+        label = fresh
+    sizes = np.bincount(label, minlength=num_micropacks)
+    large = np.flatnonzero(sizes >= smallest)
+    number_of = np.full(num_micropacks, -1, np.int32)
+    number_of[large] = np.arange(len(large))
+    return number_of[label], len(large)
+
+
+# The kinds of tasks in a simulated step: those of a plan, and the messages and collectives between them.
+
+SEND_FORWARD: Final = 3
+"""The output of a chunk of layers goes to the stage that holds the next chunk."""
+SEND_BACKWARD: Final = 4
+"""The gradient of a chunk's input goes to the stage that holds the chunk before."""
+GRADIENT_SYNC: Final = 5
+"""Data-parallel ranks add up their gradients, once a step."""
+GATHER: Final = 6
+"""Data-parallel ranks gather a chunk's parameters, or scatter its gradients (`sharding="parameters"`)."""
+KIND_NAMES: Final = (
+    "forward",
+    "backward",
+    "weight gradients",
+    "send forward",
+    "send backward",
+    "gradient sync",
+    "gather parameters",
+)
+"""What each kind is called, by its number: FORWARD, BACKWARD and WEIGHT of `varlen.step_plan`, then those above."""

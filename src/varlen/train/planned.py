@@ -8,9 +8,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from varlen.cost.check import check_mesh
 from varlen.cost.model import CostModel
-from varlen.cost.shape import ModelShape
+from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader

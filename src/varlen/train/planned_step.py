@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from varlen.batch.torch import on_host
+from varlen.batch.packed import on_host
 from varlen.runtime.engine import SliceEngine
 from varlen.step_plan import StepPlan
 from varlen.train.parallel import computing

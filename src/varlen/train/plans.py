@@ -17,10 +17,10 @@ from varlen.errors import PlanError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.files.token_tables import unfinished
 from varlen.offline.places import free_words
-from varlen.plan.ahead import Planner
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.plan.save import broadcast_plan
+from varlen.plan.planner import Planner
 from varlen.plan.search import Search
+from varlen.plan.serialize import broadcast_plan
 from varlen.regular import read_regular
 from varlen.runtime.engine import SLICE_TOKENS
 from varlen.simulate.api import simulate

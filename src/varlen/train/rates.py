@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from varlen.cost.hardware import Hardware
-from varlen.cost.machines import MACHINES
 from varlen.cost.model import CostModel
+from varlen.cost.named_hardware import MACHINES
 from varlen.cost.saved import load_hardware, save_hardware
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError

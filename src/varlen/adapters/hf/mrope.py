@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf.model import text_decoder, unwrap
-from varlen.batch.packed import PackedBatch
-from varlen.batch.torch import on_host
+from varlen.batch.packed import PackedBatch, on_host
 from varlen.errors import DocumentsError, ModelError
 from varlen.types import IntArray
 

@@ -19,7 +19,7 @@ from varlen.adapters.features import (
 )
 from varlen.adapters.trl.padded import padded_rows
 from varlen.batch.flatten import flatten
-from varlen.batch.torch import import_torch
+from varlen.batch.packed import import_torch
 from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_count, as_lengths
 

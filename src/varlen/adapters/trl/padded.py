@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.batch.joined import Joined, as_whole, join
+from varlen.batch.flatten import Joined, as_whole, join
 from varlen.errors import DocumentsError
 from varlen.types import IntArray
 

@@ -16,7 +16,7 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.errors import DocumentsError
 from varlen.pack.api import pack
-from varlen.pack.arrange import shuffled
+from varlen.pack.pieces import shuffled
 from varlen.pack.steps import steps_of
 from varlen.types import IntArray
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from varlen.adapters.verl.partitions import Partitions, calculate_workload
 from varlen.errors import LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.lengths import LARGEST, as_count, as_lengths
-from varlen.plan.packs import even_packs, fitting_parts, packed
+from varlen.plan.partition import even_packs, fitting_parts, packed
 from varlen.types import FloatArray, Int32Array
 
 

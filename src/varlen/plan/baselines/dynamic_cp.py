@@ -9,10 +9,7 @@ import numpy as np
 
 from varlen import jit
 from varlen.plan import kernels_groups
-from varlen.plan.baselines.balanced import micro_batch_counts
-from varlen.plan.baselines.orders import Order, ordered
-from varlen.plan.baselines.packed import capacities
-from varlen.plan.baselines.placing import placed, work_of_packs
+from varlen.plan.baselines.packed import Order, capacities, micro_batch_counts, ordered, placed, work_of_packs
 from varlen.plan.candidate import Candidate
 from varlen.plan.partition import partition
 from varlen.step_plan import Mesh

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.megatron.batches.boundaries import MegatronBatch, entries, physical_boundaries
-from varlen.batch.cp import contiguous_indices, zigzag_indices
+from varlen.batch.context_parallel import contiguous_indices, zigzag_indices
 from varlen.counts import many
 from varlen.errors import DocumentsError, SettingError
 from varlen.types import IntArray

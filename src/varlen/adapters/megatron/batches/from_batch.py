@@ -10,8 +10,7 @@ import torch
 
 from varlen.adapters.megatron.batches.boundaries import Boundaries, MegatronBatch, boundary_keys
 from varlen.adapters.megatron.dialects import NEWEST, as_dialect
-from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch
-from varlen.batch.torch import on_host
+from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, PackedBatch, on_host
 from varlen.errors import SettingError
 from varlen.types import Int32Array, IntArray
 

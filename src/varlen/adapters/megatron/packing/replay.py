@@ -16,10 +16,9 @@ from varlen import jit
 from varlen.adapters.megatron.packing.alignment import aligned_pieces, slots_of
 from varlen.errors import LedgerError
 from varlen.pack.api import as_choice
-from varlen.pack.arrange import arrange
 from varlen.pack.assign import assign
 from varlen.pack.lengths import LARGEST, as_count, as_lengths
-from varlen.pack.pieces import Items, Pieces
+from varlen.pack.pieces import Items, Pieces, arrange
 from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 Algorithm: TypeAlias = Literal["first_fit_shuffle", "first_fit_decreasing", "first_fit"]

@@ -16,7 +16,7 @@ from varlen.adapters.peers import raises_too
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.api import as_choice
 from varlen.pack.lengths import as_count, as_lengths
-from varlen.plan.packs import even_ways, halved, packed
+from varlen.plan.partition import even_ways, halved, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError
 from varlen.pack.api import DEFAULT_WORK, as_choice, as_work
 from varlen.pack.lengths import LARGEST, as_count, as_lengths
-from varlen.plan.packs import even_ways, packed
+from varlen.plan.partition import even_ways, packed
 from varlen.types import FloatArray, Int32Array, IntArray
 
 Overlong = Literal["error", "alone"]

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.megatron.scheduling.scheduler import REQUIRED_SAMPLE_KEYS
-from varlen.batch.packed import IGNORE_INDEX, PackedBatch
-from varlen.batch.torch import on_host
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
 from varlen.errors import DocumentsError
 from varlen.pack.lengths import as_count
 

@@ -2,7 +2,7 @@
 
 ::
 
-    asked ──► writer ──► pipe ──► python -m varlen.plan.worker
+    asked ──► writer ──► pipe ──► python -m varlen.plan.planner_worker
                                           │
     answers ◄── reader ◄──────── pipe ◄───┘
 
@@ -25,7 +25,7 @@ from varlen import errors
 from varlen.errors import PlanError, VarlenError, WorkerDiedError
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import receive, send
-from varlen.plan.save import plan_fingerprint, plan_from_bytes
+from varlen.plan.serialize import plan_fingerprint, plan_from_bytes
 from varlen.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def _read(line: Line) -> None:
             if line.closing:
                 return
             try:
-                process = line.process = fresh_interpreter("varlen.plan.worker", threads=1)
+                process = line.process = fresh_interpreter("varlen.plan.planner_worker", threads=1)
                 line.is_greeted, line.busy_with = False, None
                 line.came.notify_all()
             except WorkerDiedError as error:

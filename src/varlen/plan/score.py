@@ -13,11 +13,9 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.candidate import Candidate
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import Dispatched, dispatch
-from varlen.simulate.durations import durations
-from varlen.simulate.pipelines import loads_s, pipelines_of
+from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
+from varlen.simulate.durations import durations, stage_costs
 from varlen.simulate.schedules import Schedule, interleaved, one_f_one_b
-from varlen.simulate.stage_costs import stage_costs
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 

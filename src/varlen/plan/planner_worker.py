@@ -20,7 +20,7 @@ from contextlib import suppress
 import numpy as np
 
 from varlen.offline.tasks import receive, send
-from varlen.plan.save import plan_to_bytes
+from varlen.plan.serialize import plan_to_bytes
 from varlen.plan.wire import from_json, named
 
 _LOOK_S = 2.0

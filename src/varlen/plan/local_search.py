@@ -5,14 +5,18 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.cost.phases import AHEAD, OWN
+from varlen.cost.memory import AHEAD, OWN
+from varlen.cost.rates import NUM_COLUMNS, ROWS
 from varlen.counts import many
-from varlen.plan.block import BlockWork, blocks_of, pipeline_of_block, work_of
+from varlen.plan import kernels_compose
+from varlen.plan.assign import Groups
 from varlen.plan.compose import (
     BlockComposition,
     BlockDocuments,
@@ -21,19 +25,179 @@ from varlen.plan.compose import (
     RankDocuments,
     compose,
 )
-from varlen.plan.groups import Groups
 from varlen.plan.search import Search
-from varlen.plan.settings import (
-    EVEN,
-    GRADINGS,
-    SHARINGS,
-    Setting,
-    far_settings,
-    first_setting,
-    neighbours,
-)
-from varlen.simulate.dispatch import Dispatched, dispatch
-from varlen.simulate.stage_costs import StageCosts
+from varlen.simulate.dispatch import Dispatched, Pipeline, dispatch
+from varlen.simulate.durations import StageCosts, gathers_s, priced
+from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
+from varlen.types import FloatArray, Int32Array, IntArray
+
+# A block of ranks as one pipeline: those that share documents run one order of tasks, so that none waits long.
+
+
+def blocks_of(groups: Groups, dp: int, *, in_step: bool) -> IntArray:
+    """Return where blocks of ranks begin, int64 `[num_blocks + 1]`.
+
+    A block is the ranks of the largest group that shares a document, or a rank that shares none: groups are aligned
+    powers of two, so that smaller ones lie within larger ones.
+
+    Args:
+        groups: which ranks hold each document.
+        dp: ranks.
+        in_step: all ranks are one block, because parameters are sharded and gathered MicroPack by MicroPack.
+    """
+    if in_step:
+        return np.array([0, dp])
+    is_inside = np.zeros(dp + 1, np.bool_)
+    shared = np.flatnonzero((groups.num_ranks > 1) & (groups.first_ranks >= 0))
+    for first, size in zip(groups.first_ranks[shared].tolist(), groups.num_ranks[shared].tolist()):
+        is_inside[first + 1 : first + size] = True
+    return np.flatnonzero(~is_inside)
+
+
+def padded(compositions: Sequence[Composition]) -> list[Composition]:
+    """Give all ranks of a block equally many MicroPacks, empty ones at the end of those that have fewer.
+
+    Args:
+        compositions: one a rank.
+    """
+    count = max(composition.num_micropacks for composition in compositions)
+    return [composition.extended(count) for composition in compositions]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BlockWork:
+    """What a block's MicroPacks are by themselves, whatever a chunk of layers makes of them: priced, in order."""
+
+    ahead: FloatArray
+    """float64 `[ranks, forward MicroPacks, 7]`: as `stage_costs.priced`."""
+    back: FloatArray
+    """float64 `[ranks, backward MicroPacks, 7]`: in the order in which they run."""
+    send_forward: FloatArray
+    send_backward: FloatArray
+    after: Int32Array
+    """These three as `Pipeline` has them."""
+    counts_forward: FloatArray
+    """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
+    counts_backward: FloatArray
+    """float64 `[ranks, 14, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+
+
+def work_of_block(
+    forward: Sequence[Composition], backward: Sequence[Composition], costs: StageCosts
+) -> BlockWork:
+    """Price the MicroPacks of a block's ranks, composed apart for both passes, and say what each waits for.
+
+    Args:
+        forward: one a rank, all of the same number of MicroPacks.
+        backward: the same for the backward pass, with the same chains of the same documents; may be equal.
+        costs: of the mesh; whether weight gradients stand apart makes no difference.
+
+    Cost: O(slices).
+    """
+    ahead = _joined(forward, forward)
+    return work_of(ahead, ahead if backward is forward else _joined(backward, forward), costs)
+
+
+def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageCosts) -> BlockWork:
+    """Price the MicroPacks of a block's ranks.
+
+    Args:
+        forward: of the forward pass.
+        backward: of the backward pass; may be the same ones.
+        costs: of the mesh; whether weight gradients stand apart makes no difference.
+
+    Cost: O(slices).
+    """
+    (ranks, count), cp = forward.chains.shape, costs.mesh.cp
+    rank_offsets = _rank_offsets(forward)
+    ahead = priced(costs, forward.slice_offsets, forward.slices)
+    counts = forward_counts(forward.slice_offsets, forward.slices, rank_offsets, cp)
+    back, back_offsets = ahead, rank_offsets
+    if backward is not forward:
+        back = priced(costs, backward.slice_offsets, backward.slices)
+        back_offsets = _rank_offsets(backward)
+    back = back[backward.order]
+    order = backward.order.ravel()
+    back_counts = backward_counts(
+        backward.slice_offsets, backward.slices, order, back_offsets, cp, forward.slices
+    )
+    latency, per_row = costs.send_latency_s, costs.send_s_per_row
+    return BlockWork(
+        ahead=ahead.reshape(ranks, count, NUM_COLUMNS),
+        back=back,
+        send_forward=ahead[:, ROWS].reshape(ranks, count).max(axis=0) * per_row + latency,
+        send_backward=back[:, :, ROWS].max(axis=0) * per_row + latency,
+        after=backward.waits.max(axis=0),
+        counts_forward=_by_rank(counts, ranks),
+        counts_backward=_by_rank(back_counts, ranks),
+    )
+
+
+def _joined(compositions: Sequence[Composition], forward: Sequence[Composition]) -> BlockComposition:
+    """Compositions of a block's ranks, of either pass."""
+    ends = np.cumsum([0, *(one.slices.shape[1] for one in compositions)], dtype=np.int32)
+    offsets = [one.slice_offsets[:-1] + end for one, end in zip(compositions, ends)]
+    found = [
+        kernels_compose.backward_order(one.chains, ahead.chains) for one, ahead in zip(compositions, forward)
+    ]
+    packs = compositions[0].num_micropacks
+    return BlockComposition(
+        slice_offsets=np.concatenate([*offsets, ends[-1:]]),
+        slices=np.concatenate([one.slices for one in compositions], axis=1),
+        chains=np.array([one.chains for one in compositions]),
+        order=np.array([order + rank * packs for rank, (order, _) in enumerate(found)]),
+        waits=np.array([waits for _, waits in found]),
+    )
+
+
+def _rank_offsets(made: BlockComposition) -> Int32Array:
+    """Where the MicroPacks of each rank begin, int32 `[ranks + 1]`."""
+    ranks, packs = made.chains.shape
+    offsets: Int32Array = (packs * np.arange(ranks + 1)).astype(np.int32)
+    return offsets
+
+
+def _by_rank(counts: FloatArray, ranks: int) -> FloatArray:
+    """`[things, ranks * MicroPacks]` as `[ranks, things, MicroPacks]`."""
+    apart = counts.reshape(len(counts), ranks, -1).swapaxes(0, 1)
+    return np.ascontiguousarray(apart)
+
+
+def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
+    """Return what a block's pipeline has to do: of each MicroPack what it takes the slowest rank.
+
+    An order of tasks for this pipeline is one for all of its ranks, and none of them takes longer with it.
+
+    Args:
+        work: of the block.
+        costs: of the mesh.
+
+    Cost: O(ranks * MicroPacks * chunks).
+    """
+    taken = bytes_of(
+        costs.memory, work.counts_forward, work.counts_backward, costs.mesh.pp, splits=costs.splits
+    )
+    forward, backward, weight = kernels_compose.task_seconds(
+        work.ahead,
+        work.back,
+        costs.layers,
+        costs.heads,
+        gathers_s(costs.gather_s, splits=costs.splits),
+        costs.splits,
+        costs.head_at_once,
+    )
+    return Pipeline(
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        send_forward=work.send_forward,
+        send_backward=work.send_backward,
+        after=work.after,
+        **taken._asdict(),
+        limits=costs.limits,
+        splits=costs.splits,
+    )
+
 
 _WAITING = 1.08
 """Ranks that share documents wait for each other, which makes their block slower, by about so much."""
@@ -326,3 +490,109 @@ def _next(block: BlockSearch, favourite: Setting | None, search: Search, look: L
     if look is Look.THOROUGH:
         around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
     return next((setting for setting in around if setting not in block.tried), None)
+
+
+# The ways to compose a rank that the planner tries, and which it tries next.
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How shared documents are cut."""
+
+    size: float
+    """A slice over a MicroPack's mean work."""
+    mixes: bool
+    """Whether what is left of a MicroPack holds documents of the rank alone."""
+
+
+SHARINGS = (
+    Sharing(1.0, mixes=True),
+    Sharing(0.7, mixes=True),
+    Sharing(0.5, mixes=True),
+    Sharing(1.5, mixes=True),
+    Sharing(2.0, mixes=True),
+    Sharing(1.0, mixes=False),
+)
+"""Cuts of shared documents that are tried."""
+GRADINGS = (
+    Grading(heads=1, tails=1, smallest=0.2),
+    Grading(),
+    Grading(heads=2, tails=2, smallest=0.1),
+    Grading(heads=1, smallest=0.2),
+    Grading(heads=2, smallest=0.1),
+)
+"""Small MicroPacks that are tried; their numbers count in a pipeline's stages."""
+EVEN = 1
+"""The grading that leaves all MicroPacks as large."""
+_FIRST_TRIED = 6
+"""MicroPacks per stage that are tried first; the search climbs from there."""
+_FAR = ((1, 2, 4, 7), (0, 3), (1, 0, 3), (False, True))
+"""Places from which a thorough search climbs too: of each part of a setting."""
+
+
+class Setting(NamedTuple):
+    """One way to compose and run a rank."""
+
+    size: int
+    """Place in `Search.sizes`."""
+    grading: int = 0
+    """Place in `GRADINGS`."""
+    sharing: int = 0
+    """Place in `SHARINGS`."""
+    forward_first: bool = False
+    """As `simulate.dispatch.dispatch`."""
+    whole: bool = False
+    """Each document whole, in a MicroPack of its own, whatever the size: where memory holds hardly more than one."""
+
+
+def first_setting(search: Search) -> Setting:
+    """Return where the search begins.
+
+    Args:
+        search: what may be tried.
+    """
+    sizes = search.sizes
+    return Setting(min(range(len(sizes)), key=lambda place: abs(sizes[place] - _FIRST_TRIED)))
+
+
+def neighbours(
+    best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
+) -> Iterator[Setting]:
+    """Yield the settings that differ from one in one thing, the most promising first.
+
+    Args:
+        best: that one.
+        finest: the last size.
+        search: what may be tried.
+        shares: whether there are documents that ranks share.
+        is_full: whether memory is what holds the best back.
+    """
+    for step in (-1, 1):
+        if 0 <= best.size + step <= finest:
+            yield best._replace(size=best.size + step)
+    if shares:
+        yield from (best._replace(sharing=place) for place in range(len(SHARINGS)))
+    if search.grades:
+        yield from (best._replace(grading=place) for place in range(len(GRADINGS)))
+    if search.orders:
+        yield best._replace(forward_first=not best.forward_first)
+    if is_full and not best.whole:
+        yield best._replace(whole=True)
+
+
+def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
+    """Yield settings far from each other, for a step that is slow at the one to which the search climbed.
+
+    Args:
+        finest: the last size.
+        search: what may be tried.
+        shares: whether there are documents that ranks share.
+    """
+    sizes, gradings, sharings, orders = _FAR
+    for size, grading, sharing, forward_first in itertools.product(
+        [place for place in sizes if place <= finest],
+        gradings if search.grades else gradings[:1],
+        sharings if shares else (0,),
+        orders if search.orders else (False,),
+    ):
+        yield Setting(size, grading, sharing, forward_first)

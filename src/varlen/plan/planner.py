@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from varlen.errors import PlanError, SettingError, StalledError, StateError, VarlenError
 from varlen.pack.lengths import as_lengths
-from varlen.plan.line import Answer, Line
-from varlen.plan.save import plan_fingerprint
+from varlen.plan.planner_process import Answer, Line
 from varlen.plan.search import Search
+from varlen.plan.serialize import plan_fingerprint
 from varlen.plan.wire import named, to_json
 from varlen.step_plan import StepPlan
 from varlen.types import Int32Array
@@ -47,7 +47,7 @@ class Planner:
     """Plans steps ahead, and has a plan for each step when it starts: the worker's if it is there, else a quick one.
 
     What a plan says depends on lengths and settings alone; which of the two answers does not: `state_dict` keeps it.
-    One planner a job asks and the other ranks are told, with `varlen.plan.save.broadcast_plan`.
+    One planner a job asks and the other ranks are told, with `varlen.plan.serialize.broadcast_plan`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
 from varlen.offline.places import disk_faults, made_whole
 from varlen.regular import read_regular
-from varlen.simulate.form import check_form
+from varlen.simulate.api import check_form
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
 from varlen.types import Int32Array, IntArray
 
