@@ -307,17 +307,17 @@ class Compiled(Exception):
 def test_work_is_sized_by_what_is_packed_and_not_by_what_is_given(
     monkeypatch: pytest.MonkeyPatch, call: str, compiles: bool
 ) -> None:
-    functions = jit._functions
+    called = jit._Kernel.__call__
 
-    def only_in_python(module: str, *, compiled: bool) -> Any:
-        if compiled:
+    def only_in_python(kernel: Any, *arguments: Any) -> Any:
+        if not jit.in_python():
             raise Compiled
-        return functions(module, compiled=False)
+        return called(kernel, *arguments)
 
     monkeypatch.delenv("VARLEN_JIT", raising=False)
     monkeypatch.setattr(jit, "sys", SimpleNamespace(modules={}))  # numba isn't loaded
     monkeypatch.setattr(jit, "_spent_s", 0.0)
-    monkeypatch.setattr(jit, "_functions", only_in_python)
+    monkeypatch.setattr(jit._Kernel, "__call__", only_in_python)
 
     with pytest.raises(Compiled) if compiles else nullcontext():
         exec(call, {"vl": vl})

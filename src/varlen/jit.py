@@ -127,12 +127,21 @@ class _Kernel:
     def __call__(self, *arguments: Any) -> Any:
         if in_python():
             with np.errstate(over="ignore"):  # hashes wrap around
-                return _functions(self.__module__, compiled=False)[self.name](*arguments)
+                return _boxed(_functions(self.__module__, compiled=False)[self.name](*arguments))
         if self._called is None:
             names = _apart(functools.partial(_functions, compiled=True), self.__module__)
             self.dispatcher = names[self.name]
             self._called = _interruptible(self.dispatcher)
         return self._called(*arguments)
+
+
+def _boxed(result: Any) -> Any:
+    """Return what numba would: Python's own numbers in place of NumPy's scalars."""
+    if isinstance(result, np.generic):
+        return result.item()
+    if type(result) is tuple:
+        return tuple(map(_boxed, result))
+    return result
 
 
 @functools.cache
