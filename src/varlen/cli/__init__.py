@@ -1,4 +1,10 @@
-"""The command line: one file a verb, each of which parses, calls and prints."""
+"""The command line: one file a verb, each of which parses, calls and prints.
+
+    arguments ──► app ──► verb (pack, index, inspect, plan, train, verify, demo) ──► the rooms below ──► tables, JSON
+
+In: arguments. Out: text or JSON, and exit code 0, or 2 with one sentence. Options of several verbs stand in `options`.
+Begin in `app.py`.
+"""
 
 from varlen.cli.app import main
 

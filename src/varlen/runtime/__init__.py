@@ -1,1 +1,9 @@
-"""Slices on real models: their attention, their two passes, and what the machine's own kernels take for them."""
+"""A plan on a real model: slices, pipelines, shared documents.
+
+    PackedBatch + StepPlan ──► engine.SliceEngine ──► slices (one process) ─┐
+                                                 └──► member (one rank)    ─┴► place ──► chunk ──► attention, cache
+
+In: a transformers model, a batch, a plan. Out: `.grad` of every parameter as the uncut model gives it.
+`calibrate` measures the kernels that the cost model prices.
+Begin in `engine.py`.
+"""

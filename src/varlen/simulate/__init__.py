@@ -1,1 +1,8 @@
-"""A step in time: the task graph, dispatching, the event engine, memory and timelines; kernels with references."""
+"""A planned step in time.
+
+    StepPlan + CostModel ──► durations ──► graph ──► kernels.run_tasks ──► timeline.Timeline
+                             dispatch (orders)       memory
+
+In: a plan and a cost model. Out: when each task runs and what each GPU holds. `schedules` has the closed forms.
+Begin in `api.py`.
+"""

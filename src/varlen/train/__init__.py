@@ -1,1 +1,7 @@
-"""The reference trainer behind `varlen train`: a causal model, packed documents, and exact resume."""
+"""The reference trainer behind `varlen train`, and the experiment behind `varlen demo` in `demo/`.
+
+    TOML ──► config ──► settings ──► trainer: data, model, parallel, plans ──► step ──► metrics, checkpoint
+
+In: a configuration. Out: a trained model's folder, checkpoints from which a run goes on exactly, metrics.
+Begin in `trainer.py`.
+"""

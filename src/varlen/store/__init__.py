@@ -1,0 +1,10 @@
+"""Tokens at rest, which can be read at any place.
+
+    token store ─┐
+    .bin/.idx   ─┼─► open.open_tokens ──► tokens.TokenDocuments ──► lengths, targets, pieces
+    Arrow, saved ┘
+
+In: folders and files of token ids. Out: one protocol, `tokens.TokenDocuments`, that the loader and `pack` read.
+`shard` writes a store whole or not at all; `growing` reads one that is still written.
+Begin in `tokens.py`.
+"""

@@ -1,0 +1,73 @@
+"""The map of the house in CONTRIBUTING: its floors are those that imports are held to, its lines what rooms open with.
+
+`python -m house.map` in `tests/` writes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from house.imports import FLOORS
+
+BEGIN, END = "<!-- map: made by tests/house/map.py -->", "<!-- end of map -->"
+
+
+def table(root: Path) -> str:
+    """Return the map: a row a floor, the highest first; rooms of one floor don't know each other."""
+    rows = ["| floor | room | holds |", "|---|---|---|"]
+    for number, rooms in reversed(list(enumerate(FLOORS))):
+        for place, room in enumerate(sorted(rooms - {"__main__"})):
+            name, line = _line(root, room)
+            rows.append(f"| {number or 'ground' if not place else ''} | {name} | {line} |")
+    return "\n".join(rows)
+
+
+def _line(root: Path, room: str) -> tuple[str, str]:
+    """Return a room's name and the first sentence that it opens with."""
+    folder = root / "src/varlen" / room
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    opening = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    return f"[`{room}`]({path.relative_to(root).as_posix()})", " ".join(opening.split())
+
+
+def contributing_has_the_map(root: Path) -> list[str]:
+    """CONTRIBUTING's map is the one that the rules and the rooms give."""
+    path = root / "CONTRIBUTING.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{table(root)}\n{END}"
+    found = re.search(f"{BEGIN}\n(.*)\n{END}", text, re.DOTALL)
+    if found and found[1] == table(root):
+        return []
+    return ["CONTRIBUTING.md: the map is another; write it by `cd tests && python -m house.map`"]
+
+
+def rooms_open_with_where_to_begin(root: Path) -> list[str]:
+    """A room's docstring has a picture, says what goes in and comes out, and names the file to begin in."""
+    found = []
+    for room in (room for rooms in FLOORS for room in rooms):
+        path = root / "src/varlen" / room / "__init__.py"
+        if not path.exists():
+            continue
+        opening = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        begin = re.search(r"Begin in [^.`]*`([\w/]+\.py)`", opening)
+        where = path.relative_to(root).as_posix()
+        if "──►" not in opening or not re.search(r"^In( and out)?: ", opening, re.MULTILINE):
+            found.append(f"{where}: opens without a picture, or without what goes in and comes out")
+        elif begin is None or not (path.parent / begin[1]).exists():
+            found.append(f"{where}: doesn't say which file to begin in")
+    return found
+
+
+def write(root: Path) -> None:
+    """Write the map into CONTRIBUTING."""
+    path = root / "CONTRIBUTING.md"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(
+        re.sub(f"{BEGIN}\n.*\n{END}", lambda _: f"{BEGIN}\n{table(root)}\n{END}", text, flags=re.DOTALL)
+    )
+
+
+if __name__ == "__main__":
+    write(Path(__file__).resolve().parents[2])
