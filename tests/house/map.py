@@ -1,4 +1,4 @@
-"""The map of the house in CONTRIBUTING: its floors are those that imports are held to, its lines what rooms open with.
+"""The map of the house in CONTRIBUTING: floors as imports are held to them, lines as rooms open.
 
 `python -m house.map` in `tests/` writes it.
 """

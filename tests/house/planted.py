@@ -34,11 +34,21 @@ def best(a):
 
 # Each rule with files that break it, and the words its finding must hold.
 BROKEN: list[tuple[Rule, dict[str, str], str]] = [
-    (map.contributing_has_the_map, {"CONTRIBUTING.md": f"{map.BEGIN}\n| old |\n{map.END}"}, "the map is another"),
-    (map.rooms_open_with_where_to_begin, {"src/varlen/pack/__init__.py": '"""Packs of lengths."""'}, "a picture"),
+    (
+        map.contributing_has_the_map,
+        {"CONTRIBUTING.md": f"{map.BEGIN}\n| old |\n{map.END}"},
+        "the map is another",
+    ),
     (
         map.rooms_open_with_where_to_begin,
-        {"src/varlen/pack/__init__.py": '"""Lengths to packs.\n\n    a ──► b\n\nIn: a.\nBegin in `gone.py`.\n"""'},
+        {"src/varlen/pack/__init__.py": '"""Packs of lengths."""'},
+        "a picture",
+    ),
+    (
+        map.rooms_open_with_where_to_begin,
+        {
+            "src/varlen/pack/__init__.py": '"""Lengths to packs.\n\n    a ──► b\n\nIn: a.\nBegin in `gone.py`.\n"""'
+        },
         "which file to begin in",
     ),
     (imports.imports_point_down, {"src/varlen/pack/a.py": "from varlen.feed import b"}, "must not know feed"),

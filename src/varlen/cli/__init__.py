@@ -2,7 +2,7 @@
 
     arguments ──► app ──► verb (pack, index, inspect, plan, train, verify, demo) ──► the rooms below ──► tables, JSON
 
-In: arguments. Out: text or JSON, and exit code 0, or 2 with one sentence. Options of several verbs stand in `options`.
+In: arguments. Out: text or JSON, and exit code 0, or 2 with one sentence. `options` has those of several verbs.
 Begin in `app.py`.
 """
 
