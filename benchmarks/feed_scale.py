@@ -58,9 +58,9 @@ _PROGRAM = """
 import json, sys, time
 from benchmarks.feed_scale import SyntheticLengths
 from varlen.feed.spec import grouped
-from varlen.feed.stream import PackStream, Position
-from varlen.feed.table import WindowTable
-from varlen.feed.windows import WindowSettings
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.table import WindowTable
+from varlen.feed.indexed.windows import WindowSettings
 
 capacity, count = int(sys.argv[1]), int(sys.argv[2])
 

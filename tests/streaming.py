@@ -14,12 +14,12 @@ import numpy as np
 
 from varlen.documents.source import Source
 from varlen.errors import WorkerDiedError
-from varlen.feed.ahead import AheadSettings
+from varlen.feed.agreement import Exchange
 from varlen.feed.batches import BatchSettings
-from varlen.feed.exchange import Exchange
-from varlen.feed.feed import Made
+from varlen.feed.prefetch import AheadSettings
+from varlen.feed.protocol import Made
 from varlen.feed.state import FeedState
-from varlen.feed.streaming import StreamingFeed, StreamingSettings
+from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 
 NAMES = ("input_ids", "labels", "position_ids", "segment_ids", "document_ids", "document_starts", "pack_ids")
 

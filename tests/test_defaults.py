@@ -11,9 +11,9 @@ from test_cli import asked
 import varlen as vl
 from varlen.adapters.axolotl.settings import VarlenSettings
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
+from varlen.feed.indexed.windows import WindowSettings
 from varlen.feed.settings import LoaderSettings
-from varlen.feed.streaming import StreamingSettings
-from varlen.feed.windows import WindowSettings
+from varlen.feed.streaming.feed import StreamingSettings
 from varlen.offline.settings import PackSettings
 from varlen.train.settings import DataSettings
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from varlen.errors import StalledError
-from varlen.feed.agree import Agreement, job_store, name_of
+from varlen.feed.agreement import Agreement, job_store, name_of
 
 
 def ranks_of(count, deadline_s=20.0):
@@ -62,7 +62,7 @@ def test_a_wait_can_be_given_up():
 
 
 def test_old_keys_are_removed_from_the_store(monkeypatch):
-    monkeypatch.setattr("varlen.feed.agree._KEPT", 3)
+    monkeypatch.setattr("varlen.feed.agreement._KEPT", 3)
     store = torch.distributed.HashStore()
     rank = Agreement(store, "here", 0, 1, 1.0)
     for number in range(10):

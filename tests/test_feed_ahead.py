@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from varlen.errors import SourceError
-from varlen.feed import ahead
-from varlen.feed.ahead import Ahead, AheadSettings
+from varlen.feed import prefetch
+from varlen.feed.prefetch import Ahead, AheadSettings
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def clock(monkeypatch):
         def monotonic(self) -> float:
             return self.now
 
-    monkeypatch.setattr(ahead, "time", Clock())
-    return ahead.time
+    monkeypatch.setattr(prefetch, "time", Clock())
+    return prefetch.time
 
 
 @pytest.fixture

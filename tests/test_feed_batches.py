@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from test_source_store import write_store
 
 from varlen.feed.batches import BatchSettings, make_batch, plan_step
-from varlen.feed.groups import Groups
-from varlen.feed.stream import PackStream, Position
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
 
 CAPACITY = 12
 

@@ -10,7 +10,7 @@ from streaming import feed_of, run
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SourceError
-from varlen.feed.feed import Ended, new_arrays
+from varlen.feed.protocol import Ended, new_arrays
 from varlen.feed.state import FeedState
 from varlen.files.losses import Losses
 

@@ -18,9 +18,8 @@ from test_source_store import write_store
 
 import varlen as vl
 from varlen.documents.source import open_source
-from varlen.feed.groups import Enough, Groups, enough_for
+from varlen.feed.indexed.windows import Enough, Groups, WindowSettings, enough_for
 from varlen.feed.spec import grouped
-from varlen.feed.windows import WindowSettings
 from varlen.offline import index as index_module
 from varlen.offline.index import index_source
 from varlen.store.growing import PartialStore

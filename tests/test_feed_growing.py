@@ -16,12 +16,11 @@ from varlen.documents.mixture import Mixture
 from varlen.documents.source import open_source
 from varlen.errors import SourceError, StalledError, StateError
 from varlen.feed.batches import BatchSettings
-from varlen.feed.groups import Enough, Groups
-from varlen.feed.indexed import IndexedFeed
+from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 from varlen.feed.loader import PackedLoader
 from varlen.feed.state import FeedState
-from varlen.feed.stream import PackStream
-from varlen.feed.windows import Windows, WindowSettings
 from varlen.offline import index as index_module
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
@@ -243,7 +242,7 @@ def test_a_loader_waits_for_a_part_no_longer_than_for_a_batch_and_names_it(tmp_p
 
 def test_a_thread_that_waits_for_a_part_does_not_keep_a_loader_from_closing(tmp_path, data, monkeypatch):
     index_until(data, tmp_path / "store", 1, monkeypatch)
-    monkeypatch.setattr("varlen.feed.thread._PATIENCE_S", 0.2)
+    monkeypatch.setattr("varlen.feed.worker.thread._PATIENCE_S", 0.2)
     loader = PackedLoader(
         tmp_path / "store", capacity=256, global_batch_size=2, worker="thread", deadline_s=40
     )

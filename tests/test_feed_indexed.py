@@ -8,12 +8,11 @@ from test_source_store import write_store
 
 from varlen.errors import SourceError, StateError
 from varlen.feed.batches import BatchSettings
-from varlen.feed.feed import new_arrays
-from varlen.feed.groups import Enough, Groups
-from varlen.feed.indexed import IndexedFeed
+from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
+from varlen.feed.protocol import new_arrays
 from varlen.feed.state import FeedState, from_json, to_json
-from varlen.feed.stream import PackStream
-from varlen.feed.windows import Windows, WindowSettings
 
 BELONGS = {"store": "abc", "capacity": 32, "seed": 3, "dp_world_size": 1, "micro_batch_size": 4}
 FREE = frozenset({"dp_world_size", "micro_batch_size"})

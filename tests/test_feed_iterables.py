@@ -21,7 +21,7 @@ import varlen as vl
 from varlen.documents.memory import placed
 from varlen.documents.source import open_source
 from varlen.errors import InputError, SettingError, SourceError, StateError
-from varlen.feed.lane import chunk_of, document_ids
+from varlen.feed.streaming.lane import chunk_of, document_ids
 
 ROWS = [{"text": np.random.default_rng(n).bytes(20 + 13 * (n % 11)).hex()} for n in range(240)]
 

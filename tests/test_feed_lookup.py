@@ -11,7 +11,7 @@ from test_source_store import write_store
 
 import varlen as vl
 from varlen.errors import SettingError
-from varlen.feed.table import WindowTable
+from varlen.feed.indexed.table import WindowTable
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from loaders import content, drained, random_store
 
 import varlen as vl
 from varlen.errors import InputError, StateError
-from varlen.feed.mixing import MixedStream
+from varlen.feed.mixture.stream import MixedStream
 from varlen.store.store import open_store
 
 WEIGHTS = {"web": 6.0, "code": 3.0, "books": 1.0}

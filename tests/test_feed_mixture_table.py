@@ -10,9 +10,9 @@ from test_feed_mixture_heads import SOURCE, mixture_of
 from test_feed_stream import packs_of
 
 from varlen.errors import SettingError
-from varlen.feed import table as table_module
-from varlen.feed.mixed_table import MixedTable
-from varlen.feed.mixing import MixedStream
+from varlen.feed.indexed import table as table_module
+from varlen.feed.mixture.stream import MixedStream
+from varlen.feed.mixture.table import MixedTable
 
 WITH_TOKENS = SOURCE.filter(lambda shards: sum(map(sum, shards)) >= 40)  # or windows are too many
 HEAD = 8 + 32  # the mark and the checksum
@@ -143,7 +143,7 @@ def test_an_end_that_was_found_from_where_training_stands_is_not_kept_as_that_of
 
 def test_a_mixture_without_packs_is_no_place_to_look_for_one_for_ever(monkeypatch):
     stream = mixture_of([[[0, 0]]], [1], "endless")
-    monkeypatch.setattr("varlen.feed.mixing._MOST_BARREN", 20)
+    monkeypatch.setattr("varlen.feed.mixture.stream._MOST_BARREN", 20)
     with pytest.raises(SettingError, match="gave no pack"):
         MixedTable(stream).find(3, stream.position({}).grown)
 

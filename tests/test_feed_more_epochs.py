@@ -33,8 +33,8 @@ import varlen as vl
 from varlen.documents import blocks
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, StateError
-from varlen.feed.lane import LanePacks
 from varlen.feed.state import FeedState, from_json, to_json
+from varlen.feed.streaming.lane import LanePacks
 
 
 @pytest.fixture(autouse=True)

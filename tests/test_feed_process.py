@@ -15,7 +15,7 @@ import pytest
 from loaders import content, drained, loader_of, random_store
 
 from varlen.errors import StalledError, WorkerDiedError
-from varlen.feed import process
+from varlen.feed.worker import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 KILLS = 3

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import varlen as vl
 from varlen.errors import StateError
-from varlen.feed.lane import Arrival, Counts, shuffle_keys
-from varlen.feed.record import from_record, to_record
+from varlen.feed.streaming.lane import Arrival, Counts, from_record, shuffle_keys, to_record
 
 
 def arrival(rows, mask=None):

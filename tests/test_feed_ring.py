@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from varlen.errors import SettingError
-from varlen.feed.ring import Ring
+from varlen.feed.worker.ring import Ring
 
 
 def test_another_process_reads_what_was_written_and_the_other_way_round():
     ring = Ring(3, 5000)
     ring.slot(1)[:5] = [1, 2, 3, 4, 5]
     program = (
-        "import sys; from varlen.feed.ring import Ring; ring = Ring(3, 5000, int(sys.argv[1])); "
+        "import sys; from varlen.feed.worker.ring import Ring; ring = Ring(3, 5000, int(sys.argv[1])); "
         "print(ring.slot(1)[:5].tolist(), ring.slot(0).sum()); ring.slot(2)[-1] = 77"
     )
     done = subprocess.run(

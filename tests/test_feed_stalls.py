@@ -9,7 +9,7 @@ import pytest
 from streaming import write_texts
 
 import varlen as vl
-from varlen.feed import rounds
+from varlen.feed.streaming import rounds
 
 STEP_S, STALL_S, STEPS = 0.005, 1.0, 300
 

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_feed_windows import SHARDS, Store, grouped, pieces_of
 
-from varlen.feed.deal import deal
-from varlen.feed.groups import Groups
-from varlen.feed.stream import PackStream, Position
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.batches import deal
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
 
 
 def packs_of(taken):

@@ -30,9 +30,9 @@ from streaming import (
 from varlen.documents import blocks
 from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError, StateError
-from varlen.feed.lane import document_ids
-from varlen.feed.resumed import Unread
 from varlen.feed.state import FeedState, from_json, to_json
+from varlen.feed.streaming.intake import Unread
+from varlen.feed.streaming.lane import document_ids
 
 
 @pytest.fixture(autouse=True)

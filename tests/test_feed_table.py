@@ -11,11 +11,10 @@ from test_feed_stream import packs_of
 from test_feed_windows import SHARDS, Store, grouped
 
 from varlen.errors import SettingError, SourceError
-from varlen.feed import table as table_module
-from varlen.feed.groups import Groups
-from varlen.feed.stream import PackStream, Position
-from varlen.feed.table import WindowTable
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.indexed import table as table_module
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.table import WindowTable
+from varlen.feed.indexed.windows import Groups, Windows, WindowSettings
 
 
 @pytest.fixture(autouse=True)

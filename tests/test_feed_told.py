@@ -11,7 +11,7 @@ import pytest
 
 import varlen as vl
 from varlen.errors import SourceError
-from varlen.feed import intake
+from varlen.feed.streaming import intake
 
 SAID = "was replaced or rewritten since the files were listed"
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import OverlongDocumentError
-from varlen.feed.groups import Enough, Groups
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
 
 
 class Store:

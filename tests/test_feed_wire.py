@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import varlen as vl
-from varlen.feed.feed import Made
+from varlen.feed.protocol import Made
 from varlen.feed.state import FeedState
-from varlen.feed.wire import Slot, read_made, slot_bytes
+from varlen.feed.worker.ring import Slot, read_made, slot_bytes
 from varlen.types import Ledger
 
 LENGTHS = st.lists(st.integers(1, 16), min_size=1, max_size=60)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import OverlongDocumentError
-from varlen.feed.windows import WindowSettings, packs_of
+from varlen.feed.indexed.windows import WindowSettings, packs_of
 from varlen.pack.window import count_packs
 
 METHODS = ["best_fit", "best_fit", "first_fit", "next_fit", "wrapped", "balanced", "best_fit_decreasing"]

@@ -132,8 +132,8 @@ def test_every_door_says_it_in_a_sentence(door: str, tmp_path: Path) -> None:
 
 OWN = {
     # What our own processes say to each other, and what was written a line before.
-    *("src/varlen/plan/planner_process.py", "src/varlen/plan/wire.py", "src/varlen/feed/worker.py"),
-    *("src/varlen/feed/agree.py", "src/varlen/feed/process.py", "src/varlen/feed/wire.py"),
+    *("src/varlen/plan/planner_process.py", "src/varlen/plan/wire.py", "src/varlen/feed/worker/main.py"),
+    *("src/varlen/feed/agreement.py", "src/varlen/feed/worker/process.py", "src/varlen/feed/worker/ring.py"),
     *("src/varlen/files/paths.py", "src/varlen/offline/index.py", "src/varlen/train/model.py"),
     *("src/varlen/text/wrapped.py", "src/varlen/files/remote.py"),
     "src/varlen/train/plans.py",  # its handlers stand in a variable

@@ -34,8 +34,8 @@ TORCH_FLOOR = FLOOR_OF["runtime"]
 TORCH = {"torch", "transformers"}
 TORCH_IN_FUNCTIONS = {
     "src/varlen/batch/packed.py",
-    "src/varlen/feed/device.py",
-    "src/varlen/feed/agree.py",
+    "src/varlen/feed/worker/device.py",
+    "src/varlen/feed/agreement.py",
     "src/varlen/text/load_tokenizer.py",
 }
 READING_ROOMS = ("files", "text", "documents", "store")

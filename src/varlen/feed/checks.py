@@ -8,8 +8,8 @@ import numpy as np
 
 from varlen.counts import many
 from varlen.errors import OverlongDocumentError, SourceError
+from varlen.feed.bad_documents import check_first_ids
 from varlen.feed.settings import LoaderSettings, check_vocabulary
-from varlen.feed.vocabulary import check_first_ids
 from varlen.store.store import TokenStore
 from varlen.store.tokens import TokenDocuments
 from varlen.types import Ledger, Overlong

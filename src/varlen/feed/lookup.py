@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.feed.feed import Ended, new_arrays
-from varlen.feed.indexed import IndexedFeed
-from varlen.feed.mixed_table import MixedTable
-from varlen.feed.mixing import MixedStream
-from varlen.feed.place import beginning_of
+from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.table import WindowTable
+from varlen.feed.mixture.stream import MixedStream
+from varlen.feed.mixture.table import MixedTable
+from varlen.feed.protocol import Ended, new_arrays
 from varlen.feed.state import FeedState
-from varlen.feed.stream import PackStream
-from varlen.feed.streaming import StreamingFeed
-from varlen.feed.table import WindowTable
+from varlen.feed.streaming.feed import StreamingFeed
+from varlen.feed.streaming.rounds import beginning_of
 from varlen.types import Int32Array, IntArray
 
 _KEPT = 16

@@ -12,24 +12,22 @@ from varlen.counts import many
 from varlen.documents.mixture import Mixture
 from varlen.documents.source import Source
 from varlen.errors import SettingError, SourceError
-from varlen.feed.agree import Agreement, job_store, name_of
-from varlen.feed.ahead import AheadSettings
+from varlen.feed.agreement import Agreement, Exchanges, job_store, name_of
 from varlen.feed.batches import BatchSettings
-from varlen.feed.cached import indexed_in_cache
 from varlen.feed.checks import NO_LABEL, check_lengths, check_tokens, has_label, say_cut
-from varlen.feed.exchange import Exchanges
 from varlen.feed.given import check_passes, placed_for, placed_in, tell_read_by_all
-from varlen.feed.groups import PARTS_A_GROUP
-from varlen.feed.indexed import IndexedFeed
+from varlen.feed.indexed.cached_store import indexed_in_cache
+from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.windows import PARTS_A_GROUP, WindowSettings
 from varlen.feed.lookup import IndexedLookup, StreamingLookup
-from varlen.feed.mixing import MixSettings
+from varlen.feed.mixture.stream import MixSettings
 from varlen.feed.one_tokenizer import differing, one_tokenizer, say_bytes
+from varlen.feed.prefetch import AheadSettings
 from varlen.feed.settings import LoaderSettings, check_vocabulary
 from varlen.feed.sources import of_folders, refuse_reading, source_of, tokens_of
 from varlen.feed.spec import IndexedSpec, MixtureSpec, Spec, StreamingSpec, opened
 from varlen.feed.state import TOKENIZER, Mode
-from varlen.feed.streaming import StreamingFeed, StreamingSettings
-from varlen.feed.windows import WindowSettings
+from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 from varlen.files.fingerprints import fingerprint_of, known_prints
 from varlen.files.losses import Losses
 from varlen.files.paths import Data, File, entries_of, is_url

@@ -12,15 +12,14 @@ from varlen.documents import memory
 from varlen.documents.order import hashed
 from varlen.documents.source import OnError, Source
 from varlen.errors import SourceError
+from varlen.feed.agreement import Exchanges
 from varlen.feed.batches import BatchSettings
-from varlen.feed.exchange import Exchanges
-from varlen.feed.feed import Feed
-from varlen.feed.groups import PARTS_A_GROUP, Groups, enough_for
-from varlen.feed.indexed import IndexedFeed
-from varlen.feed.mixing import MixedStream, MixSettings
-from varlen.feed.stream import PackStream
-from varlen.feed.streaming import StreamingFeed, StreamingSettings
-from varlen.feed.windows import Windows, WindowSettings
+from varlen.feed.indexed.feed import IndexedFeed
+from varlen.feed.indexed.stream import PackStream
+from varlen.feed.indexed.windows import PARTS_A_GROUP, Groups, Windows, WindowSettings, enough_for
+from varlen.feed.mixture.stream import MixedStream, MixSettings
+from varlen.feed.protocol import Feed
+from varlen.feed.streaming.feed import StreamingFeed, StreamingSettings
 from varlen.files.losses import Losses, total
 from varlen.files.paths import Data, Format
 from varlen.store.growing import PATIENCE_S, PartialStore

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.feed.foreseen import BYTES_A_TOKEN, indexed_packs, streamed_packs
 from varlen.feed.settings import LoaderSettings
+from varlen.feed.streaming.foreseen import BYTES_A_TOKEN, indexed_packs, streamed_packs
 from varlen.offline.plan import Plan
 from varlen.offline.settings import PackSettings
 from varlen.pack.api import pack

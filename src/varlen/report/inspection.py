@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, SettingError
-from varlen.feed.foreseen import BYTES_A_TOKEN
+from varlen.feed.streaming.foreseen import BYTES_A_TOKEN
 from varlen.pack.api import as_seed
 from varlen.pack.lengths import as_count, as_lengths
 from varlen.report.advice import advise

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.feed.foreseen import BYTES_A_TOKEN
+from varlen.feed.streaming.foreseen import BYTES_A_TOKEN
 from varlen.pack.api import DEFAULT_WORK, pack
 from varlen.pack.bound import lower_bound
 from varlen.pack.score import length_correlation

@@ -17,17 +17,14 @@ from varlen.documents.block_reader import BlockReader, Chunk
 from varlen.documents.blocks import cut_blocks, read_by_all
 from varlen.documents.source import Source
 from varlen.errors import SettingError, StateError
-from varlen.feed.ahead import Ahead, AheadSettings
-from varlen.feed.batches import BatchSettings, Contents, check_heard, fill_batch, no_batch, work_of
-from varlen.feed.claims import ChunkSequence
-from varlen.feed.deal import deal
-from varlen.feed.exchange import Exchanges, Solo
-from varlen.feed.feed import Buffers, Ended, Made
-from varlen.feed.intake import Intake
-from varlen.feed.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
-from varlen.feed.place import check_place, place_of
-from varlen.feed.rounds import Round, Rounds, RoundSettings
+from varlen.feed.agreement import Exchanges, Solo
+from varlen.feed.batches import BatchSettings, Contents, check_heard, deal, fill_batch, no_batch, work_of
+from varlen.feed.prefetch import Ahead, AheadSettings
+from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
+from varlen.feed.streaming.intake import ChunkSequence, Intake
+from varlen.feed.streaming.lane import RECORD_BITS, LanePacks, LaneSettings, chunk_of
+from varlen.feed.streaming.rounds import Round, Rounds, RoundSettings, check_place, place_of
 from varlen.files.losses import Losses
 from varlen.pack.passes import Passes
 from varlen.text.loss_masks import end_to_end

@@ -1,4 +1,4 @@
-"""`python -m varlen.feed.worker`: makes batches into the slots of a ring, from any state that it is told."""
+"""`python -m varlen.feed.worker.main`: makes batches into the slots of a ring, from any state that it is told."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from typing import IO, Any
 from varlen import jit
 from varlen.batch.collate import Out
 from varlen.errors import StalledError
-from varlen.feed.feed import Ended, Feed
-from varlen.feed.ring import Ring
+from varlen.feed.protocol import Ended, Feed
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.wire import Slot, ended_message
+from varlen.feed.worker.ring import Ring, Slot, ended_message
 from varlen.offline.tasks import receive, send
 from varlen.pack.api import pack
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from varlen.batch.packed import PackedBatch, import_torch
-from varlen.feed.feed import Ended, Made, Worker
+from varlen.feed.protocol import Ended, Made, Worker
 from varlen.feed.state import FeedState
 
 _log = logging.getLogger(__name__)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from varlen.feed.device import DeviceWorker
-from varlen.feed.feed import Worker
 from varlen.feed.opening import Opened
-from varlen.feed.process import ProcessWorker
+from varlen.feed.protocol import Worker
 from varlen.feed.settings import LoaderSettings
-from varlen.feed.thread import ThreadWorker
-from varlen.feed.wire import slot_bytes
+from varlen.feed.worker.device import DeviceWorker
+from varlen.feed.worker.process import ProcessWorker
+from varlen.feed.worker.ring import slot_bytes
+from varlen.feed.worker.thread import ThreadWorker
 
 
 def hired(opened: Opened, settings: LoaderSettings) -> Worker:

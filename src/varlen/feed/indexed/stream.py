@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from varlen.errors import StateError
-from varlen.feed.packs import StorePacks, end_to_end
+from varlen.feed.indexed.windows import StorePacks, Windows, end_to_end
 from varlen.feed.state import MOST
-from varlen.feed.windows import Windows
 from varlen.pack.lengths import as_count
 from varlen.store.token_files import FileTokens
 from varlen.store.tokens import ReadableTokens, TokenDocuments

@@ -8,6 +8,7 @@ from typing import Any
 
 from varlen.documents.source import OnError
 from varlen.errors import InputError, SettingError, StateError
+from varlen.feed.bad_documents import ReadPieces, Unreadable, where_of
 from varlen.feed.batches import (
     BatchSettings,
     Step,
@@ -17,12 +18,10 @@ from varlen.feed.batches import (
     numbers_of,
     plan_step,
 )
-from varlen.feed.feed import Buffers, Ended, Made
-from varlen.feed.packs import StorePacks
+from varlen.feed.indexed.stream import Stream
+from varlen.feed.indexed.windows import StorePacks
+from varlen.feed.protocol import Buffers, Ended, Made
 from varlen.feed.state import FeedState, check_micro_batch
-from varlen.feed.stream import Stream
-from varlen.feed.unreadable import ReadPieces, Unreadable
-from varlen.feed.vocabulary import where_of
 from varlen.files.losses import Losses
 from varlen.pack.lengths import as_count
 from varlen.types import IntArray, Ledger

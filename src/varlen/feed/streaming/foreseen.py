@@ -14,19 +14,16 @@ import numpy as np
 from varlen.documents.block_reader import Chunk
 from varlen.documents.blocks import Blocks, block_bytes_for
 from varlen.errors import SourceError
-from varlen.feed.claims import ChunkSequence, Claim
-from varlen.feed.exchange import Solo
-from varlen.feed.groups import PARTS_A_GROUP
-from varlen.feed.intake import Brought
-from varlen.feed.lane import RECORD_BITS, Arrival, chunk_of, document_ids
+from varlen.feed.agreement import Solo
+from varlen.feed.indexed.stream import PackStream, Position
+from varlen.feed.indexed.windows import PARTS_A_GROUP
 from varlen.feed.opening import batch_settings, streaming_settings, usual_window, window_settings
-from varlen.feed.record import LaneRecord
-from varlen.feed.resumed import unread
-from varlen.feed.rounds import Rounds
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.spec import grouped
-from varlen.feed.stream import PackStream, Position
-from varlen.feed.streaming import round_settings
+from varlen.feed.streaming.feed import round_settings
+from varlen.feed.streaming.intake import Brought, ChunkSequence, Claim, unread
+from varlen.feed.streaming.lane import RECORD_BITS, Arrival, LaneRecord, chunk_of, document_ids
+from varlen.feed.streaming.rounds import Rounds
 from varlen.files.losses import Losses
 from varlen.pack.lengths import LARGEST
 from varlen.store.blank import BlankTokens

@@ -26,12 +26,11 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, cast
 
 from varlen.errors import SettingError, StalledError, WorkerDiedError
-from varlen.feed.exchange import Exchange, Exchanges
-from varlen.feed.feed import Ended, Made
-from varlen.feed.ring import Bytes, Ring
+from varlen.feed.agreement import Exchange, Exchanges
+from varlen.feed.protocol import Ended, Made
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
-from varlen.feed.wire import read_ended, read_made
+from varlen.feed.worker.ring import Bytes, Ring, read_ended, read_made
 from varlen.files.retry import await_end
 from varlen.offline.interpreter import fresh_interpreter
 from varlen.offline.tasks import NOT_FOUND, receive, send
@@ -317,7 +316,7 @@ def _hired(line: _Line) -> subprocess.Popen[bytes]:
     arguments = [str(int(number)) for number in told]
     # Blocks are tokenized side by side, each by one thread: threads of the tokenizer's own would wait for each other
     # at the end of every block, and take a fifth more of the processors' time.
-    return fresh_interpreter("varlen.feed.worker", *arguments, threads=1, files=[ring.file])
+    return fresh_interpreter("varlen.feed.worker.main", *arguments, threads=1, files=[ring.file])
 
 
 def _death(code: int | None) -> str:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from queue import Empty, Full, Queue
 
 from varlen.errors import StalledError
-from varlen.feed.exchange import Exchange, Exchanges
-from varlen.feed.feed import Ended, Feed, Made, counts_of, new_arrays
+from varlen.feed.agreement import Exchange, Exchanges
+from varlen.feed.protocol import Ended, Feed, Made, counts_of, new_arrays
 from varlen.feed.spec import Spec
 from varlen.feed.state import FeedState
 from varlen.files.retry import await_end

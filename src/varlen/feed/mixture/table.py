@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 
 from varlen.errors import SettingError
-from varlen.feed.heads import SourcePlace
-from varlen.feed.kept import KeptTable
-from varlen.feed.mixing import MixedPosition, MixedStream, refuse_barren
-from varlen.feed.stream import Grown, Position
-from varlen.feed.table import count_window
+from varlen.feed.indexed.stream import Grown, Position
+from varlen.feed.indexed.table import KeptTable, count_window
+from varlen.feed.mixture.stream import MixedPosition, MixedStream, SourcePlace, refuse_barren
 from varlen.types import IntArray
 
 _MOST_NOTED = 1 << 10

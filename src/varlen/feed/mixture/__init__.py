@@ -1,0 +1,1 @@
+"""Packs of several sources, whose documents take turns by their shares of tokens."""
