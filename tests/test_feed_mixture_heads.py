@@ -12,7 +12,7 @@ from test_feed_windows import Store
 
 from varlen.feed.indexed.stream import PackStream, Position
 from varlen.feed.indexed.windows import Enough, Groups, Windows, WindowSettings
-from varlen.feed.mixture import stream
+from varlen.feed.mixture import stream as mixture_stream
 from varlen.feed.mixture.stream import MixedStream, MixSettings
 from varlen.store.open import JoinedTokens
 
@@ -81,7 +81,7 @@ def plainly_mixed(stream, places):
             if mix.until == "all" and all(one.position.epoch >= mix.epochs for one in plain):
                 is_last = True
     after = tuple(
-        stream.SourcePlace(position=head.position, document=head.document, taken=int(taken))
+        mixture_stream.SourcePlace(position=head.position, document=head.document, taken=int(taken))
         for head, taken in zip(plain, counts)
     )
     return rows, after, sum(length for _, _, length, epoch in rows if epoch), is_last
@@ -105,7 +105,7 @@ def test_a_mixture_takes_what_it_would_take_window_by_window(
     stream = mixture_of(*zip(*sources), until, unit, epochs, window, seed, parts_a_group)
     places = stream.position({}).sources
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "_LEAST", least)
+        patch.setattr(mixture_stream, "_LEAST", least)
         for _ in range(12):
             rows, expected, repeated, is_last = plainly_mixed(stream, places)
             shards, documents, lengths, after, found_repeated, found_last = stream._mixed(places)
@@ -122,7 +122,7 @@ def test_many_epochs_at_once_are_in_the_order_that_each_has(seed, epoch, group, 
     windows = Windows(
         store, Groups(store, Enough(parts=2)), WindowSettings(capacity=30, window=20, seed=seed)
     )
-    orders = stream.epoch_orders(seed, Position(epoch=epoch, group=group), epochs, 9)
+    orders = mixture_stream.epoch_orders(seed, Position(epoch=epoch, group=group), epochs, 9)
     for number, order in enumerate(orders.tolist()):
         shards, documents = windows.documents(epoch + number, group, 0, store.num_parts)
         assert (6 * (shards - 2 * group) + documents).tolist() == order
