@@ -189,6 +189,7 @@ def test_training_in_tasks_that_torchrun_did_not_start_is_refused(texts: Path, t
 
 
 _GROUP_JOB = """
+import os
 import sys
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -196,18 +197,23 @@ import varlen as vl
 
 SETTINGS = {"capacity": 512, "global_batch_size": 4, "worker": "thread"}
 
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # at once: two processes share the pipe
+
+
 def work(rank, file, texts):
     early = vl.PackedLoader(texts, "bytes", **SETTINGS)  # made before anything is known of the others
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     for what in (lambda: next(early), lambda: vl.PackedLoader(texts, "bytes", **SETTINGS)):
         try:
             what()
-            print("READ", flush=True)
+            say("READ")
         except vl.VarlenError as error:
-            print("REFUSED", error, flush=True)
+            say("REFUSED", error)
     told = {"dp_rank": dist.get_rank(), "dp_world_size": dist.get_world_size()}
     with vl.PackedLoader(texts, "bytes", **SETTINGS, **told) as loader:
-        print("TOKENS", sum(batch.num_tokens for batch in loader), flush=True)
+        say("TOKENS", sum(batch.num_tokens for batch in loader))
 
 if __name__ == "__main__":
     mp.spawn(work, args=tuple(sys.argv[1:]), nprocs=2)
