@@ -15,7 +15,7 @@ from shared_values import MB, PEAK, chats, text_column, undone, write
 from varlen.documents.blocks import cut_blocks
 from varlen.documents.source import open_source
 from varlen.files.finding import find_files
-from varlen.files.formats import row_groups, tables
+from varlen.files.formats import record_batches, row_groups, tables
 from varlen.files.formats.decoded import plain, row_sizes
 from varlen.files.formats.record_batches import blocks_of
 from varlen.files.rows import as_list
@@ -337,3 +337,17 @@ def test_damage_in_shared_texts_is_counted_and_no_cause_to_refuse_the_file(tmp_p
     assert [fault.covers for rows in found for fault in rows.faults] == [4000 // groups]
     assert sum(map(len, found)) > 0 or groups == 1
     assert len(tables.stretch_sizes(file, ["text"])) == groups
+
+
+def test_counting_the_rows_of_a_stretch_reads_the_headers_of_its_batches_alone(tmp_path, monkeypatch):
+    table = pa.table({"text": [f"{number}" for number in range(400)]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=10)
+    (file,) = find_files(tmp_path / "a.arrow")
+    looked, block = [], record_batches._block
+    monkeypatch.setattr(record_batches, "_block", lambda *place: looked.append(place) or block(*place))
+
+    counted = [tables.count_rows(file, start, start + 4) for start in range(0, 40, 4)]
+
+    assert counted == [40] * 10
+    assert len(looked) == 40

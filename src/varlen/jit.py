@@ -118,7 +118,7 @@ class _Kernel:
     ) -> None:
         functools.update_wrapper(self, function)
         self.name = function.__name__
-        self.function, self.other, self.is_inlined = function, in_python, is_inlined
+        self.function, self.python_form, self.is_inlined = function, in_python, is_inlined
         self.dispatcher: Any = None
         """Numba's, once the kernel was called."""
         self._called: Callable[..., Any] | None = None
@@ -152,7 +152,7 @@ def _functions(module: str, *, compiled: bool) -> dict[str, Any]:
     for name, kernel in kernels.items():
         function = kernel.function
         copy = types.FunctionType(function.__code__, names, name, function.__defaults__)
-        names[name] = _dispatcher(copy, kernel.is_inlined) if compiled else kernel.other or copy
+        names[name] = _dispatcher(copy, kernel.is_inlined) if compiled else kernel.python_form or copy
     return names
 
 

@@ -388,7 +388,7 @@ def plain_batch(
     return fits, wide, narrow, boundaries, block, targets, longest, shortest, largest
 
 
-# Kernels that write given labels, masks and other per-token columns, compiled by numba; see `kernels.py`.
+# Kernels that write given labels, masks and other per-token columns.
 
 
 @compiled(in_python=in_python.mask_labels)
@@ -451,7 +451,7 @@ def copy_column(
         done = at + length
 
 
-# The kernel that fills one flat row of whole documents, compiled by numba; see `kernels.py`.
+# The kernel that fills one flat row of whole documents.
 
 Whole = NDArray[Any]
 

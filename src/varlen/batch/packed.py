@@ -7,24 +7,19 @@ values, so an end-of-text token may equal the padding token and stay supervised.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
-from varlen.errors import SettingError
-from varlen.types import IntArray
+from varlen.errors import MissingExtraError, SettingError
+from varlen.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
-import operator
-from typing import TYPE_CHECKING, get_args
-
-import numpy.typing as npt
-
-from varlen.errors import MissingExtraError
-from varlen.types import FloatArray
 
 Array: TypeAlias = Any
 """A numpy array, or after `to_torch` a torch tensor of the same shape."""

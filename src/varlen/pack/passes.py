@@ -546,12 +546,12 @@ def _packed(waiting: Waiting, passes: Passes) -> tuple[Packs, Packs]:
     first = passes.packed(waiting, "best_fit")
     is_full = passes.is_full(first)
     full, rest = first.where(is_full), first.where(~is_full).pieces.by_arrival()
-    filled, rest = _filled_rounds(rest, passes)
+    filled, rest = _filled_one_by_one(rest, passes)
     more, last = passes.run(rest)
     return full.and_then(filled).and_then(more), last
 
 
-def _filled_rounds(pieces: Waiting, passes: Passes) -> tuple[Packs, Waiting]:
+def _filled_one_by_one(pieces: Waiting, passes: Passes) -> tuple[Packs, Waiting]:
     """Fill a pack around each piece, the longest first, with others in the order of their arrival, never by length.
 
     Returns the packs that get full, and what is left.

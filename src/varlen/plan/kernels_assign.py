@@ -1,4 +1,4 @@
-"""Kernels that give documents to groups; `reference_assign.py` says in plain Python what each must return.
+"""Kernels that give documents to groups; `tests/oracles/plan_assign.py` says in plain Python what each must return.
 
 All take the work of documents as float64, their tokens and the groups' limits as int64, and add up work in the order
 in which documents stand, so that a kernel and its reference round alike.

@@ -1,7 +1,7 @@
 """Kernels that fill micro-batches with whole documents, as peers do; compiled by numba.
 
-`reference_groups.py` says in plain Python what each must return. A *group* is 2^k neighbouring ranks that share the
-rows of the documents they are given; a document's *level* is the k of its group.
+`tests/oracles/plan_groups.py` says in plain Python what each must return. A *group* is 2^k neighbouring ranks that
+share the rows of the documents they are given; a document's *level* is the k of its group.
 """
 
 # Kernels mix Python and numpy integers, which numba types by itself.

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import SettingError
+from varlen.errors import MissingExtraError, SettingError
+from varlen.regular import read_regular, read_regular_text
 from varlen.text.identity import function_fingerprint
-from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, FunctionTokenizer, Specials, Tokenizer
-from varlen.text.wrapped import PROBE, wrap_backend, wrap_transformers
+from varlen.text.tokenizer import (
+    ByteTokenizer,
+    FastTokenizer,
+    FunctionTokenizer,
+    Specials,
+    Tokenizer,
+    backend_faults,
+)
+from varlen.text.wrapped import PROBE, named_templates, wrap_backend, wrap_transformers
 
 if TYPE_CHECKING:
     import tokenizers
-import json
-import logging
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
-
-from varlen.errors import MissingExtraError
-from varlen.regular import read_regular, read_regular_text
-from varlen.text.tokenizer import backend_faults
-from varlen.text.wrapped import named_templates
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:

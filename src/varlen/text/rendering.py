@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from varlen.errors import SourceError
 from varlen.files.losses import Losses
 from varlen.text.assistant_spans import Said, by_frames, by_prefixes, fill, fill_masked
 from varlen.text.messages import Chat, apart_thoughts, joined, well_formed
-from varlen.text.skeleton import Kind, Shape, Skeleton, free_character, shape_of, skeleton_of
+from varlen.text.skeleton import (
+    Kind,
+    Render,
+    Shape,
+    Skeleton,
+    Turn,
+    free_character,
+    shape_of,
+    skeleton_of,
+    try_render,
+)
 from varlen.text.twins import twin_of
 
 if TYPE_CHECKING:
     from varlen.text.chat_template import ChatTemplate
-import json
-import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-
-from varlen.text.skeleton import Render, Turn, try_render
 
 _MOST_SKELETONS = 512
 _WAYS_OUT = (
@@ -294,7 +300,7 @@ class Rendering:
         text, marked, start, stop = self._marked()
         if self._tools:
             self._check_tools(text)
-        spans = between_generation(marked, start, stop)
+        spans = marked_spans(marked, start, stop)
         messages = self._messages
         if not spans:
             raise SourceError("the {% generation %} blocks of the chat template mark nothing in this chat")
@@ -449,7 +455,7 @@ def spelled(value: Any, what: str) -> str:
 # Read what the assistant says off a template's own {% generation %} marks.
 
 
-def between_generation(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
+def marked_spans(marked: str, start: str, stop: str) -> list[tuple[int, int]]:
     """Return where outermost blocks stand, in positions of the text without marks."""
     spans, position, depth, opened = [], 0, 0, 0
     for number, piece in enumerate(marked.replace(stop, start).split(start)):

@@ -45,7 +45,7 @@ def head_fault(base: Any, decoder: Any) -> tuple[str | None, str | None]:
         if id(module) not in inside and (put := put_on(module)):
             return (
                 None,
-                f"runs code of its own ({put} in {name or 'the model'}), so nobody knows which tokens it mixes",
+                f"runs code of its own ({put} in {name or 'the model'}), and which tokens that mixes is unknown",
             )
     own = plain_class(type(base)).__name__
     trusted = own in _tried_classes() and is_known(type(base))

@@ -283,7 +283,7 @@ def _modules(decoder: Any, *, told: bool) -> tuple[str | None, str | None]:
                 passed = f"{name}."
                 continue
             unknown = unknown or (
-                f"runs code of its own ({own} in {name or 'the decoder'}), so nobody knows which tokens it mixes"
+                f"runs code of its own ({own} in {name or 'the decoder'}), and which tokens that mixes is unknown"
             )
     return None, unknown
 
@@ -298,5 +298,5 @@ def mixes(name: str, module: Any) -> str | None:
     if isinstance(module, _NEIGHBOURS) and any(size != 1 for size in module.kernel_size):
         return f"mixes neighbouring tokens in a convolution ({name}), from one document into the next"
     if isinstance(module, _ALL_TOKENS):
-        return f"mixes all tokens of a row in {name} ({type(module).__name__}), which is told no boundaries"
+        return f"mixes all tokens of a row in {name} ({type(module).__name__}), which takes no boundaries"
     return None

@@ -279,7 +279,7 @@ def refuse_barren(windows: int) -> None:
 
 _LEAST = 1 << 10
 """Documents fetched at least, unless fewer are wanted; then as many as were taken, so that few fetches do."""
-_KEPT_HEADS = 2
+_KEPT_WINDOWS = 2
 """Windows of a source: the one that it is in, and the next."""
 _SHARD, _DOCUMENT, _LENGTH, _EPOCH, _GROUP, _WINDOW, _TAKEN = range(7)
 """Of a column. A window begins where the length is -1."""
@@ -303,7 +303,7 @@ class Columns:
     def __init__(self, stream: PackStream) -> None:
         """Take the source."""
         self.stream = stream
-        self._rows = lru_cache(_KEPT_HEADS)(self._make)
+        self._rows = lru_cache(_KEPT_WINDOWS)(self._make)
 
     def of(self, position: Position) -> IntArray:
         """Return int64 `[7, 1 + documents]`: the column where a window begins, and those of its documents.

@@ -30,7 +30,7 @@ def sizes(table: Any, stored: BinaryIO, wanted: list[str], file_bytes: int) -> l
     count = table.num_record_batches
     share = file_bytes // max(count, 1)
     kinds = (table.schema.field(name).type for name in wanted)
-    if not count or not (any(map(shares, kinds)) or any(b.is_compressed for b in blocks_of(stored, most=1))):
+    if not count or not (any(map(shares, kinds)) or any(b.is_compressed for b in blocks_of(stored, stop=1))):
         return [share] * count
 
     def look(numbers: Sequence[int]) -> dict[int, int]:
@@ -79,12 +79,15 @@ class Block:
     is_compressed: bool = False
 
 
-def blocks_of(stored: BinaryIO, most: int | None = None) -> list[Block]:
+def blocks_of(stored: BinaryIO, start: int = 0, stop: int | None = None) -> list[Block]:
     """Return the record batches of an Arrow file, as its footer lists them; none where that is damaged.
 
     Args:
         stored: the file, which can be read at any place; where it stands afterwards is undefined.
-        most: how many, of the first; None for all.
+        start: the first that is wanted.
+        stop: the first that isn't any more; None for all.
+
+    Cost: one read for the footer, and one for each batch.
     """
     try:
         size = stored.seek(0, os.SEEK_END)
@@ -94,9 +97,10 @@ def blocks_of(stored: BinaryIO, most: int | None = None) -> list[Block]:
         footer = stored.read(length)
         vector = _table(footer).offset(3)
         (count,) = struct.unpack_from("<I", footer, vector)
-        places = [_BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * number) for number in range(count)][
-            :most
-        ]
+        places = (
+            _BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * number)
+            for number in range(count)[start:stop]
+        )
         return [_block(stored, *place) for place in places]
     except (struct.error, ValueError, OSError, LookupError):
         return []

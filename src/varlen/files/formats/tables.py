@@ -93,7 +93,7 @@ def count_rows(file: File, start: int, stop: int | None) -> int:
             return sum(table.metadata.row_group(group).num_rows for group in groups)
         if not hasattr(table, "num_record_batches"):
             raise SourceError(f"{file.path} is a stream, which doesn't say how many rows it holds")
-        return sum(block.num_rows or 0 for block in blocks_of(stored)[start:stop])
+        return sum(block.num_rows or 0 for block in blocks_of(stored, start, stop))
 
 
 def read(file: File, wanted: Sequence[str], start: int = 0, stop: int | None = None) -> Iterator[Rows]:
@@ -275,14 +275,14 @@ def _file_batches(table: Any, stored: BinaryIO, start: int, stop: int | None) ->
         try:
             batch = table.get_batch(index)
         except Exception as error:
-            blocks = blocks_of(stored)
-            if not is_damage(error) or len(blocks) <= index:
+            blocks = blocks_of(stored, index, index + 1)
+            if not is_damage(error) or not blocks:
                 raise
             yield _Damaged(
                 name=f"record batch {index + 1:,}",
                 error=error,
-                num_rows=blocks[index].num_rows,
-                num_bytes=blocks[index].num_bytes,
+                num_rows=blocks[0].num_rows,
+                num_bytes=blocks[0].num_bytes,
             )
         else:
             yield batch
