@@ -31,14 +31,20 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
         OSError: it can't be opened.
         NoFileError: it is something else.
     """
+    return open_with_status(path, flags)[0]
+
+
+def open_with_status(path: str | Path, flags: int = os.O_RDONLY) -> tuple[int, os.stat_result]:
+    """Return an open regular file and its status, with the arguments and errors of `open_regular`."""
     # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it. Reads of regular files don't heed it.
     opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        require_regular(os.fstat(opened).st_mode)
+        status = os.fstat(opened)
+        require_regular(status.st_mode)
     except OSError:
         os.close(opened)
         raise
-    return opened
+    return opened, status
 
 
 def require_regular(mode: int) -> None:

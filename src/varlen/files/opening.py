@@ -23,7 +23,7 @@ from varlen.files.paths import Compression, File, Format, open_live, says_text
 from varlen.files.remote import BUFFER_BYTES, changed, open_remote, remote_faults, replaced_words
 from varlen.files.retry import first_line
 from varlen.files.seen import Seen, difference, told, untold
-from varlen.regular import open_regular
+from varlen.regular import open_with_status
 
 _MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _REFUSED = {
@@ -50,10 +50,11 @@ class _Stored(io.FileIO):
     """A local file that tells what is read of it, and notices if it isn't the one that was listed."""
 
     def __init__(self, file: File) -> None:
-        super().__init__(file.place, opener=open_regular)
-        self._file = file
+        descriptor, status = open_with_status(file.place)
+        super().__init__(descriptor)
+        self._file, self._position = file, 0
         try:
-            self._check_same(os.fstat(self.fileno()))
+            self._check_same(status)
         except BaseException:
             self.close()
             raise
@@ -74,23 +75,28 @@ class _Stored(io.FileIO):
                 raise told(file.place, file.seen, replaced_words(file.path, said))
         untold(file.place, file.seen)
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._position = super().seek(offset, whence)
+        return self._position
+
     def readinto(self, buffer: Any, /) -> int | None:
-        start = self.tell()
         count = super().readinto(buffer) or 0
-        self._check(start, start + count, is_end=not count and len(buffer) > 0)
+        self._check(count, is_end=not count and len(buffer) > 0)
         return count
 
     def readall(self) -> bytes:
-        start = self.tell()
         content = super().readall() or b""
-        self._check(start, start + len(content), is_end=True)
+        self._check(len(content), is_end=True)
         return content
 
-    def _check(self, start: int, stop: int, *, is_end: bool) -> None:
-        """Tell what was read; the end may not come earlier than it was listed, nor may it have been written to.
+    def _check(self, count: int, *, is_end: bool) -> None:
+        """Report the bytes read; refuse an end before the listed size, and a file that was written to meanwhile.
 
-        Whoever writes to a file changes its time first, so that what was read before it is asked for is not new.
+        A write changes the file's time before its content, so a status taken after the read covers what was read.
         """
+        # Counted here: asking the system for the position is a call more for each read.
+        start, stop = self._position, self._position + count
+        self._position = stop
         if is_end and stop < self._file.size:
             words = changed(self._file.path, self._file.size, f"{stop:,}")
             raise told(self._file.place, self._file.seen, words)

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -52,10 +52,11 @@ def mark_of_folder(folder: Path, name: str, is_mark: Callable[[dict[str, Any]], 
         is_mark: whether an object of JSON is one.
     """
     place = folder / name
-    if is_there(place) and not stat.S_ISREG(
-        place.lstat().st_mode
-    ):  # a link, or a pipe that would be waited for
-        return False
+    try:
+        if not stat.S_ISREG(place.lstat().st_mode):  # a link, or a pipe that a read would wait for
+            return False
+    except OSError:
+        pass
     try:
         found = json.loads(place.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -67,10 +68,25 @@ def _holds_nothing(folder: Path, mark: str) -> bool:
     """Return whether a folder holds nothing but folders, empty files and the mark in the making."""
     making = re.compile(rf"\.{re.escape(mark)}\.[0-9a-f]{{12}}\.part")
     return all(
-        not path.is_symlink()
-        and (path.is_dir() or (path.is_file() and (path.stat().st_size == 0 or making.fullmatch(path.name))))
-        for path in folder.rglob("*")
+        stat.S_ISDIR(status.st_mode)
+        or (stat.S_ISREG(status.st_mode) and (status.st_size == 0 or making.fullmatch(path.name)))
+        for path, status in entries_below(folder)
     )
+
+
+def entries_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Give every entry below a folder and its status, links not followed.
+
+    Other processes may write there: what they move or remove meanwhile is left out.
+    """
+    for parent, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            path = Path(parent, name)
+            try:
+                status = path.lstat()
+            except OSError:
+                continue
+            yield path, status
 
 
 def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> None:
@@ -85,7 +101,7 @@ def check_names(folder: Path, is_ours: Callable[[Path], bool], way_out: str) -> 
         SettingError: somebody has; names what.
     """
     try:
-        foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path))
+        foreign = sorted(path.name for path in folder.iterdir() if not is_ours(path) and is_there(path))
     except FileNotFoundError:  # another run has finished it just now
         return
     if foreign:

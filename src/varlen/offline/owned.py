@@ -52,9 +52,9 @@ def check_unfinished(partial: Path) -> None:
     way_out = "move it away, or name another output"
     refuse_link(partial, way_out)
     refuse_link(partial / WORK, way_out)
-    if not is_there(partial):
-        return
     if not partial.is_dir():
+        if not is_there(partial):
+            return
         raise SettingError(f"{partial} is a file, and the result is made in a folder of that name; {way_out}")
     if not mark_of_folder(
         partial, f"{WORK}/{STATE}", lambda found: isinstance(found.get("fingerprint"), str)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import stat
 import time
 from pathlib import Path
 
 from varlen.counts import many
 from varlen.documents.source import Source
 from varlen.errors import SettingError, StalledError
+from varlen.files.ours import entries_below
 from varlen.files.written import LOCK, PARTIAL, WORK
 from varlen.offline.crew import Crew
 from varlen.offline.grow import fingerprint_of
@@ -74,15 +76,12 @@ def _processes(source: Source) -> int:
 
 def _written(folder: Path) -> list[tuple[str, int, int]]:
     """Return what has been written of a store so far: it changes while somebody goes on."""
-    found: list[tuple[str, int, int]] = []
-    for path in folder.with_name(folder.name + PARTIAL).rglob("*"):
-        try:
-            # The lock is opened anew by all who try it.
-            if path.name != LOCK and path.is_file():
-                found.append((str(path), path.stat().st_size, path.stat().st_mtime_ns))
-        except OSError:  # moved while it was looked at
-            continue
-    return sorted(found)
+    return sorted(
+        (str(path), status.st_size, status.st_mtime_ns)
+        for path, status in entries_below(folder.with_name(folder.name + PARTIAL))
+        # Every process that tries the lock opens it, which changes its time.
+        if path.name != LOCK and stat.S_ISREG(status.st_mode)
+    )
 
 
 def _stopped(folder: Path, seconds: float) -> str:
