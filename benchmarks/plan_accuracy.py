@@ -40,9 +40,9 @@ from varlen.cost.rates import (
 from varlen.cost.shape import ModelShape
 from varlen.runtime.calibrate import Bench
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.place import TaskRun
 from varlen.runtime.probes import quiet
-from varlen.runtime.slices import run_step
+from varlen.runtime.stage_run import TaskRun
+from varlen.runtime.step import run_step
 from varlen.simulate.api import simulate
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Recompute, StepPlan
 

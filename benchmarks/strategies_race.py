@@ -21,8 +21,8 @@ from benchmarks.strategies_models import build, with_lora
 from benchmarks.strategies_sets import TextSet
 from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, processes, update, validate
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.measure import current_bytes, now, peak_bytes, reset_peak
-from varlen.train.demo.model import make_optimizer
+from varlen.train.demo.job import current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.run import make_optimizer
 
 RACED = ("padding_mask", "padding", "grouped", "online", "offline_large", "offline", "sampled", "ours")
 _WARM_TOKENS = 32

@@ -26,7 +26,7 @@ from benchmarks.strategies_sets import TextSet
 from benchmarks.strategies_train import LEARNING_RATE, gradients, one_thread, processes, update, validate
 from varlen.adapters.multipack import MultipackDistributedBatchSampler
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.model import make_optimizer
+from varlen.train.demo.run import make_optimizer
 
 PEERS = ("axolotl's sampler",)
 OURS = ("our multipack sampler", "`vl.PackedLoader`")

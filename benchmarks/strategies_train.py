@@ -17,7 +17,7 @@ from benchmarks.strategies_feeds import Fed, Feed, flattened
 from benchmarks.strategies_models import bare
 from varlen.adapters import hf
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.model import add_gradients, make_optimizer, mean_loss
+from varlen.train.demo.run import add_gradients, make_optimizer, mean_loss
 from varlen.types import IntArray
 
 LEARNING_RATE = 2e-3

@@ -57,8 +57,8 @@ def _run(families: list[str] | None, processes: int) -> None:
     """Verify families and write the JSON."""
     from benchmarks.machine import machine, versions
 
-    from varlen.verify.families import families as known
-    from varlen.verify.matrix import matrix_row
+    from varlen.verify.models.api import matrix_row
+    from varlen.verify.models.tiny_models import families as known
 
     names = list(known()) if families is None else families
     before: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from varlen.report.figures import (
+from varlen.report.demo import (
     CorpusFigures,
     DemoFigures,
     IsolationFigures,

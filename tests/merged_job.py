@@ -13,9 +13,8 @@ from sliced import take_gradients, tiny, tokens_of, uncut
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from varlen.runtime.peers import ProcessPeers, peers_of
-from varlen.runtime.ranks import Group
-from varlen.runtime.shared import shared_documents
+from varlen.runtime.mesh.process_groups import Group
+from varlen.runtime.mesh.shared_documents import ProcessPeers, peers_of, shared_documents
 from varlen.step_plan import Mesh
 
 

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import varlen as vl
 from varlen.cost.memory import Saved
-from varlen.runtime.channels import Channels
 from varlen.runtime.clock import Clock, TrackedBytes
-from varlen.runtime.parts import Parts
-from varlen.runtime.peers import groups_of
-from varlen.runtime.place import Place
-from varlen.runtime.shared import shared_documents
-from varlen.runtime.slices import chunk_steps, layers_of, step_data
+from varlen.runtime.decoder import Parts
+from varlen.runtime.mesh.channels import Channels
+from varlen.runtime.mesh.shared_documents import groups_of, shared_documents
+from varlen.runtime.stage_run import Place
+from varlen.runtime.step import chunk_steps, layers_of, step_data
 from varlen.step_plan import BACKWARD, FORWARD, StepPlan
 from varlen.types import FloatArray
 

@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 from varlen.documents.source import Source, open_source
 from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
-from varlen.offline.pack import PackedSet, pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackedSet, PackSettings, pack_source
 
 WORDS = ["tokens", "of", "a", "document", "that", "nobody", "loses,", "wherever", "it", "is", "cut"]
 

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
 from varlen.plan.check import check_contents, check_plan
-from varlen.runtime.ranks import open_groups, seat_of
-from varlen.runtime.slices import check_order, layers_of
-from varlen.runtime.stage import Elsewhere, cut_to_stage
+from varlen.runtime.mesh.process_groups import open_groups, seat_of
+from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.step import check_order, layers_of
 from varlen.step_plan import StepPlan
 
 LAYERS = 8

@@ -7,8 +7,7 @@ import numpy as np
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
-from varlen.report.plan_compare import METHODS, compare
-from varlen.report.plan_steps import step_documents
+from varlen.report.plan import METHODS, compare, step_documents
 from varlen.step_plan import Mesh
 
 COST = CostModel(model=ModelShape.named("llama-2-7b"), hardware=Hardware.named("h100"))

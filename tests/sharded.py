@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import varlen as vl
 from varlen.errors import ModelError, SettingError
-from varlen.runtime.parts import Parts
-from varlen.runtime.ranks import seat_of
-from varlen.runtime.shards import Shards
-from varlen.runtime.stage import Elsewhere, cut_to_stage
+from varlen.runtime.decoder import Parts
+from varlen.runtime.mesh.fsdp import Shards
+from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.split import Elsewhere, cut_to_stage
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:

@@ -16,11 +16,10 @@ from sliced import take_gradients
 from torch.utils._python_dispatch import _disable_current_modes
 
 from varlen.runtime.clock import Clock, Meter
-from varlen.runtime.parts import Parts
-from varlen.runtime.peers import groups_of
-from varlen.runtime.place import Place, TaskRun
-from varlen.runtime.shared import SharedDocument, shared_documents
-from varlen.runtime.slices import chunk_steps, layers_of, step_data
+from varlen.runtime.decoder import Parts
+from varlen.runtime.mesh.shared_documents import SharedDocument, groups_of, shared_documents
+from varlen.runtime.stage_run import Place, TaskRun
+from varlen.runtime.step import chunk_steps, layers_of, step_data
 from varlen.step_plan import StepPlan
 
 PATIENCE_S = 60

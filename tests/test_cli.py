@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from varlen.cli import app as app_module
-from varlen.cli import extras as extras_module
+from varlen.cli import progress as extras_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()"]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from offline_packs import contents, text_ids, write_chats, write_texts
 
-from varlen.offline import write as write_module
+from varlen.offline import pack as write_module
 
 VARLEN = [sys.executable, "-c", "from varlen.cli import main; main()", "pack"]
 

@@ -77,7 +77,7 @@ def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
 
 
 def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():
-    from varlen.cli.plan_calibrate import share_of
+    from varlen.cli.calibrate import share_of
     from varlen.cost.shape import ModelShape
 
     whole = ModelShape.named("llama-3-8b")

@@ -7,7 +7,7 @@ import pytest
 from plan_verb import LENGTHS, planning
 
 from varlen.cost.shape import ModelShape
-from varlen.report.plan_words import stretched
+from varlen.report.plan import stretched
 
 _NOTE = "was published with"
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from varlen.cli import progress as module
-from varlen.cli import training
+from varlen.cli import train
 from varlen.cli.progress import FittedLine, Part, fitted
 
 WIDTHS = (40, 60, 80, 100, 120, 200)
@@ -38,9 +38,9 @@ def lines_of(written):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
-    written = on_terminal(monkeypatch, training, width)
+    written = on_terminal(monkeypatch, train, width)
 
-    with training.watching(10) as watcher:
+    with train.watching(10) as watcher:
         watcher.begin(PLAN)
         watcher.step(METRICS)
         watcher.say(

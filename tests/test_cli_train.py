@@ -18,9 +18,9 @@ from test_train_ranks import processes_naming, write_toml
 from training import metrics_of, same_end, steps_of, table, write_store
 
 from varlen.cli import app as app_module
-from varlen.cli.training import Lines, Live, live_parts, watching
+from varlen.cli.train import Lines, Live, live_parts, watching
 from varlen.train.metrics import StepMetrics
-from varlen.train.summary import RunPlan
+from varlen.train.trainer import RunPlan
 
 
 @pytest.fixture

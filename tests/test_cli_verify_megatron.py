@@ -12,7 +12,7 @@ from rich.console import Console
 from test_cli import asked, one_sentence, varlen
 
 from varlen.adapters.megatron import check_config
-from varlen.cli.verify_megatron import print_report
+from varlen.cli.verify import print_report
 from varlen.errors import SettingError
 
 YAML = """\

@@ -17,8 +17,7 @@ import pytest
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source, quiet
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.store.lengths import read_lengths
 
 SETTINGS = PackSettings(capacity=1024, overlong="split")

@@ -12,12 +12,10 @@ from demo_figures import METHODS as FIGURES
 
 from varlen.errors import LedgerError, VarlenError
 from varlen.train.demo.corpus import Documents
-from varlen.train.demo.demo import run_demo
-from varlen.train.demo.experiment import check_equal_work
+from varlen.train.demo.experiment import check_equal_work, run_demo
 from varlen.train.demo.job import Job
-from varlen.train.demo.methods import METHODS
 from varlen.train.demo.orders import make_order
-from varlen.train.demo.settings import DemoSettings, ModelSettings
+from varlen.train.demo.settings import METHODS, DemoSettings, ModelSettings
 from varlen.train.demo.worker import Worker
 
 SETTINGS = DemoSettings(

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from varlen.train.demo.measure import current_bytes, now, peak_bytes, reset_peak
+from varlen.train.demo.job import current_bytes, now, peak_bytes, reset_peak
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak can be started anew on Linux only")
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import LedgerError, SourceError
-from varlen.train.demo.methods import ORDERS
 from varlen.train.demo.orders import batches_as_packing, make_order, most_crowded_pack, step_slots
+from varlen.train.demo.settings import ORDERS
 
 STEPS, BATCH, MAX_LENGTH = 3, 4, 64
 

@@ -9,10 +9,8 @@ import torch
 from varlen.batch.packed import IGNORE_INDEX
 from varlen.train.demo.corpus import Documents
 from varlen.train.demo.job import Job
-from varlen.train.demo.layouts import ATTENTION, step_inputs
-from varlen.train.demo.model import add_gradients, mean_loss, small_llama
-from varlen.train.demo.orders import make_order
-from varlen.train.demo.run import Run
+from varlen.train.demo.orders import ATTENTION, make_order, step_inputs
+from varlen.train.demo.run import Run, add_gradients, mean_loss, small_llama
 from varlen.train.demo.settings import DemoSettings, ModelSettings
 
 SETTINGS = DemoSettings(
@@ -86,7 +84,7 @@ def test_the_loss_in_blocks_is_the_loss_that_transformers_computes(layout):
 
 def test_blocks_of_the_head_cover_every_position(monkeypatch):
     whole = loss_and_gradients("flat", order())
-    monkeypatch.setattr("varlen.train.demo.model.HEAD_BLOCK", 7)
+    monkeypatch.setattr("varlen.train.demo.run.HEAD_BLOCK", 7)
     blocks = loss_and_gradients("flat", order())
 
     assert blocks[1] == pytest.approx(whole[1], abs=1e-9)

@@ -24,7 +24,7 @@ from varlen.feed.state import FeedState
 from varlen.offline import index as index_module
 from varlen.offline.grow import fingerprint_of
 from varlen.offline.index import index_source, source_marks
-from varlen.offline.places import working_folder
+from varlen.offline.outputs import working_folder
 from varlen.store.growing import PartialStore
 from varlen.store.open import open_tokens
 from varlen.store.store import open_store

@@ -17,8 +17,7 @@ import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError, StateError
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 
 ON = {"row_weights": True}
 ROWS = [*chats(30, 0), *chats(30, 1, weights=(0, 1)), *chats(30, 2)]

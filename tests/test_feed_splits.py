@@ -17,9 +17,8 @@ import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.offline.processors import processors
-from varlen.offline.settings import PackSettings
 from varlen.store.open import open_tokens
 
 

@@ -13,11 +13,10 @@ from varlen.documents import spool as spool_module
 from varlen.documents.source import open_source
 from varlen.errors import VarlenError
 from varlen.offline import index as index_module
-from varlen.offline import places, write
+from varlen.offline import outputs, pack
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
-from varlen.train import checkpoint, export
+from varlen.offline.pack import PackSettings, pack_source
+from varlen.train import checkpoint, model
 from varlen.train.trainer import train
 
 
@@ -59,11 +58,11 @@ def spooled(folder):
 PLACES = {
     "tokens of a shard": (index_module.ShardWriter, "append", indexed),
     "a shard": (index_module.ShardWriter, "close", indexed),
-    "rows": (write, "write_table", packed),
-    "a note": (places, "sync", indexed),
+    "rows": (pack, "write_table", packed),
+    "a note": (outputs, "sync", indexed),
     "rows in memory": (None, "", spooled),
     "a checkpoint": (checkpoint, "sync", trained),
-    "a model": (export, "sync", trained),
+    "a model": (model, "sync", trained),
 }
 
 

@@ -14,9 +14,9 @@ from trainers import arguments, packed_loader, store_in, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification, Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
-from varlen.adapters.hf.agreement import check_head, check_settings
 from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.trainer import PackedTrainer
+from varlen.adapters.hf.trainer_checks import check_head, check_settings
 from varlen.adapters.trl.dpo import PackedDPOTrainer
 from varlen.errors import ModelError, SettingError
 from varlen.feed.loader import PackedLoader

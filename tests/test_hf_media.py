@@ -12,7 +12,7 @@ from vision_models import IMAGE, VOCABULARY, alone, by_document, document, model
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.mrope import mrope_positions, reads_text_positions
+from varlen.adapters.hf.vision import mrope_positions, reads_text_positions
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 

@@ -24,11 +24,11 @@ from vision_models import (
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.adapters.hf.mrope import mrope_positions
+from varlen.adapters.hf.vision import mrope_positions
 from varlen.batch.packed import Layout
 from varlen.errors import ModelError
-from varlen.verify import stand_in
-from varlen.verify.isolation import check_isolation
+from varlen.verify.models import backends
+from varlen.verify.models.isolation import check_isolation
 
 LAYOUTS: tuple[Layout, ...] = ("rows", "flat")
 GRIDS = st.tuples(st.just(1), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4]))
@@ -229,7 +229,7 @@ def test_boundaries_reach_flash_attention_in_the_text_and_not_the_images() -> No
 
     for layout in LAYOUTS:
         batch = packed(documents, layout, capacity=40)
-        with stand_in.flash_attention(), torch.no_grad():
+        with backends.flash_attention(), torch.no_grad():
             inputs = hf.model_inputs(batch, model, media)
             logits = model(**inputs).logits
         assert "cu_seq_lens_q" in inputs
@@ -244,7 +244,7 @@ def test_recurrent_layers_take_images_where_their_kernels_are_told_boundaries() 
     model = tiny("qwen3_5", "sdpa")
     batch = packed(documents, "flat")
 
-    with stand_in.recurrence(model), torch.no_grad():
+    with backends.recurrence(model), torch.no_grad():
         logits = model(**hf.model_inputs(batch, model, [one.media for one in documents])).logits
     with torch.no_grad():
         for number, found in by_document(batch, logits).items():

@@ -29,8 +29,7 @@ from trainers import (
 from transformers import Trainer, TrainerCallback
 
 import varlen as vl
-from varlen.adapters.hf.place import LoaderPlace
-from varlen.adapters.hf.trainer import PackedTrainer
+from varlen.adapters.hf.trainer import LoaderPlace, PackedTrainer
 from varlen.errors import SettingError, StateError
 
 

@@ -95,7 +95,7 @@ def test_every_public_name_can_be_imported(name: str) -> None:
 
 def test_a_verb_is_never_hidden_by_its_room() -> None:
     script = (
-        "import varlen.pack.api, varlen.verify.batch_report, varlen as vl; from varlen.pack import api; "
+        "import varlen.pack.api, varlen.verify.batches.finding, varlen as vl; from varlen.pack import api; "
         "assert callable(vl.pack), vl.pack; assert callable(vl.verify), vl.verify"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

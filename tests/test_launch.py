@@ -146,7 +146,7 @@ def test_verbs_that_only_look_are_never_refused(arguments: list[str], texts: Pat
 def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from varlen.train.ranks import joined
+    from varlen.train.parallel import joined
     from varlen.train.settings import RunSettings
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -162,7 +162,7 @@ def test_variables_by_which_processes_cannot_find_each_other_are_a_sentence(
 
 @pytest.mark.parametrize("how", [how for how in ALONE if "torchrun" not in how])
 def test_training_alone_needs_no_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from varlen.train.ranks import joined
+    from varlen.train.parallel import joined
     from varlen.train.settings import RunSettings
 
     set_all(monkeypatch, ALONE[how])

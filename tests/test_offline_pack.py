@@ -24,8 +24,7 @@ from offline_packs import (
 from varlen.documents.source import open_source
 from varlen.errors import OverlongDocumentError, SettingError, SourceError
 from varlen.offline.crew import Crew
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from varlen.documents import order as order_module
 from varlen.errors import OverlongDocumentError, SettingError
-from varlen.offline import plan as plan_module
-from varlen.offline.plan import Plan
-from varlen.offline.settings import PackSettings
+from varlen.offline import pack as plan_module
+from varlen.offline.pack import PackSettings, Plan
 
 
 class Lengths:

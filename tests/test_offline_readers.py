@@ -18,8 +18,7 @@ from varlen.errors import SettingError, SourceError
 from varlen.files.finding import find_files
 from varlen.files.written import skipped_path
 from varlen.offline.crew import Crew
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 
 
 @pytest.fixture(scope="module", params=["packed", "dev-test/train"])

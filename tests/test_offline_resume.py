@@ -21,8 +21,8 @@ from offline_packs import (
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, WorkerDiedError
 from varlen.offline import index as index_module
-from varlen.offline import places as places_module
-from varlen.offline import write as write_module
+from varlen.offline import outputs as places_module
+from varlen.offline import pack as write_module
 
 TOKEN_PARTS = 3
 
@@ -228,8 +228,7 @@ def test_a_second_run_is_refused_while_one_works(tmp_path, data, whole):
         waiting.set()
         assert going_on.wait(60)
 
-    from varlen.offline.pack import pack_source
-    from varlen.offline.settings import PackSettings
+    from varlen.offline.pack import PackSettings, pack_source
 
     first = threading.Thread(
         target=pack_source,

@@ -13,8 +13,7 @@ from weighted_rows import chats, expected, read, write
 from varlen.documents.source import open_source
 from varlen.errors import SettingError, SourceError
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.store.store import open_store
 
 ON = {"row_weights": True}

@@ -13,7 +13,7 @@ import pytest
 
 import varlen as vl
 from varlen.adapters.megatron.config.read import read
-from varlen.cli.job import model_of
+from varlen.cli.plan_job import model_of
 from varlen.cost.saved import load_hardware
 from varlen.errors import VarlenError
 from varlen.parsed import UnreadableError, parse_json, parse_python, parse_toml, parse_yaml

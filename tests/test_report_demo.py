@@ -10,11 +10,9 @@ from demo_figures import figures, piece, with_method
 from rich.console import Console
 
 from varlen.errors import SettingError
-from varlen.report.charts import Bar, Dots, bars, dots, histogram
+from varlen.report.demo import PictureFigures, demo_table, findings, headline, spread
 from varlen.report.demo_page import demo_page
-from varlen.report.demo_table import demo_table
-from varlen.report.figures import PictureFigures, spread
-from varlen.report.findings import findings, headline
+from varlen.report.drawing import Bar, Dots, bars, dots, histogram
 from varlen.report.page import check_writable, page, write_page
 
 VOID = {"meta", "br"}

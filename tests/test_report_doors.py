@@ -11,8 +11,7 @@ from test_cli import asked
 import varlen as vl
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.report.doors import (
     MOST_STREAMED,
     MOST_STREAMED_PACKS,

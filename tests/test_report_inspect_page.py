@@ -8,11 +8,10 @@ import pytest
 from rich.console import Console
 from test_report_demo import read
 
-from varlen.report.charts import Bar, bars, half_octaves
+from varlen.report.drawing import Bar, Line, bars, half_octaves, lines, spread_out
 from varlen.report.inspect_page import inspect_page
 from varlen.report.inspect_table import inspect_table
 from varlen.report.inspection import inspect_lengths
-from varlen.report.lines import Line, lines, spread_out
 from varlen.report.words import share
 
 EVIL = "</title></svg><script>alert('x')</script> \"' onload=alert(1) &amp; <b"

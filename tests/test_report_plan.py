@@ -14,13 +14,18 @@ from rich.console import Console
 
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
-from varlen.report.plan_compare import METHODS, compare
+from varlen.report.plan import (
+    METHODS,
+    baseline,
+    compare,
+    duration,
+    headline,
+    plan_table,
+    step_documents,
+    truncation,
+)
 from varlen.report.plan_page import plan_page
-from varlen.report.plan_steps import step_documents
-from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep
-from varlen.report.plan_sweep_table import sweep_table
-from varlen.report.plan_table import plan_table
-from varlen.report.plan_words import baseline, duration, headline, truncation
+from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
 from varlen.report.words import times
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh

@@ -12,9 +12,8 @@ import pytest
 from plan_comparisons import comparison, impossible
 from test_report_demo import read
 
-from varlen.report.plan_lanes import lanes
-from varlen.report.plan_page import plan_page
-from varlen.report.plan_words import duration, headline
+from varlen.report.plan import duration, headline
+from varlen.report.plan_page import lanes, plan_page
 
 EVIL = "</title></script><script>alert('x')</script> \"' onload=alert(1) &amp; <b"
 KINDS = {

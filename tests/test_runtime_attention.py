@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from varlen.errors import ModelError
 from varlen.runtime import flash
 from varlen.runtime.attention import CachedSlice, attend, slice_attention
-from varlen.runtime.cache import DocumentCache
 from varlen.runtime.flash import Rule
+from varlen.runtime.kv_cache import DocumentCache
 from varlen.runtime.tiles import BLOCK, tiles_of
 
 SCALE = 0.3

@@ -16,9 +16,9 @@ from test_runtime_families import family
 import varlen as vl
 from varlen.runtime import casting
 from varlen.runtime.attention import CachedSlice, slice_attention
-from varlen.runtime.cache import DocumentCache
 from varlen.runtime.flash import Rule
-from varlen.runtime.slices import run_step
+from varlen.runtime.kv_cache import DocumentCache
+from varlen.runtime.step import run_step
 from varlen.step_plan import StepPlan
 
 LENGTHS = [50, 7, 24]

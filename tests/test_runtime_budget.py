@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from rarely import examples
 
 from varlen.cost.shape import ModelShape
-from varlen.runtime.budget import (
+from varlen.runtime.calibrate import (
     FEWEST_ROUNDS,
     LEAST_ROUNDS,
+    Calibration,
     Case,
     Machine,
     attention_levels,
+    calibrate,
     layer_levels,
 )
-from varlen.runtime.calibrate import Calibration, calibrate
 from varlen.runtime.probes import Probe, pairs_of
 
 SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)

@@ -12,8 +12,7 @@ from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
-from varlen.runtime.budget import FEWEST_ROUNDS
-from varlen.runtime.calibrate import Bench, calibrate
+from varlen.runtime.calibrate import FEWEST_ROUNDS, Bench, calibrate
 from varlen.runtime.probes import attention_probe, layer_probe, parts_of, quiet, run_once, run_round
 from varlen.step_plan import Mesh
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import varlen as vl
 from varlen.errors import ModelError
-from varlen.runtime.slices import run_step
+from varlen.runtime.step import run_step
 
 LENGTHS = [20, 9]
 

@@ -17,9 +17,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from varlen.errors import ModelError
 from varlen.runtime.clock import TrackedBytes
+from varlen.runtime.decoder import HEAD_ROWS, Logits, Parts
 from varlen.runtime.families import FAMILIES, OWN_ATTENTION, RECURRENT
-from varlen.runtime.parts import HEAD_ROWS, Logits, Parts
-from varlen.runtime.slices import run_step
+from varlen.runtime.step import run_step
 
 EXPERTS = {
     "num_experts": 4,

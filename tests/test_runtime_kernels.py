@@ -18,9 +18,9 @@ import varlen as vl
 from varlen.errors import ModelError, SettingError
 from varlen.runtime import attention, choice
 from varlen.runtime.choice import BY_SCORES, ByScores, chosen, error_on_a_small_case
+from varlen.runtime.decoder import Parts
 from varlen.runtime.flash import Rule
 from varlen.runtime.kernels import FlashAttn, Flex, Lengths, Qkv, TorchVarlen, seen_by
-from varlen.runtime.parts import Parts
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from test_runtime_slices import MODELS, assert_equal
 
 import varlen as vl
 from varlen.plan.search import Search
+from varlen.runtime.chunk import Later, add_up
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.later import Later, add_up
-from varlen.runtime.slices import run_step
+from varlen.runtime.step import run_step
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
 
 APART = Search(merges=False, repairs=False, least_rows=4)

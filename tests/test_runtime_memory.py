@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varlen.cost.shape import ModelShape
 from varlen.plan.one_gpu import one_gpu_plan as planned
 from varlen.runtime import flash, tiles
-from varlen.runtime.cache import DocumentCache, KeptRows
 from varlen.runtime.clock import TrackedBytes, bytes_meter, in_host_memory
-from varlen.runtime.slices import run_step
+from varlen.runtime.kv_cache import DocumentCache, KeptRows
+from varlen.runtime.step import run_step
 
 COPIES = (
     torch.ops.aten.copy_.default,

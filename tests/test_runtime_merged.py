@@ -26,11 +26,9 @@ from test_runtime_kernels import KERNELS
 from varlen.plan.check import check_plan
 from varlen.runtime import attention
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.dealing import deal
-from varlen.runtime.peers import groups_of
-from varlen.runtime.place import keys_of
-from varlen.runtime.shared import num_rows, shared_documents
-from varlen.runtime.slices import run_step
+from varlen.runtime.mesh.shared_documents import deal, groups_of, num_rows, shared_documents
+from varlen.runtime.stage_run import keys_of
+from varlen.runtime.step import run_step
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
 JOB = Path(__file__).parent / "merged_job.py"

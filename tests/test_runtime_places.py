@@ -16,7 +16,7 @@ import varlen as vl
 from varlen.errors import DeadlockError
 from varlen.plan.check import check_plan
 from varlen.plan.search import Search
-from varlen.runtime.slices import run_step
+from varlen.runtime.step import run_step
 from varlen.step_plan import BACKWARD, FORWARD
 
 SMALL = Search(merges=False, splits_backward=False, repairs=False, least_rows=4)

@@ -16,8 +16,8 @@ from varlen.cost.shape import ModelShape
 from varlen.errors import DocumentsError, ModelError, PlanError
 from varlen.plan.check import check_plan
 from varlen.runtime.clock import TrackedBytes, bytes_meter
-from varlen.runtime.parts import HEAD_ROWS
-from varlen.runtime.slices import run_step
+from varlen.runtime.decoder import HEAD_ROWS
+from varlen.runtime.step import run_step
 from varlen.step_plan import Mesh
 
 MODELS = {

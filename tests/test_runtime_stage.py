@@ -21,13 +21,13 @@ from torch.distributed import HashStore
 
 import varlen as vl
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
-from varlen.runtime.agree import batch_fingerprint
 from varlen.runtime.chunk import StepData
-from varlen.runtime.gradients import buckets, clip
-from varlen.runtime.missing import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
-from varlen.runtime.ranks import seat_of
-from varlen.runtime.slices import check_order
-from varlen.runtime.stage import Elsewhere, cut_to_stage
+from varlen.runtime.mesh.consistency import batch_fingerprint
+from varlen.runtime.mesh.failures import Lookout, Notes, PeerLostError, naming_the_missing, wait_until
+from varlen.runtime.mesh.gradients import buckets, clip
+from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD
 
 ANSWER_S = 0.2

@@ -17,8 +17,7 @@ from varlen.files.losses import Losses
 from varlen.offline import index as index_module
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.store.lengths import read_lengths
 from varlen.store.store import open_store
 

@@ -16,8 +16,7 @@ from varlen.documents.source import open_source
 from varlen.errors import SettingError, StateError
 from varlen.files.written import read_manifest
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 from varlen.store.open import open_tokens
 from varlen.text.identity import made_by, mark_of
 from varlen.text.load_tokenizer import load_tokenizer

@@ -77,7 +77,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings
 from varlen.files.token_tables import list_column
 from varlen.documents.source import open_source
 from varlen.files.token_tables import write_table

@@ -18,8 +18,7 @@ from varlen.errors import SourceError
 from varlen.files.fingerprints import fingerprint, fingerprint_files
 from varlen.offline.crew import Crew
 from varlen.offline.index import index_source
-from varlen.offline.pack import pack_source
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, pack_source
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from training import Notes, rewound, same_end, settings, start_ranks, table, wri
 from varlen.errors import StateError, VarlenError
 from varlen.train.checkpoint import load, newest, read_weights
 from varlen.train.manifest import Checkpoint, checksum_of
-from varlen.train.ranks import Ranks
+from varlen.train.parallel import Ranks
 from varlen.train.trainer import train
 
 OLD, NEW = "step-00000002", "step-00000004"

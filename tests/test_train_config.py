@@ -8,8 +8,7 @@ import pytest
 import varlen as vl
 from varlen.errors import InputError, SettingError, SourceError
 from varlen.train.config import read_config
-from varlen.train.example import write_example
-from varlen.train.settings import DataSettings, RunSettings
+from varlen.train.settings import DataSettings, RunSettings, write_example
 
 SMALL = """
 [data]

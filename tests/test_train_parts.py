@@ -13,11 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from varlen.adapters import hf
 from varlen.errors import InputError, ModelError, SettingError
-from varlen.train import loss as loss_module
-from varlen.train.loss import target_loss_sum
+from varlen.train import step as loss_module
 from varlen.train.model import build_model, model_config
-from varlen.train.optimizer import learning_rate, make_optimizer
 from varlen.train.settings import ModelSettings, OptimizerSettings
+from varlen.train.step import learning_rate, make_optimizer, target_loss_sum
 from varlen.train.trainer import train
 
 

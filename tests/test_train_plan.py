@@ -13,7 +13,7 @@ from training import LLAMA, Notes, metrics_of, rewound, same_end, start_training
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
 from varlen.plan.planner import Planner
-from varlen.train import planned as pricing
+from varlen.train import plans as pricing
 from varlen.train.trainer import train
 
 

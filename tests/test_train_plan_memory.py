@@ -15,11 +15,10 @@ from training import LLAMA, write_store
 import varlen as vl
 from varlen.errors import PlanError
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.slices import run_step
-from varlen.train import affordable as affordable_module
-from varlen.train import planned as planned_module
-from varlen.train.affordable import affordable
-from varlen.train.rates import AUTOCAST, WIDE, with_wide_rows
+from varlen.runtime.step import run_step
+from varlen.train import plans as affordable_module
+from varlen.train import plans as planned_module
+from varlen.train.plans import AUTOCAST, WIDE, affordable, with_wide_rows
 
 BF16 = {"run__precision": "bf16"}
 CARD = vl.Hardware.named("h100")

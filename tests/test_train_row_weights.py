@@ -25,14 +25,13 @@ from varlen.adapters.megatron.batches.from_batch import megatron_batch
 from varlen.adapters.megatron.loader import MegatronLoader
 from varlen.adapters.megatron.packing.offline import pack_for_megatron
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
-from varlen.adapters.torchtitan.batch import trainer_batch
-from varlen.adapters.torchtitan.loader import PackedDataLoader
+from varlen.adapters.torchtitan.loader import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
 from varlen.train.config import as_settings
-from varlen.train.loss import BLOCK, target_loss_sum
 from varlen.train.settings import TrainSettings
+from varlen.train.step import BLOCK, target_loss_sum
 from varlen.train.trainer import train
 
 ROWS = [*chats(20, 0), *chats(16, 1, weights=(0, 1))]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import varlen as vl
 from varlen.errors import InputError, SettingError, StateError, VarlenError
 from varlen.train import trainer as trainer_module
-from varlen.train.optimizer import learning_rate
+from varlen.train.step import learning_rate
 from varlen.train.trainer import train
 
 

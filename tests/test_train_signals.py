@@ -24,8 +24,7 @@ from training import (
 from training import Notes as Hearer
 
 from varlen.signals import SCHEDULERS
-from varlen.train.interrupt import agreed
-from varlen.train.trainer import train
+from varlen.train.trainer import agreed, train
 
 TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
 NEVER = {"run__checkpoint_every": 0}

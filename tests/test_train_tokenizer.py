@@ -160,8 +160,7 @@ def test_a_store_of_another_tokenizer_is_refused_by_name_with_the_way_out(texts,
 
 
 def test_a_packed_set_of_another_tokenizer_is_refused_by_name(texts, model, tmp_path):
-    from varlen.offline.pack import pack_source
-    from varlen.offline.settings import PackSettings
+    from varlen.offline.pack import PackSettings, pack_source
 
     other = write_tokenizer(tmp_path / "other", byte_bpe)
     pack_source(open_source(texts, other), tmp_path / "packed", PackSettings(capacity=256))

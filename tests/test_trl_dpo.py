@@ -14,8 +14,7 @@ from preferences import PAIRS, pairs, trained
 from trainers import furthest, logged
 from trl import DPOTrainer
 
-from varlen.adapters.trl.dpo import PackedDPOTrainer
-from varlen.adapters.trl.pairs import PairPacks, padded_rows, pair_lengths
+from varlen.adapters.trl.dpo import PackedDPOTrainer, PairPacks, padded_rows, pair_lengths
 from varlen.errors import DocumentsError, OverlongDocumentError
 
 pytestmark = [

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import ModelError
-from varlen.verify import stand_in
+from varlen.verify.models import backends
 
 LENGTHS = (4, 5, 3)
 PADDING = 3
@@ -43,7 +43,7 @@ FLASH = "flash_attention_2"
 
 @pytest.fixture
 def flash() -> Iterator[None]:
-    with stand_in.flash_attention():
+    with backends.flash_attention():
         yield
 
 

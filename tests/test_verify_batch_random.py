@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import varlen as vl
-from varlen.verify.batch_reading import _host_tensors, _in_one_transfer
-from varlen.verify.batch_report import BatchReport
+from varlen.verify.batches.finding import BatchReport
+from varlen.verify.batches.reading import _host_tensors, _in_one_transfer
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8).filter(lambda lengths: max(lengths) > 1)
 

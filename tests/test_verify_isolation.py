@@ -21,8 +21,8 @@ from transformers import (
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import DocumentsError, ModelError, SettingError
-from varlen.verify import stand_in
-from varlen.verify.isolation import IsolationReport, Movements, check_isolation, judge
+from varlen.verify.models import backends
+from varlen.verify.models.isolation import IsolationReport, Movements, check_isolation, judge
 
 FALCON = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 MAMBA = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)
@@ -55,7 +55,7 @@ def test_model_inputs_keep_documents_apart(family: str, attention: str, layout: 
 def test_boundaries_reach_flash_attention_in_both_layouts(family: str, layout: Any) -> None:
     model, batch = tiny(family, "eager"), packed(layout)
     model.config._attn_implementation_internal = "flash_attention_2"
-    with stand_in.flash_attention():
+    with backends.flash_attention():
         report = check_isolation(model, batch)
         inferred = check_isolation(model, batch, inputs=positions_only)
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 import varlen as vl
 from varlen.adapters import hf
 from varlen.errors import ModelError
-from varlen.verify.loading import load_model
+from varlen.verify.models.loading import load_model
 
 
 @pytest.fixture

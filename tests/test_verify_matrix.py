@@ -11,8 +11,8 @@ import compatibility
 import pytest
 from rarely import mostly
 
-from varlen.verify.families import families
-from varlen.verify.matrix import FAULT, matrix_row
+from varlen.verify.models.api import FAULT, matrix_row
+from varlen.verify.models.tiny_models import families
 
 FOUND = json.loads(compatibility.RESULTS.read_text(encoding="utf-8"))
 VERDICTS = {"isolated", "coupled", "leaks", "refuses", "not run"}
@@ -130,7 +130,7 @@ def test_a_family_that_crashes_the_check_is_told_and_costs_no_other(monkeypatch:
     def crash(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(sys.modules["varlen.verify.matrix"], "verify", crash)
+    monkeypatch.setattr(sys.modules["varlen.verify.models.api"], "verify", crash)
     row = matrix_row("llama")
 
     assert row["verdict"] == "not run"

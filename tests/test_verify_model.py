@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 import varlen as vl
 from varlen.errors import DocumentsError, ModelError, SettingError
-from varlen.verify import stand_in
-from varlen.verify.calls import CALLS
-from varlen.verify.families import tiny_model
+from varlen.verify.models import backends
+from varlen.verify.models.calls import CALLS
+from varlen.verify.models.tiny_models import tiny_model
 
 BACKENDS = ("eager", "sdpa", "flex_attention", "varlen", "flash_attention_2")
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
@@ -70,7 +70,7 @@ def test_the_kernels_that_ran_are_named_and_stand_ins_marked(llama: vl.VerifyRep
     assert llama.cell("varlen").kernels[0][0] == FUSED
     for cell in llama.cells:
         is_flash = cell.backend == "flash_attention_2"
-        assert cell.stand_in == ((stand_in.FLASH,) if is_flash else ())
+        assert cell.stand_in == ((backends.FLASH,) if is_flash else ())
 
 
 # As transformers' two detectors of boundaries decide: rows and flat, for each way of calling.

@@ -12,9 +12,9 @@ from hf_models import SMALL, make
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import varlen as vl
-from varlen.verify.batch_isolation import ONE_A_ROW
-from varlen.verify.families import tiny_model
-from varlen.verify.isolation import Movements, judge
+from varlen.verify.batches.isolation import ONE_A_ROW
+from varlen.verify.models.isolation import Movements, judge
+from varlen.verify.models.tiny_models import tiny_model
 
 
 def llama(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:

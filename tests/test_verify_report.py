@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import varlen as vl
-from varlen.verify.attention import AttentionPicture
-from varlen.verify.kernels import kernels_of
+from varlen.verify.models.attention import AttentionPicture, kernels_of
 
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 

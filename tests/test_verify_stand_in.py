@@ -5,12 +5,12 @@ import torch
 from transformers import modeling_flash_attention_utils as flash
 
 import varlen as vl
-from varlen.verify import stand_in
+from varlen.verify.models import backends
 
 
 def test_a_transformers_that_knows_the_cache_kernel_unpacks_its_arguments_too(monkeypatch):
     monkeypatch.setattr(flash, "_process_with_kvcache_kwargs_fn", None, raising=False)
-    with stand_in.flash_attention():
+    with backends.flash_attention():
         (dense, varlen, cached, *padding), (process, process_cached) = flash.lazy_import_flash_attention(
             "any"
         )
@@ -24,7 +24,7 @@ def test_a_transformers_that_knows_the_cache_kernel_unpacks_its_arguments_too(mo
 
 def test_an_earlier_transformers_unpacks_one_function(monkeypatch):
     monkeypatch.delattr(flash, "_process_with_kvcache_kwargs_fn", raising=False)
-    with stand_in.flash_attention():
+    with backends.flash_attention():
         (dense, varlen, cached, *padding), process = flash.lazy_import_flash_attention("any")
     assert callable(dense)
     assert callable(varlen)
@@ -35,7 +35,7 @@ def test_an_earlier_transformers_unpacks_one_function(monkeypatch):
 
 def test_what_transformers_finds_is_put_back():
     found = flash.lazy_import_flash_attention
-    with stand_in.flash_attention():
+    with backends.flash_attention():
         assert flash.lazy_import_flash_attention is not found
     assert flash.lazy_import_flash_attention is found
 

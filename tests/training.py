@@ -135,7 +135,7 @@ def rewound(output: Path, step: int, copy: Path) -> Path:
 CONTEXT = get_context("forkserver")
 # Every process is forked from one that has imported all this, and starts at once.
 CONTEXT.set_forkserver_preload(
-    ["varlen.train.trainer", "varlen.train.demo.preload", "transformers.models.llama.modeling_llama"]
+    ["varlen.train.trainer", "varlen.train.demo.worker", "transformers.models.llama.modeling_llama"]
 )
 
 
@@ -191,8 +191,7 @@ def _train_rank(
 ) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "VARLEN_JIT": 1}
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"})
-    from varlen.train.planned_step import PlannedStepper
-    from varlen.train.step import Stepper
+    from varlen.train.step import PlannedStepper, Stepper
     from varlen.train.trainer import train
 
     def waiting(inner: Any) -> Any:
@@ -229,8 +228,7 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
         number: of the call.
     """
     from varlen.train import trainer
-    from varlen.train.planned_step import PlannedStepper
-    from varlen.train.step import Stepper
+    from varlen.train.step import PlannedStepper, Stepper
 
     calls = 0
 

@@ -20,13 +20,13 @@ from benchmarks.running import link
 from benchmarks.running.processes import side_by_side
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
-from varlen.runtime.channels import Channels
 from varlen.runtime.chunk import Key
 from varlen.runtime.clock import Clock
-from varlen.runtime.missing import Lookout, Notes
-from varlen.runtime.place import Place, keys_of
+from varlen.runtime.mesh.channels import Channels
+from varlen.runtime.mesh.failures import Lookout, Notes
+from varlen.runtime.mesh.process_groups import open_groups, seat_of
 from varlen.runtime.probes import quiet
-from varlen.runtime.ranks import open_groups, seat_of
+from varlen.runtime.stage_run import Place, keys_of
 from varlen.simulate.durations import Durations, durations
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT
 

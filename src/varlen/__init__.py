@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from varlen.simulate.timeline import Timeline
     from varlen.step_plan import Mesh, StepPlan
     from varlen.types import Ledger, Packing
-    from varlen.verify.api import verify
-    from varlen.verify.batch_checks import check_batch
-    from varlen.verify.model_report import VerifyReport
+    from varlen.verify.batches.check import check_batch
+    from varlen.verify.models.api import verify
+    from varlen.verify.models.report import VerifyReport
 
 __version__ = "0.1.0"
 
@@ -69,10 +69,10 @@ _HOMES = {
     "StepStats": "varlen.runtime.engine",
     "Timeline": "varlen.simulate.timeline",
     "VarlenError": "varlen.errors",
-    "VerifyReport": "varlen.verify.model_report",
+    "VerifyReport": "varlen.verify.models.report",
     "Waiting": "varlen.plan.delay",
     "WindowPacker": "varlen.pack.window",
-    "check_batch": "varlen.verify.batch_checks",
+    "check_batch": "varlen.verify.batches.check",
     "collate": "varlen.batch.collate",
     "delay_outliers": "varlen.plan.delay",
     "delay_step": "varlen.plan.delay",
@@ -84,7 +84,7 @@ _HOMES = {
     "save_plan": "varlen.plan.serialize",
     "score": "varlen.pack.score",
     "simulate": "varlen.simulate.api",
-    "verify": "varlen.verify.api",
+    "verify": "varlen.verify.models.api",
 }
 
 __all__ = [

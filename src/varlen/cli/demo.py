@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen.cli.extras import require_training
+from varlen.cli.progress import require_training
 
 _QUICK: dict[str, Any] = {
     "steps": 2,
@@ -61,7 +61,7 @@ def demo(
     from varlen.files.paths import unread
     from varlen.report.demo_page import demo_page
     from varlen.report.page import check_writable, write_page
-    from varlen.train.demo.demo import run_demo
+    from varlen.train.demo.experiment import run_demo
     from varlen.train.demo.settings import DemoSettings
 
     chosen = {"steps": steps, "seed": seed, "threads": threads}
@@ -90,7 +90,7 @@ def demo(
 def _print_table(figures: Any, output: Path) -> None:
     from rich.console import Console
 
-    from varlen.report.demo_table import demo_table
+    from varlen.report.demo import demo_table
 
     console = Console(highlight=False)
     if not console.is_terminal:

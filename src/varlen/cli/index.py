@@ -30,8 +30,8 @@ from varlen.cli.options import (
     Supervise,
     TextCut,
     Tokenizer,
+    print_unread,
 )
-from varlen.cli.reading import print_unread
 from varlen.counts import many
 
 
@@ -71,8 +71,8 @@ def index(
 
     [bold]Example:[/]  varlen index 'chats/*.jsonl' -o store --tokenizer ./my-model
     """
+    from varlen.cli.options import as_crew, as_documents
     from varlen.cli.progress import progress
-    from varlen.cli.reading import as_crew, as_documents
     from varlen.offline.index import index_source
 
     source = as_documents(

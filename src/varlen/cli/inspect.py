@@ -94,8 +94,8 @@ def inspect_data(
 
     [bold]Example:[/]  varlen inspect 'chats/*.jsonl' --capacity 4096 --capacity 8192 -o report.html
     """
+    from varlen.cli.options import lengths_of, pack_arguments
     from varlen.cli.progress import progress
-    from varlen.cli.reading import lengths_of, pack_arguments
     from varlen.report.inspection import inspect_lengths
     from varlen.report.page import check_writable, write_page
 

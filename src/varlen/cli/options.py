@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from varlen.errors import SettingError
+from varlen.parsed import parse_json
+
+if TYPE_CHECKING:
+    from varlen.documents.source import Source
+    from varlen.offline.crew import Crew
+    from varlen.store.lengths import Lengths
 
 DOCUMENTS, OUTPUT, RUNNING = "Documents and tokens", "Output", "Running"
 """Panels of the help; a verb has others of its own."""
@@ -139,3 +149,199 @@ Overwrite = Annotated[
     typer.Option("--overwrite", help="Replace a set made from something else.", rich_help_panel=OUTPUT),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the manifest.", rich_help_panel=OUTPUT)]
+
+
+# What verbs share: turning arguments into a source of documents, and into those who do the work.
+
+
+def as_source(
+    data: Sequence[str], *, tokenizer: str, column: Sequence[str], eos: str | None, **more: Any
+) -> Source | Path:
+    """Return the source that arguments name, or the folder of a token store.
+
+    Args:
+        data: as given.
+        tokenizer: as given.
+        column: ROLE=NAME each.
+        eos: a token, or its id.
+        more: handed on to `open_source`.
+
+    Raises:
+        SourceError: no such files.
+        SettingError: an argument out of its range.
+    """
+    from varlen.documents.source import open_source
+    from varlen.files.written import read_manifest
+
+    if len(data) == 1 and Path(data[0]).is_dir():
+        manifest = read_manifest(Path(data[0]))
+        if manifest is not None and manifest.get("kind") == "tokens":
+            given = [more.get(name) for name in ("chat_template", "split", "format")]
+            if tokenizer != "bytes" or column or eos is not None or any(one is not None for one in given):
+                raise SettingError(
+                    f"{data[0]} holds tokens already, and --tokenizer, --column, --chat-template, --eos, --split and "
+                    "--read-as can't change them; leave these out, or name the documents"
+                )
+            return Path(data[0])
+    if "chat_template_kwargs" in more:
+        more["chat_template_kwargs"] = _as_variables(more["chat_template_kwargs"])
+    if more.get("chat_template") is not None:
+        more["chat_template"] = str(more["chat_template"])  # a file, or the name of a twin
+    end: int | str | None = int(eos) if eos is not None and eos.isdecimal() else eos
+    source = open_source(data, tokenizer, columns=_as_columns(column), eos=end, **more)
+    if (said := source.said_of_template()) is not None:
+        print(f"varlen: {said}", file=sys.stderr)
+    return source
+
+
+def as_documents(data: Sequence[str], **settings: Any) -> Source:
+    """Return the source that arguments name, where a token store is none; arguments as in `as_source`.
+
+    Raises:
+        SourceError: no such files.
+        SettingError: an argument out of its range, or a token store.
+    """
+    source = as_source(data, **settings)
+    if isinstance(source, Path):
+        raise SettingError(f"{source} is a token store already; name the documents, or pack it as it is")
+    return source
+
+
+def as_crew(processes: int | None, ray: bool) -> Crew:
+    """Return who does the work: as many processes as asked for, else one a processor that this one may use.
+
+    Raises:
+        SettingError: fewer than one process.
+    """
+    from varlen.offline.crew import Crew
+    from varlen.offline.processors import processors
+
+    return Crew(processes=processors() if processes is None else processes, ray=ray)
+
+
+def check_one_store(source: Source | Path, tokens: Path | None) -> None:
+    """Refuse a store of tokens as the data where another is named to keep them.
+
+    Raises:
+        SettingError: both are named.
+    """
+    if isinstance(source, Path) and tokens is not None and tokens.resolve() != source.resolve():
+        raise SettingError(
+            f"{source} holds tokens already, and --tokens names {tokens}; leave one of them out"
+        )
+
+
+def lengths_of(
+    data: Sequence[str], on_progress: Callable[[int, int, str], None], excerpts: int, **settings: Any
+) -> Lengths:
+    """Return the lengths of the documents that arguments name.
+
+    Args:
+        data: as given: documents, a token store, or one `.npz` file of lengths.
+        on_progress: called with work done, all work, and words.
+        excerpts: documents whose beginnings are wanted.
+        settings: handed on to `as_source`.
+
+    Raises:
+        SourceError: a record can't be read, or there is no document.
+    """
+    from varlen.store.lengths import counted_lengths, read_lengths, stored_lengths
+    from varlen.store.store import open_store
+
+    source = as_source(data, **settings)
+    if len(data) == 1 and data[0].endswith(".npz") and Path(data[0]).is_file():
+        counted = counted_lengths(Path(data[0]))
+        if counted is not None:
+            return counted
+    return (
+        stored_lengths(open_store(source))
+        if isinstance(source, Path)
+        else read_lengths(source, on_progress, excerpts)
+    )
+
+
+def pack_arguments(
+    data: Sequence[str],
+    *,
+    tokenizer: str,
+    column: Sequence[str],
+    chat_template: Path | None,
+    chat_template_kwargs: str | None,
+    allow_unwritten: bool,
+    row_weights: bool,
+    eos: str | None,
+    append_eos: bool,
+    text_cut: str,
+    split: str | None,
+    format: str | None,
+    binary_as_text: bool,
+    on_error: str,
+) -> list[str]:
+    """Return the arguments with which `varlen pack` reads what was read here; arguments as given.
+
+    What stands at its default is left out.
+    """
+    output = "packed-again" if any(Path(path).name == "packed" for path in data) else "packed"
+    options: list[tuple[str, object, object]] = [
+        ("--tokenizer", tokenizer, "bytes"),
+        *(("--column", pair, None) for pair in column),
+        ("--chat-template", chat_template, None),
+        ("--chat-template-kwargs", chat_template_kwargs, None),
+        ("--eos", eos, None),
+        ("--text-cut", text_cut, "auto"),
+        ("--split", split, None),
+        ("--read-as", format, None),
+        ("--on-error", on_error, "raise"),
+    ]
+    given = [word for name, value, usual in options if value != usual for word in (name, str(value))]
+    switches = {
+        "--no-eos": not append_eos,
+        "--allow-unwritten": allow_unwritten,
+        "--row-weights": row_weights,
+        "--binary-as-text": binary_as_text,
+    }
+    return [*data, "-o", output, *given, *(name for name, is_given in switches.items() if is_given)]
+
+
+def _as_variables(text: str | None) -> dict[str, Any] | None:
+    """Return what a chat template sees beside the chat.
+
+    Raises:
+        SettingError: it is no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r} ({error})") from error
+    if not isinstance(found, dict):
+        raise SettingError(f"--chat-template-kwargs must be a JSON object, got {text!r}")
+    return found
+
+
+def print_unread(source: Mapping[str, Any]) -> None:
+    """Say which split was read, and what of folders wasn't, where the marks of a source tell."""
+    from varlen.files.paths import LeftOut, unread
+
+    left_out = [LeftOut(**{**one, "names": tuple(one["names"])}) for one in source.get("left_out", ())]
+    said = unread(left_out, source.get("taken", ()))
+    if said is not None:
+        print(f"  {said}")
+
+
+def _as_columns(columns: Sequence[str]) -> dict[str, str]:
+    """Return the column of each role.
+
+    Raises:
+        SettingError: one isn't of the form ROLE=NAME, or a role stands twice.
+    """
+    roles: dict[str, str] = {}
+    for pair in columns:
+        role, equals, name = pair.partition("=")
+        if not (role and equals and name):
+            raise SettingError(f"--column must be of the form ROLE=NAME, such as text=body; got {pair!r}")
+        if role in roles:
+            raise SettingError(f"--column names {role} twice, {roles[role]} and {name}; keep one of them")
+        roles[role] = name
+    return roles

@@ -22,34 +22,6 @@ from varlen.cli.options import (
     TextCut,
     Tokenizer,
 )
-from varlen.cli.plan_options import (
-    Calibrate,
-    Capacity,
-    Cp,
-    Dp,
-    Gpus,
-    HardwareName,
-    InOrder,
-    Lengths,
-    Methods,
-    Model,
-    Pp,
-    PrintJson,
-    RatesName,
-    RecomputeName,
-    Report,
-    Save,
-    Seconds,
-    Seed,
-    ShardingName,
-    Step,
-    StepSize,
-    Stretch,
-    Sweep,
-    Tp,
-    Trace,
-    VirtualStages,
-)
 from varlen.counts import as_tokens, many
 from varlen.errors import SettingError
 
@@ -59,7 +31,12 @@ if TYPE_CHECKING:
 
     from varlen.cli.progress import OnProgress
     from varlen.cost.model import CostModel
-    from varlen.report.plan_steps import StepDocuments
+    from varlen.report.plan import StepDocuments
+from typing import Annotated
+
+import typer
+
+from varlen.cli.options import OUTPUT
 
 _DEFAULT_CAPACITY = "128k"
 
@@ -113,11 +90,11 @@ def plan(
 
     [bold]Example:[/]  varlen plan lengths.npz --model llama-3-8b --gpus 128 --pp 4 --capacity 256k -o report.html
     """
-    from varlen.cli.planned import check_outputs, show, show_sweep
+    from varlen.cli.plan_output import check_outputs, show, show_sweep
     from varlen.cli.progress import progress
 
     if calibrate:
-        from varlen.cli.plan_calibrate import calibrated, check_alone
+        from varlen.cli.calibrate import calibrated, check_alone
 
         check_alone(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
         calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
@@ -156,7 +133,7 @@ def plan(
 
             swept = find(steps, **settings)
         else:
-            from varlen.report.plan_compare import compare
+            from varlen.report.plan import compare
 
             compared = compare(steps[0], **settings)
     if sweep:
@@ -184,7 +161,7 @@ def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel
     Raises:
         SettingError: no such model, hardware, rates or recomputation.
     """
-    from varlen.cli.job import hardware_of, model_of
+    from varlen.cli.plan_job import hardware_of, model_of
     from varlen.cost.model import CostModel, Mode
     from varlen.step_plan import Recompute
 
@@ -229,7 +206,7 @@ def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: b
     Raises:
         SettingError: it doesn't divide, or a sweep is given an axis.
     """
-    from varlen.cli.job import mesh_of
+    from varlen.cli.plan_job import mesh_of
     from varlen.step_plan import Sharding
 
     if not sweep:
@@ -249,7 +226,7 @@ def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: 
     Raises:
         SettingError: an unknown method or sharding, or several methods for a sweep.
     """
-    from varlen.report.plan_compare import METHODS, check_methods
+    from varlen.report.plan import METHODS, check_methods
 
     check_methods(method or ())
     if not sweep:
@@ -276,8 +253,8 @@ def _lengths(
     data: list[str], reading: dict[str, Any], on_progress: OnProgress
 ) -> tuple[npt.NDArray[np.int64], bool]:
     """Return the lengths that arguments name, and whether bytes were counted."""
-    from varlen.cli.counted import counted
-    from varlen.cli.reading import lengths_of
+    from varlen.cli.options import lengths_of
+    from varlen.cli.plan_job import counted
 
     found = counted(data) or lengths_of(data, on_progress, 0, **reading)
     if found.unread is not None:
@@ -291,7 +268,7 @@ def _steps(
     lengths: npt.NDArray[np.int64], capacities: list[int], drawn: dict[str, Any]
 ) -> list[StepDocuments]:
     """Take the documents of one step at each capacity."""
-    from varlen.report.plan_steps import step_documents
+    from varlen.report.plan import step_documents
 
     return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
 
@@ -299,3 +276,161 @@ def _steps(
 def _title(data: list[str]) -> str:
     """Name the data for headings."""
     return Path(data[0]).stem + (f" and {len(data) - 1:,} more" if len(data) > 1 else "")
+
+
+# The options of `varlen plan`: the job, its steps, what is planned and where it goes.
+
+JOB, STEPS, PLANNING = "The job", "Steps", "Planning"
+
+Lengths = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="LENGTHS_OR_DATA...",
+        help="Lengths: .npz with [bold]lengths[/], .npy, or a .txt of one number a line. Or documents, as other "
+        "verbs take them: files, folders, quoted globs, URLs, one token store.",
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A name such as llama-3-8b, or a config.json of transformers or its folder.", rich_help_panel=JOB
+    ),
+]
+HardwareName = Annotated[
+    str,
+    typer.Option(
+        "--hardware", help="h100, h200, a100, b200, or a file that --calibrate wrote.", rich_help_panel=JOB
+    ),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(
+        help="GPUs in all; dp is what the other axes leave.  [dim]\\[default: 8][/]", rich_help_panel=JOB
+    ),
+]
+Dp = Annotated[
+    int | None,
+    typer.Option(help="Data-parallel ranks.  [dim]\\[default: what is left][/]", rich_help_panel=JOB),
+]
+Pp = Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=JOB)]
+Cp = Annotated[int, typer.Option(help="GPUs that share every document's rows.", rich_help_panel=JOB)]
+Tp = Annotated[
+    int, typer.Option(help="GPUs that share every layer's heads and columns.", rich_help_panel=JOB)
+]
+VirtualStages = Annotated[int, typer.Option(help="Chunks of layers on each stage.", rich_help_panel=JOB)]
+ShardingName = Annotated[
+    str,
+    typer.Option(
+        "--sharding",
+        help="What data-parallel ranks divide: none, [bold]optimizer[/] states or parameters.",
+        rich_help_panel=JOB,
+    ),
+]
+RecomputeName = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        help="Activations computed again: [bold]auto[/] takes the least with which a plan fits, none, selective "
+        "or full.",
+        rich_help_panel=JOB,
+    ),
+]
+Capacity = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N",
+        help="Tokens that documents are truncated to: 65536, 256k, 1m. Repeatable with --sweep.  "
+        "[dim]\\[default: 128k][/]",
+        rich_help_panel=STEPS,
+    ),
+]
+StepSize = Annotated[
+    int, typer.Option("--documents", metavar="N", help="Documents of a step.", rich_help_panel=STEPS)
+]
+Stretch = Annotated[
+    bool,
+    typer.Option(
+        "--stretch",
+        help="Plan documents longer than the model has positions, as if these were extended.",
+        rich_help_panel=STEPS,
+    ),
+]
+Step = Annotated[int, typer.Option(metavar="N", help="Which step is planned, from 0.", rich_help_panel=STEPS)]
+Seed = Annotated[int, typer.Option(help="Of the order of documents.", rich_help_panel=STEPS)]
+InOrder = Annotated[
+    bool, typer.Option("--in-order", help="Take documents as they come.", rich_help_panel=STEPS)
+]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="Repeatable: packed, packed_tuned, balanced, dynamic_cp, sliced, micropack.  [dim]\\[default: all][/]",
+        rich_help_panel=PLANNING,
+    ),
+]
+RatesName = Annotated[
+    str,
+    typer.Option(
+        "--rates",
+        help="[bold]calibrated[/]: rates by rows and keys. flops: one rate for all, as papers count.",
+        rich_help_panel=PLANNING,
+    ),
+]
+Sweep = Annotated[
+    bool,
+    typer.Option(
+        "--sweep",
+        help="Search dp x pp x cp x tp on these GPUs; prints the ten fastest.",
+        rich_help_panel=PLANNING,
+    ),
+]
+Calibrate = Annotated[
+    bool,
+    typer.Option(
+        "--calibrate",
+        help="Measure this machine's kernels at the model's widths instead, and how well they are predicted; "
+        "--save keeps them for --hardware.",
+        rich_help_panel=PLANNING,
+    ),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        help="How long --calibrate measures.  [dim]\\[default: 20][/]",
+        rich_help_panel=PLANNING,
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write timelines to zoom into, as HTML.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the fastest plan's timeline for Perfetto, as JSON.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Save = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the fastest plan itself, to load again; or what --calibrate measured.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+PrintJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print all figures as one JSON object instead of the table.", rich_help_panel=OUTPUT
+    ),
+]

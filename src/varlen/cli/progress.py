@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
 from rich.table import Table
 from rich.text import Text
+
+from varlen.errors import MissingExtraError
 
 OnProgress = Callable[[int, int, str], None]
 _BAR = 24
@@ -128,3 +131,24 @@ def _log_lines(console: Console) -> OnProgress:
             console.print(f"{10 * tenth:3} %  {text}", markup=False)
 
     return write
+
+
+# What some verbs need beyond a plain installation, and the sentence that says how to get it.
+
+
+def require_training(verb: str, does: str = "trains a model") -> None:
+    """Refuse to start without the packages that train.
+
+    Args:
+        verb: that needs them.
+        does: what it needs them for.
+
+    Raises:
+        MissingExtraError: one isn't installed; names the command that installs it.
+    """
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"varlen {verb} {does} and needs {' and '.join(missing)}, not installed here; "
+            'run: pip install "varlen[train]"'
+        )

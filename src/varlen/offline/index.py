@@ -27,8 +27,7 @@ from varlen.offline.grow import (
     take_back,
     write_plan,
 )
-from varlen.offline.owned import remove_unfinished
-from varlen.offline.places import (
+from varlen.offline.outputs import (
     check_output,
     check_places,
     disk_faults,
@@ -37,6 +36,7 @@ from varlen.offline.places import (
     working_folder,
     write_json,
 )
+from varlen.offline.owned import remove_unfinished
 from varlen.regular import read_regular
 from varlen.store.shard import Shard, ShardWriter
 from varlen.store.store import TokenStore, format_of, open_store

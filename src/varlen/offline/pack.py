@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from varlen import __version__
 from varlen.counts import many
+from varlen.documents.order import STRETCH, DocumentOrder
 from varlen.documents.source import Source
-from varlen.errors import LedgerError, OverlongDocumentError
+from varlen.errors import LedgerError, OverlongDocumentError, SettingError, SourceError
+from varlen.files.token_tables import list_column, write_table
 from varlen.files.written import (
     MANIFEST_OF_ROWS,
     SKIPPED,
@@ -24,19 +31,23 @@ from varlen.files.written import (
 from varlen.offline.crew import Crew, Team
 from varlen.offline.grow import deciding
 from varlen.offline.index import OnProgress, build_store, check_tokenizer, look_at, quiet
-from varlen.offline.places import (
+from varlen.offline.outputs import (
     check_output,
     check_places,
     disk_faults,
     finish,
+    made_whole,
     tidy,
     working_folder,
+    write_json,
 )
-from varlen.offline.plan import Plan
-from varlen.offline.settings import PackSettings
-from varlen.offline.write import PartCounts, opened_store, write_part
+from varlen.pack.lengths import as_count
+from varlen.pack.window import WindowPacker
+from varlen.regular import open_regular, read_regular
 from varlen.store.store import TokenStore, open_store
+from varlen.store.tokens import ReadableTokens, weighs
 from varlen.text.tokenizer import digest
+from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 _TOKENS = "tokens"
 Write: TypeAlias = Callable[[TokenStore, Path, Team], dict[str, Any]]
@@ -246,3 +257,355 @@ def _gather_skipped(store: TokenStore, path: Path) -> None:
             listed = store.folder / shard / SKIPPED
             if listed.is_file():
                 gathered.write(listed.read_bytes())
+
+
+# From the lengths in a store to the rows of a packed set, window by window and file by file.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartPlan:
+    """The rows of one file: row r holds the pieces `offsets[r]:offsets[r + 1]`."""
+
+    number: int
+    shards: IntArray
+    """int64 `[pieces]`: the shard of each piece's document."""
+    documents: IntArray
+    """int64 `[pieces]`: the document's number within its shard."""
+    starts: IntArray
+    stops: IntArray
+    """int64 `[pieces]`: the piece is its document's tokens [start, stop)."""
+    offsets: IntArray
+    """int64 `[rows + 1]`."""
+
+
+class Plan:
+    """Iterates over the parts of a packed set; memory is bounded by a window and a part, not by the set."""
+
+    def __init__(self, store: ReadableTokens, settings: PackSettings) -> None:
+        self._store, self._settings = store, settings
+        self.long_tokens = 0
+        """Of documents longer than a row, in the parts that were taken."""
+        self._order = DocumentOrder(store.documents, settings.seed if settings.shuffle else None)
+        self._packer = WindowPacker(
+            capacity=settings.capacity,
+            window=settings.window,
+            method=settings.method,
+            overlong=settings.overlong,
+            max_documents=settings.max_documents,
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        """What became of every token, once all parts have been taken."""
+        return self._packer.ledger
+
+    def __iter__(self) -> Iterator[PartPlan]:
+        if self._settings.overlong == "error" and self._settings.method != "wrapped":
+            check_lengths(self._store, self._settings.capacity)
+        waiting: list[Packing] = []
+        number = 0
+        for packing in self.packings():
+            waiting.append(packing)
+            while sum(p.num_tokens for p in waiting) >= self._settings.part_tokens:
+                part, waiting = self._cut(waiting, number)
+                yield part
+                number += 1
+        if any(p.num_packs for p in waiting):
+            for part in self._rest(waiting, number):
+                yield part
+
+    def packings(self) -> Iterator[Packing]:
+        """Yield packs as windows fill, documents named by their places in the order."""
+        for stretch in range(self._order.num_stretches):
+            shards, documents = self._order.stretch(stretch)
+            self._store.will_need(shards, documents)
+            lengths = self._store.lengths(shards, documents)
+            self.long_tokens += int(lengths[lengths > self._settings.capacity].sum())
+            yield self._packer.add(lengths)
+        yield self._packer.flush()
+
+    def _rest(self, waiting: list[Packing], number: int) -> Iterator[PartPlan]:
+        while any(p.num_packs for p in waiting):
+            part, waiting = self._cut(waiting, number)
+            yield part
+            number += 1
+
+    def _cut(self, waiting: list[Packing], number: int) -> tuple[PartPlan, list[Packing]]:
+        """Take as many packs as a part holds; returns the part, and the packs left."""
+        joined = _join(waiting)
+        ends = np.cumsum(joined.pack_sums(joined.lengths)) if joined.num_packs else np.zeros(0)
+        rows = min(int(np.searchsorted(ends, self._settings.part_tokens)) + 1, joined.num_packs)
+        pieces = int(joined.offsets[rows])
+        shards, documents = self.located(joined.document_ids[:pieces])
+        part = PartPlan(
+            number=number,
+            shards=shards,
+            documents=documents,
+            starts=joined.starts[:pieces].astype(np.int64),
+            stops=joined.stops[:pieces].astype(np.int64),
+            offsets=joined.offsets[: rows + 1].copy(),
+        )
+        return part, [_tail(joined, rows)] if rows < joined.num_packs else []
+
+    def located(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Return shards and numbers of the documents at places."""
+        shards, documents = np.empty_like(places), np.empty_like(places)
+        for stretch in np.unique(places // STRETCH).tolist():
+            at = places // STRETCH == stretch
+            found = self._order.stretch(stretch)
+            shards[at] = found[0][places[at] - stretch * STRETCH]
+            documents[at] = found[1][places[at] - stretch * STRETCH]
+        return shards, documents
+
+
+def check_lengths(store: ReadableTokens, capacity: int) -> None:
+    """Refuse documents longer than a row.
+
+    Raises:
+        OverlongDocumentError: there are some; says which is the first and how many there are.
+    """
+    first, length, count, before = -1, 0, 0, 0
+    for index, documents in enumerate(store.documents.tolist()):
+        lengths = store.lengths(np.full(documents, index), np.arange(documents))
+        over = np.flatnonzero(lengths > capacity)
+        if len(over) and first < 0:
+            first, length = before + int(over[0]), int(lengths[over[0]])
+        count += len(over)
+        before += len(lengths)
+    if count:
+        are = f"{many(before, 'document')} {'is' if count == 1 else 'are'}"
+        raise OverlongDocumentError(
+            f"document {first:,} (counted from 0 in the order of the data) has {length:,} tokens but a pack holds "
+            f"{capacity:,} ({count:,} of {are} too long); pass --overlong split, truncate or "
+            "drop, or a larger --capacity"
+        )
+
+
+def _join(packings: list[Packing]) -> Packing:
+    """Put packings one after the other."""
+    if len(packings) == 1:
+        return packings[0]
+    shifts = np.cumsum([0] + [p.num_pieces for p in packings[:-1]])
+    offsets = np.concatenate([[0], *(p.offsets[1:] + shift for p, shift in zip(packings, shifts))])
+    return _like(
+        packings[0],
+        np.concatenate([p.document_ids for p in packings]),
+        np.concatenate([p.starts for p in packings]),
+        np.concatenate([p.stops for p in packings]),
+        offsets.astype(np.int64),
+    )
+
+
+def _tail(packing: Packing, rows: int) -> Packing:
+    """Return a packing without its first rows."""
+    pieces = int(packing.offsets[rows])
+    return _like(
+        packing,
+        packing.document_ids[pieces:],
+        packing.starts[pieces:],
+        packing.stops[pieces:],
+        packing.offsets[rows:] - pieces,
+    )
+
+
+def _like(
+    packing: Packing, ids: IntArray, starts: Int32Array, stops: Int32Array, offsets: IntArray
+) -> Packing:
+    tokens = int((stops.astype(np.int64) - starts).sum())
+    return Packing(
+        document_ids=ids,
+        starts=starts,
+        stops=stops,
+        offsets=offsets,
+        capacity=packing.capacity,
+        ledger=Ledger(tokens_in=tokens, packed=tokens),
+        method=packing.method,
+        overlong=packing.overlong,
+    )
+
+
+# Write the rows of one part to a Parquet or Arrow file, whole or not at all.
+
+_IGNORED = -100
+_ROW_GROUP_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartCounts:
+    """What a written file holds."""
+
+    name: str
+    num_packs: int
+    num_pieces: int
+    num_tokens: int
+    num_targets: int
+    packs_without_target: int
+    sha256: str
+    num_bytes: int = 0
+    """0: not known, as version 0.1.0 didn't note it."""
+
+
+def write_part(shared: tuple[Path, str, Path, PackSettings], part: PartPlan) -> PartCounts:
+    """Write one part, unless an earlier run did.
+
+    Args:
+        shared: folder and fingerprint of the token store, where the parts go, and how they are to be.
+        part: its rows.
+
+    Raises:
+        SettingError: the disk is full, or the folder can't be written.
+        SourceError: the token store is damaged.
+    """
+    store_folder, fingerprint, folder, settings = shared
+    name = f"part-{part.number:05d}.{settings.format}"
+    note = folder / WORK / f"{name}.json"
+    written = _written(folder, note)
+    if written is not None:
+        return written
+    columns, labels = _columns(opened_store(store_folder, fingerprint), part, settings)
+    with disk_faults(folder):
+        with made_whole(folder / name) as partial:
+            write_table(columns, partial, settings.format, max(_ROW_GROUP_TOKENS // settings.capacity, 1))
+            sha256, num_bytes = _sha256(partial), partial.stat().st_size
+        bounds = _row_bounds(part).tolist()
+        rows = zip(bounds, bounds[1:])
+        targets = np.array([np.count_nonzero(labels[start:stop] != _IGNORED) for start, stop in rows])
+        counts = PartCounts(
+            name=name,
+            num_packs=len(part.offsets) - 1,
+            num_pieces=len(part.documents),
+            num_tokens=len(labels),
+            num_targets=int(targets.sum()),
+            packs_without_target=int((targets == 0).sum()),
+            sha256=sha256,
+            num_bytes=num_bytes,
+        )
+        write_json(note, asdict(counts))
+    return counts
+
+
+def _written(folder: Path, note: Path) -> PartCounts | None:
+    """Return what an earlier run wrote, if it is there and whole."""
+    try:
+        counts = PartCounts(**json.loads(read_regular(note)))
+        return counts if _sha256(folder / counts.name) == counts.sha256 else None
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb", opener=open_regular) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=2)
+def opened_store(folder: Path, fingerprint: str) -> TokenStore:
+    """Open a store once a process.
+
+    Args:
+        folder: of the store.
+        fingerprint: of what it holds, since another may come to stand at the same place.
+
+    Raises:
+        SourceError: it holds something else.
+    """
+    store = open_store(folder)
+    if store.fingerprint != fingerprint:
+        raise SourceError(f"{folder} was replaced while it was read; pack it again")
+    return store
+
+
+def _row_bounds(part: PartPlan) -> npt.NDArray[np.int64]:
+    """Return where each row's tokens begin and end."""
+    ends = np.concatenate([[0], np.cumsum(part.stops - part.starts)]).astype(np.int64)
+    return ends[part.offsets]
+
+
+def _columns(
+    store: TokenStore, part: PartPlan, settings: PackSettings
+) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
+    """Make the columns of a part: those of TRL's packed data sets first; returns the flat labels too."""
+    lengths = part.stops - part.starts
+    begins = np.cumsum(lengths) - lengths
+    tokens, mask = store.gather(part.shards, part.documents, part.starts, lengths)
+    labels = tokens.copy()
+    if mask is not None:
+        labels[mask == 0] = _IGNORED
+    labels[begins] = _IGNORED  # what stands before it in the row is another document
+    bounds = _row_bounds(part)
+    columns = {
+        "input_ids": list_column(tokens, bounds),
+        "labels": list_column(labels, bounds),
+        "seq_lengths": list_column(lengths.astype(np.int32), part.offsets),
+    }
+    if weighs(store):  # in all parts, as the columns of a set are the same in all of its files
+        weights = np.ones(len(tokens), np.float32) if mask is None else mask.astype(np.float32)
+        columns["loss_weights"] = list_column(np.where(labels == _IGNORED, np.float32(0), weights), bounds)
+    if settings.position_ids:
+        positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(begins, lengths)
+        columns["position_ids"] = list_column(positions.astype(np.int32), bounds)
+    if settings.trace:
+        before = np.concatenate([[0], np.cumsum(store.documents)])
+        columns["document_ids"] = list_column(before[part.shards] + part.documents, part.offsets)
+        columns["document_starts"] = list_column(part.starts.astype(np.int32), part.offsets)
+    return columns, labels
+
+
+# What a packed data set is to be like; all of it decides the bytes that are written.
+
+OutputFormat = Literal["parquet", "arrow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackSettings:
+    """How documents are packed and written."""
+
+    capacity: int
+    """Tokens a row can hold."""
+    method: Method = "best_fit"
+    """Of `vl.pack`. Best fit keeps rows nearly random samples of the documents."""
+    overlong: Overlong = "split"
+    """What becomes of documents longer than `capacity`: split, they lose no token."""
+    max_documents: int | None = None
+    """Most documents of a row; None for no limit."""
+    shuffle: bool = True
+    """Permute documents before packing; else they are packed as they come."""
+    seed: int = 0
+    """Of the shuffle."""
+    window: int = 1 << 16
+    """Documents packed at a time; memory grows with it."""
+    format: OutputFormat = "parquet"
+    position_ids: bool = False
+    """Write `position_ids` too: 0, 1, ... in each document."""
+    trace: bool = False
+    """Write `document_ids` and `document_starts` too: which document of the data each piece is, and from where."""
+    part_tokens: int = 1 << 23
+    """Tokens of one written file, about; memory grows with it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be.
+
+        Raises:
+            SettingError: a setting out of its range.
+        """
+        choices: dict[str, Sequence[Any]] = {
+            "method": get_args(Method),
+            "overlong": get_args(Overlong),
+            "format": get_args(OutputFormat),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise SettingError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        for name, least in {"capacity": 1, "window": 1, "part_tokens": 1, "seed": 0}.items():
+            object.__setattr__(self, name, as_count(getattr(self, name), name, least, 2**63 - 1))
+        if self.max_documents is not None:
+            object.__setattr__(self, "max_documents", as_count(self.max_documents, "max_documents"))
+        if self.capacity + self.part_tokens >= 2**31:  # a part ends with the row that fills it
+            raise SettingError(
+                f"capacity and part_tokens must be below 2^31 together, got {self.capacity:,} and "
+                f"{self.part_tokens:,}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all settings by name."""
+        return asdict(self)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
-from varlen.offline.places import disk_faults, made_whole
+from varlen.offline.outputs import disk_faults, made_whole
 from varlen.regular import read_regular
 from varlen.simulate.api import check_form
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan

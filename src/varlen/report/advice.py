@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from inspect import signature
 
 from varlen.counts import many
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings
 from varlen.pack.api import pack
-from varlen.report.inspected import (
+from varlen.report.inspection import (
     AdviceFigures,
     CapacityFigures,
     DistributionFigures,

@@ -6,10 +6,9 @@ from html import escape
 from statistics import fmean, median
 
 from varlen.counts import many
-from varlen.report import charts, pictures
-from varlen.report.figures import DemoFigures, MethodFigures, spread
-from varlen.report.findings import findings, headline, loss_gap
-from varlen.report.pack_figure import pack_figure
+from varlen.report import drawing, pictures
+from varlen.report.demo import DemoFigures, MethodFigures, findings, headline, loss_gap, spread
+from varlen.report.drawing import pack_figure
 from varlen.report.page import (
     NARROW,
     WIDE,
@@ -79,13 +78,13 @@ def _opening(figures: DemoFigures) -> str:
 
 def _speed(figures: DemoFigures) -> str:
     rows = [
-        charts.Bar(label=m.title, value=m.tokens_per_s, note=count(m.tokens_per_s), kind=m.role)
+        drawing.Bar(label=m.title, value=m.tokens_per_s, note=count(m.tokens_per_s), kind=m.role)
         for m in figures.methods
     ]
     label = "effective tokens per second of each method"
     return figure(
-        charts.bars(rows, WIDE, label),
-        charts.bars(rows, NARROW, label),
+        drawing.bars(rows, WIDE, label),
+        drawing.bars(rows, NARROW, label),
         "Effective tokens per second: tokens of documents, padding not counted, over the time from the "
         f"documents' tokens to the updated weights. {figures.threads} threads; methods took turns step by "
         "step, so that whatever else the machine did hit all alike.",
@@ -140,7 +139,7 @@ def _padding(figures: DemoFigures) -> str:
 
 def _losses(figures: DemoFigures) -> str:
     rows = [
-        charts.Dots(
+        drawing.Dots(
             label=method.title,
             values=figures.losses(method),
             note=f"{fmean(figures.losses(method)):.3f} ± {spread(figures.losses(method)):.3f}",
@@ -157,8 +156,8 @@ def _losses(figures: DemoFigures) -> str:
             (method.role, (method.title, f"{difference(gap)} ± {gap_spread:.3f}", _origin(figures, method)))
         )
     return figure(
-        charts.dots(rows, WIDE, label, _loss_words),
-        charts.dots(rows, NARROW, label, _loss_words),
+        drawing.dots(rows, WIDE, label, _loss_words),
+        drawing.dots(rows, NARROW, label, _loss_words),
         f"Validation loss in nats after {figures.steps:,} steps; a dot for each of {len(figures.seeds)} "
         "seeds, their mean as a stroke, and half their range after ±. Seeds change documents, batches and "
         "initial weights, so compare within a seed, as the table does. So few steps show equality, not a "
@@ -178,13 +177,13 @@ def _origin(figures: DemoFigures, method: MethodFigures) -> str:
 
 def _memory(figures: DemoFigures) -> str:
     rows = [
-        charts.Bar(label=m.title, value=m.memory_bytes, note=memory(m.memory_bytes), kind=m.role)
+        drawing.Bar(label=m.title, value=m.memory_bytes, note=memory(m.memory_bytes), kind=m.role)
         for m in figures.methods
     ]
     label = "peak memory of each method"
     return figure(
-        charts.bars(rows, WIDE, label),
-        charts.bars(rows, NARROW, label),
+        drawing.bars(rows, WIDE, label),
+        drawing.bars(rows, NARROW, label),
         "Most memory that a step held, beyond what its process held before the first step (interpreter, "
         "torch, model). Every method ran in a process of its own; the peak is the operating system's count "
         "of resident memory. All methods form logits in blocks, so none pays for them all at once.",
@@ -232,8 +231,8 @@ def _documents(figures: DemoFigures) -> str:
         + (f" ({corpus.too_short:,} of fewer than two tokens left out)" if corpus.too_short else "")
     )
     return figure(
-        charts.histogram(corpus.lengths, figures.max_length, WIDE, label),
-        charts.histogram(corpus.lengths, figures.max_length, NARROW, label),
+        drawing.histogram(corpus.lengths, figures.max_length, WIDE, label),
+        drawing.histogram(corpus.lengths, figures.max_length, NARROW, label),
         f"Length in tokens, half an octave a bar: {corpus.description}. {drawn}. Median "
         f"{median(corpus.lengths):,.0f}, mean {fmean(corpus.lengths):,.0f}, longest "
         f"{max(corpus.lengths):,} tokens. Padded in random batches of {figures.batch_documents}, all of them "

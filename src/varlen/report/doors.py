@@ -13,8 +13,7 @@ import numpy as np
 
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.streaming.foreseen import BYTES_A_TOKEN, indexed_packs, streamed_packs
-from varlen.offline.plan import Plan
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings, Plan
 from varlen.pack.api import pack
 from varlen.store.blank import BlankTokens
 from varlen.types import Int32Array, IntArray, Method, Overlong

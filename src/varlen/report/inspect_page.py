@@ -5,11 +5,10 @@ from __future__ import annotations
 from html import escape
 
 from varlen.counts import many
-from varlen.report import charts
+from varlen.report import drawing
+from varlen.report.drawing import Line, lines, pack_figure
 from varlen.report.inspect_table import BYTES, full, packs_of, reading
-from varlen.report.inspected import CapacityFigures, Inspection, PackFigures
-from varlen.report.lines import Line, lines
-from varlen.report.pack_figure import pack_figure
+from varlen.report.inspection import CapacityFigures, Inspection, PackFigures
 from varlen.report.packings import GROUP, GROUP_DOCUMENTS
 from varlen.report.page import NARROW, WIDE, facts, figure, numbers, page, paragraph, section, table
 from varlen.report.words import count, fill, share, times
@@ -80,16 +79,16 @@ def _opening(inspection: Inspection) -> str:
 
 def _histogram(inspection: Inspection) -> str:
     found = inspection.distribution
-    first = charts.half_octave(found.histogram[0].low)
-    documents = [0.0] * (charts.half_octave(found.histogram[-1].low) - first + 1)
+    first = drawing.half_octave(found.histogram[0].low)
+    documents = [0.0] * (drawing.half_octave(found.histogram[-1].low) - first + 1)
     tokens = list(documents)
     for figures in found.histogram:
-        place = charts.half_octave(figures.low) - first
+        place = drawing.half_octave(figures.low) - first
         documents[place], tokens[place] = figures.documents, figures.tokens
     capacity = inspection.advice.capacity
     label = "lengths of documents on a log axis, by share of documents and of tokens"
     wide, narrow = (
-        charts.half_octaves(first, documents, tokens, capacity, f"capacity {capacity:,}", width, label)
+        drawing.half_octaves(first, documents, tokens, capacity, f"capacity {capacity:,}", width, label)
         for width in (WIDE, NARROW)
     )
     return figure(
@@ -117,7 +116,7 @@ def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
 def _padding(inspection: Inspection) -> str:
     packed, capacity = inspection.advised, inspection.advice.capacity
     rows = [
-        charts.Bar(
+        drawing.Bar(
             label=_short(way.name, way.cut_at),
             value=way.padding_share,
             note=f"{share(way.padding_share)} · {times(way.slots_per_token)}",
@@ -126,7 +125,7 @@ def _padding(inspection: Inspection) -> str:
         for way in inspection.padding
     ]
     rows.append(
-        charts.Bar(
+        drawing.Bar(
             label=f"packed at {capacity:,}",
             value=1 - packed.fill,
             note=f"{share(1 - packed.fill)} · {times(1 / packed.fill)}",
@@ -135,8 +134,8 @@ def _padding(inspection: Inspection) -> str:
     )
     label = "share of slots that hold padding, for each way of padding and for packs"
     return figure(
-        charts.bars(rows, WIDE, label, _LEAST_SHARE),
-        charts.bars(rows, NARROW, label, _LEAST_SHARE),
+        drawing.bars(rows, WIDE, label, _LEAST_SHARE),
+        drawing.bars(rows, NARROW, label, _LEAST_SHARE),
         f"Share of slots that hold padding, and slots computed for each token. Batches of "
         f"{inspection.batch_documents} documents: in random order, padded to their longest; sorted by length, "
         "padded to their longest; and every document padded to the longest of all. Sorting fills batches, and "
@@ -227,12 +226,12 @@ def _losses(inspection: Inspection) -> str:
             ("dropped", at.dropping_share, "control"),
         ):
             rows.append(
-                charts.Bar(label=f"{at.capacity:,}, {word}", value=value, note=share(value), kind=kind)
+                drawing.Bar(label=f"{at.capacity:,}, {word}", value=value, note=share(value), kind=kind)
             )
     label = "share of tokens that truncating and dropping lose, at each capacity"
     return figure(
-        charts.bars(rows, WIDE, label, _LEAST_SHARE),
-        charts.bars(rows, NARROW, label, _LEAST_SHARE),
+        drawing.bars(rows, WIDE, label, _LEAST_SHARE),
+        drawing.bars(rows, NARROW, label, _LEAST_SHARE),
         "Share of all tokens that are never trained where documents longer than a pack are truncated, as TRL "
         "does by default, or dropped, as axolotl and LLaMA-Factory do. Splitting them loses none.",
     )
@@ -256,7 +255,7 @@ def _loss_table(inspection: Inspection) -> str:
 
 def _work(inspection: Inspection, at: CapacityFigures) -> str:
     rows = [
-        charts.Bar(
+        drawing.Bar(
             label=row.title,
             value=row.work_imbalance,
             note=f"{times(row.work_imbalance)} · attention {times(row.attention_imbalance)}",
@@ -267,8 +266,8 @@ def _work(inspection: Inspection, at: CapacityFigures) -> str:
     ]
     label = "work of the heaviest pack over the mean, for each method"
     return figure(
-        charts.bars(rows, WIDE, label),
-        charts.bars(rows, NARROW, label),
+        drawing.bars(rows, WIDE, label),
+        drawing.bars(rows, NARROW, label),
         f"Work of the heaviest pack over the mean at {at.capacity:,}: how long others wait where packs run side "
         "by side, one a rank. The bars count all work of a layer at width 4,096, the second number attention "
         "alone, which grows with the square of a document's length. A document as long as a pack is as heavy "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from varlen.report.figures import PieceFigures
-from varlen.report.svg import drawing, polygon, rect
+from varlen.report.demo import PieceFigures
+from varlen.report.drawing import drawing, polygon, rect
 
 NUM_COLOURS = 10
 """Colours of documents in the page's style sheet, used in turn."""

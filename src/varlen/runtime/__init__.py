@@ -1,7 +1,7 @@
 """A plan on a real model: slices, pipelines, shared documents.
 
-    PackedBatch + StepPlan ──► engine.SliceEngine ──► slices (one process) ─┐
-                                                 └──► member (one rank)    ─┴► place ──► chunk ──► attention, cache
+    PackedBatch + StepPlan ──► engine.SliceEngine ──► step (one process)   ─┐
+                                                 └──► mesh/rank (one rank) ─┴► stage_run ──► chunk ──► attention
 
 In: a transformers model, a batch, a plan. Out: `.grad` of every parameter as the uncut model gives it.
 `calibrate` measures the kernels that the cost model prices.

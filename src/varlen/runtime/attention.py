@@ -18,11 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.errors import ModelError
 from varlen.runtime import flash, merged, tiles
-from varlen.runtime.cache import Pair
 from varlen.runtime.casting import lowered, uncast
 from varlen.runtime.choice import Kernels, chosen
 from varlen.runtime.flash import Rule
 from varlen.runtime.kernels import Lengths, Qkv, SliceKernel
+from varlen.runtime.kv_cache import Pair
 from varlen.runtime.tiles import CachedSlice as CachedSlice
 
 NAME = "varlen_slices"

@@ -8,25 +8,25 @@ layers that keep their graphs are one graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import CachedSlice
-from varlen.runtime.cache import DocumentCache, KeptRows
-from varlen.runtime.casting import uncast, ungraphed
-from varlen.runtime.host import HostCache, HostLink, HostRows, Visit
-from varlen.runtime.later import Later, Waiting, add_up
-from varlen.runtime.parts import Parts, Positions
-from varlen.runtime.selective import selectively
-from varlen.runtime.shared import Key as Key
-from varlen.runtime.shared import SharedDocument, rows_of, tokens_of, with_idle_row
+from varlen.runtime.casting import add_product, lowered, uncast, ungraphed
+from varlen.runtime.decoder import Parts, Positions
+from varlen.runtime.kv_cache import DocumentCache, HostCache, HostLink, HostRows, KeptRows, Visit
+from varlen.runtime.mesh.shared_documents import Key, SharedDocument, rows_of, tokens_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, Offload
 
 Leaf = tuple[torch.Tensor, torch.Tensor]
@@ -329,3 +329,161 @@ class ChunkStep:
         if len(self._kept_layers) < len(again):
             visits += [Visit(layer, has_own=False, is_backward=False) for layer in again[:-1]]
         return visits + [Visit(layer, has_own=False, is_backward=True) for layer in reversed(again)]
+
+
+# `Later`: weight gradients of linear layers that wait until a task of their own adds them up.
+#
+# Zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) run a MicroPack's input gradients as soon as they
+# can, since the stage before waits for them, and its weight gradients where a stage would idle. No module is
+# changed for that: while a layer runs, calls of `torch.nn.functional.linear` with a parameter as weight are
+# seen, and go through a function whose backward keeps what the weight gradient is made of. All other
+# parameters, of norms, biases and stacked experts among them, get their gradients at once.
+
+
+class Waiting(NamedTuple):
+    """A weight gradient that hasn't been computed: `gradient.T @ rows`."""
+
+    weight: torch.nn.Parameter
+    """`[outputs, inputs]`."""
+    rows: torch.Tensor
+    """`[..., inputs]`: what went into the layer."""
+    gradient: torch.Tensor
+    """`[..., outputs]`: of what came out."""
+
+
+class Later(TorchFunctionMode):
+    """While entered, linear layers are run so that their backward leaves weight gradients in `collected`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Waiting] = []
+        """In the order in which backward passes came by; whoever runs one takes them out."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function of torch, `linear` in another way where its weight is a parameter that learns."""
+        kwargs = kwargs or {}
+        if function is not torch.nn.functional.linear or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return self._linear(*args, **kwargs)
+
+    def take(self) -> list[Waiting]:
+        """Return what was collected since the last call."""
+        taken, self.collected = self.collected, []
+        return taken
+
+    def _linear(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        is_own = isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
+        if not is_own or not input.requires_grad:
+            return torch.nn.functional.linear(input, weight, bias)
+        out: torch.Tensor = _Linear.apply(lowered(input), weight, self)  # type: ignore[no-untyped-call]
+        return out if bias is None else out + lowered(bias)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer without bias, whose weight gradient is left to `Later`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.nn.Parameter, later: Later) -> torch.Tensor:
+        # The weight is kept as itself, and not as a saved tensor: it takes part in no graph here.
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.later = weight, later
+        return torch.nn.functional.linear(rows, weight.detach().to(rows.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        # Apart from the graph, which would otherwise live on with them.
+        ctx.later.collected.append(Waiting(ctx.weight, rows.detach(), gradient.detach()))
+        return gradient @ ctx.weight.detach().to(gradient.dtype), None, None
+
+
+def add_up(waiting: Sequence[Waiting]) -> None:
+    """Add weight gradients to those of their parameters; what they were made of is free then.
+
+    Args:
+        waiting: of one MicroPack and chunk of layers.
+
+    Cost: a matrix product each, which adds where the gradient stands.
+    """
+    for weight, rows, gradient in waiting:
+        add_product(weight, gradient.flatten(0, -2), rows.flatten(0, -2))
+
+
+# `selectively`: layers whose graphs don't keep products that one multiplication makes again: norm outputs, gates.
+#
+# A norm ends in `weight * normed` and a gated layer in `act(gate) * up`. Each factor is kept by the
+# multiplication for its own backward, and the linear layers behind keep the product a second time. Here they
+# keep the factors alone and multiply again: the same operation on the same bits (selective recomputation;
+# Korthikanti et al. 2022, arXiv 2205.05198, §5). Nothing of the model is patched; hooks stand on its linear
+# layers meanwhile.
+
+
+class _Product(NamedTuple):
+    """A view of a product, as its factors."""
+
+    one: torch.Tensor
+    other: torch.Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextlib.contextmanager
+def selectively(layers: Iterable[nn.Module], is_on: bool = True) -> Iterator[None]:
+    """Let graphs that are made meanwhile keep factors instead of products that go into these layers' linear layers.
+
+    A product whose factors aren't both kept, as where one of them needs no gradient, is kept itself.
+
+    Args:
+        layers: of the model.
+        is_on: False changes nothing.
+    """
+    if not is_on:
+        yield
+        return
+    products: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # of the linear layer that runs, by its storage
+
+    def note(_: nn.Module, given: tuple[Any, ...]) -> None:
+        product = given[0] if given else None
+        node: Any = product.grad_fn if isinstance(product, torch.Tensor) else None
+        if product is None or node is None or node.name() != "MulBackward0":
+            return
+        one, other = node._saved_self, node._saved_other
+        if one is not None and other is not None:
+            products[product.untyped_storage()._cdata] = (one.detach(), other.detach())
+
+    def forget(*_: Any) -> None:
+        products.clear()  # the product may die now, and its storage's place be another's
+
+    def pack(kept: torch.Tensor) -> torch.Tensor | _Product:
+        factors = products.get(kept.untyped_storage()._cdata)
+        if factors is None:
+            return kept
+        return _Product(*factors, kept.size(), kept.stride(), int(kept.storage_offset()))
+
+    def unpack(kept: torch.Tensor | _Product) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        product = kept.one * kept.other
+        return product.as_strided(kept.size, kept.stride, kept.offset)
+
+    linear = [module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(note) for module in linear]
+    hooks += [module.register_forward_hook(forget) for module in linear]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

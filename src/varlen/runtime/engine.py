@@ -9,24 +9,24 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Saved
-from varlen.errors import PlanError, SettingError, VarlenError
+from varlen.counts import many
+from varlen.errors import DocumentsError, PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
-from varlen.runtime.alone import check_alone, check_grad
 from varlen.runtime.choice import Kernels
 from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import Meter
-from varlen.runtime.member import Member
-from varlen.runtime.parts import IGNORED, Parts, check_model
-from varlen.runtime.place import TaskRun
-from varlen.runtime.shards import Gathered
-from varlen.runtime.slices import check_plan, run_places
-from varlen.runtime.stage import check_layers
-from varlen.runtime.step_data import lengths_of, step_data_of
+from varlen.runtime.decoder import IGNORED, Parts, check_model
+from varlen.runtime.mesh.fsdp import Gathered, is_sharded
+from varlen.runtime.mesh.rank import Member
+from varlen.runtime.split import check_layers
+from varlen.runtime.stage_run import TaskRun
+from varlen.runtime.step import check_plan, run_places
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray, Int32Array
 
@@ -343,3 +343,135 @@ def _member(
 def _attention(model: Any) -> str:
     """The attention that a model has now."""
     return str(model.config._attn_implementation)
+
+
+# Whether a step in this process would learn: nobody else holds the model too, and gradients are on.
+
+
+def check_alone(model: Any) -> None:
+    """Refuse to run a model by itself that this process holds with others, who would learn something else.
+
+    Args:
+        model: of an engine without a mesh.
+
+    Raises:
+        SettingError: other processes have replicas or shards of it.
+    """
+    if isinstance(model, DistributedDataParallel) and model.process_group.size() > 1:
+        held = f"DistributedDataParallel holds the model in {model.process_group.size():,} processes"
+    elif isinstance(model, nn.Module) and is_sharded(model):
+        held = "fully_shard has divided the model among processes"
+    else:
+        return
+    raise SettingError(
+        f"{held}, and the engine has no mesh, so gradients would not be summed over them; give "
+        "mesh=vl.Mesh(dp=dist.get_world_size()), rank=dist.get_rank()"
+    )
+
+
+def check_grad() -> None:
+    """Refuse a step where PyTorch keeps no graphs.
+
+    Raises:
+        SettingError: gradients are off.
+    """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise SettingError(
+            "a step computes gradients, and they are off (torch.no_grad or torch.inference_mode); call engine.step "
+            "outside of it"
+        )
+
+
+# `step_data_of`: the tokens of a batch as a step runs them, without padding and checked.
+
+
+def step_data_of(
+    batch: PackedBatch, device: torch.device, weighting: LossWeighting, *, vocabulary: int
+) -> StepData:
+    """Return a batch's documents one behind the other, with each token's target and its weight.
+
+    Args:
+        batch: on any device.
+        device: of the model.
+        weighting: as `PackedBatch.loss_weights` says, which takes what rows weigh in.
+        vocabulary: ids that the model knows.
+
+    Raises:
+        DocumentsError: it has no target, one that nothing stands before, or ids that the model doesn't know.
+        SettingError: weights that don't add up over batches.
+    """
+    is_plain = weighting == "token" and batch.target_weights is None
+    if not is_plain and batch.num_targets != batch.step_num_targets:
+        why = f"weighting={weighting!r}" if weighting != "token" else "target_weights (row_weights)"
+        raise SettingError(
+            f"{why} of a batch with {batch.num_targets:,} of the step's {batch.step_num_targets:,} "
+            "targets; give the whole step as one batch, or weigh tokens alike"
+        )
+    held = batch.to_torch(device)
+    inside = held.segment_ids.ravel() >= 0
+    ids = held.input_ids.ravel()[inside]
+    labels = held.labels.ravel()[inside]
+    offsets = np.concatenate([[0], np.cumsum(lengths_of(batch), dtype=np.int64)])
+    _check_ids(ids, torch.zeros_like(ids, dtype=torch.bool), vocabulary, offsets, "is id")
+    _check_ids(labels, labels == IGNORED, vocabulary, offsets, "has label")
+    filled = np.flatnonzero(np.diff(offsets))
+    taught = filled[(labels.cpu().numpy()[offsets[filled]] != IGNORED)]
+    if taught.size:
+        raise DocumentsError(
+            f"the first token of document {taught[0]} has a label ({taught.size:,} of {len(filled):,} documents are "
+            "so), and nothing stands before it to learn it from; a first token's label must be -100"
+        )
+    labels = labels.roll(-1)
+    known = labels != IGNORED
+    if not known.any():
+        raise DocumentsError(f"none of {len(ids):,} tokens has a label to learn; leave this batch out")
+    if is_plain:
+        weights = known.double() / batch.step_num_targets
+    else:
+        weights = held.loss_weights(weighting).ravel()[inside].roll(-1).double()
+        weights = weights * known / (weights * known).sum()
+    return StepData(input_ids=ids, labels=labels, weights=weights, offsets=offsets)
+
+
+def lengths_of(batch: PackedBatch) -> Int32Array:
+    """Return the lengths of a batch's documents, int32 `[num_segments]`, in host memory.
+
+    Args:
+        batch: on any device.
+
+    Raises:
+        DocumentsError: no packed batch.
+    """
+    if not isinstance(batch, PackedBatch):
+        raise DocumentsError(
+            f"a batch of type {type(batch).__name__}; engine.step takes a PackedBatch, as vl.collate and "
+            "vl.PackedLoader make it"
+        )
+    lengths = batch.document_lengths
+    return np.asarray(lengths.cpu() if isinstance(lengths, torch.Tensor) else lengths, np.int32)
+
+
+def _check_ids(
+    ids: torch.Tensor, allowed: torch.Tensor, vocabulary: int, offsets: npt.NDArray[np.int64], verb: str
+) -> None:
+    """Refuse ids that would stop the embedding or the loss in the middle of a step.
+
+    Args:
+        ids: int64 `[num_tokens]`.
+        allowed: bool `[num_tokens]`: those that may be anything.
+        vocabulary: ids that the model knows.
+        offsets: int64 `[num_documents + 1]`.
+        verb: between a token and its id.
+
+    Raises:
+        DocumentsError: names the first.
+    """
+    wrong = ((ids < 0) | (ids >= vocabulary)) & ~allowed
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0, 0])
+        document = int(np.searchsorted(offsets, first, side="right")) - 1
+        raise DocumentsError(
+            f"token {first - offsets[document]:,} of document {document:,} {verb} {int(ids[first]):,}, and the model "
+            f"knows 0 to {vocabulary - 1:,} ({many(int(wrong.sum()), 'token is', 'tokens are')} so); use the "
+            "tokenizer that the model was made with, or resize its embedding"
+        )

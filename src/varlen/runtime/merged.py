@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from varlen.runtime import flash
-from varlen.runtime.cache import DocumentCache, Pair
-from varlen.runtime.shared import Share, Span
+from varlen.runtime.kv_cache import DocumentCache, Pair
+from varlen.runtime.mesh.shared_documents import Share, Span
 from varlen.runtime.tiles import CachedSlice
 
 Attend = Callable[[torch.Tensor, Pair, Sequence[CachedSlice]], flash.Partial]

@@ -17,10 +17,10 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from varlen.cost.shape import ModelShape
 from varlen.runtime.attention import CachedSlice, attend
-from varlen.runtime.cache import DocumentCache
 from varlen.runtime.clock import Clock
+from varlen.runtime.decoder import Parts
 from varlen.runtime.flash import Rule
-from varlen.runtime.parts import Parts
+from varlen.runtime.kv_cache import DocumentCache
 from varlen.types import FloatArray
 
 QUIET = 0.25

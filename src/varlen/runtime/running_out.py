@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from varlen.errors import DeviceMemoryError
-from varlen.runtime.shared import Key
+from varlen.runtime.mesh.shared_documents import Key
 
 MARGIN = 0.9
 """Share of what is there that rows are advised to take: an allocator's blocks aren't all in use."""

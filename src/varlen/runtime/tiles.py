@@ -16,10 +16,9 @@ import torch
 
 from varlen.cost import memory
 from varlen.runtime import flash
-from varlen.runtime.cache import DocumentCache, Pair
-from varlen.runtime.dealing import Ranges
 from varlen.runtime.flash import Rule
-from varlen.runtime.shared import Share
+from varlen.runtime.kv_cache import DocumentCache, Pair
+from varlen.runtime.mesh.shared_documents import Ranges, Share
 
 BLOCK = 512
 """Rows, and keys where scores are formed, that are computed at once."""

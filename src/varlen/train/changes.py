@@ -22,7 +22,7 @@ from varlen.regular import open_regular
 from varlen.train.checkpoint import newest
 from varlen.train.manifest import Checkpoint
 from varlen.train.model import described
-from varlen.train.ranks import Ranks
+from varlen.train.parallel import Ranks
 from varlen.train.settings import RunSettings, TrainSettings
 
 ALLOW = "--allow-changed"

@@ -17,25 +17,31 @@ written, and held against the files before anything is read: so step, place and 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from varlen import __version__
 from varlen.errors import SettingError, StateError, VarlenError
+from varlen.files.ours import is_there, mark_of_folder, refuse_link, remove_marked
 from varlen.files.token_tables import sync
-from varlen.offline.places import free_words
-from varlen.train.checksums import HashingFiles, check_files, gathered, shard_number
+from varlen.offline.outputs import free_words
+from varlen.regular import open_regular, read_regular
 from varlen.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -45,8 +51,7 @@ from varlen.train.manifest import (
     checksum_of,
     opened,
 )
-from varlen.train.ranks import Ranks
-from varlen.train.removal import begin, prune, remove_partial
+from varlen.train.parallel import Ranks
 
 WEIGHT, STEP = "model.", "optimizer.step."
 Tensors = dict[str, torch.Tensor]
@@ -321,3 +326,236 @@ def read_tensors(checkpoint: Path, prefix: str) -> Tensors:
         }
         load_tensors(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+# Checksums of a checkpoint: taken of each file while it is written, and held against what is read back.
+
+DIGEST_BYTES = 32
+_BLOCK_BYTES = 4 << 20
+
+
+class _Hashed:
+    """A file that is being written, and the SHA-256 of what was written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.digest = stream, hashlib.sha256()
+
+    def write(self, content: Any) -> int:
+        """Write and hash side by side: neither holds the interpreter."""
+        hashing = threading.Thread(target=self.digest.update, args=(content,))
+        hashing.start()
+        try:
+            return int(self._stream.write(content))
+        finally:
+            hashing.join()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class HashingFiles(FileSystem):
+    """Files as PyTorch's checkpoints are written to, which are hashed on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[str, bytes] = {}
+        """By name, of those that were written."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        """Open a file for writing."""
+        with super().create_stream(path, mode) as stream:
+            hashed = _Hashed(stream)
+            yield cast(Any, hashed)
+            self.digests[Path(path).name] = hashed.digest.digest()
+
+
+def gathered(digests: Mapping[str, bytes], ranks: Ranks) -> dict[int, str]:
+    """Return the checksums of the files that all ranks have written, by the shards' numbers.
+
+    Args:
+        digests: of this rank's files, by names that begin `shard-NUMBER-`, of which a rank writes one at most.
+        ranks: of the run.
+    """
+    mine: list[float] = [0.0] * (1 + DIGEST_BYTES)
+    for name, digest in digests.items():
+        mine = [float(shard_number(name)), *map(float, digest)]
+    return {
+        int(number): bytes(map(int, digest)).hex()
+        for number, *digest in ranks.gather(mine).tolist()
+        if number
+    }
+
+
+def shard_number(name: str) -> int:
+    """Return the number of a shard by the name of its file."""
+    return int(name.split("-")[1])
+
+
+def check_files(folder: Path, checksums: Mapping[str, str], mine: Sequence[str]) -> None:
+    """Hold files against their checksums.
+
+    Args:
+        folder: of the checkpoint.
+        checksums: of its files, by name.
+        mine: names of those that are to be read.
+
+    Raises:
+        StateError: one holds something else than was written.
+        OSError: one can't be read.
+    """
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    for name in mine:
+        digest = hashlib.sha256()
+        with open(folder / name, "rb", buffering=0, opener=open_regular) as file:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+        if digest.hexdigest() != checksums[name]:
+            raise StateError(
+                f"{folder / name} isn't what was written: its SHA-256 is {digest.hexdigest()[:12]}…, and "
+                f"{checksums[name][:12]}… was noted; it is damaged, or of another step or run"
+            )
+
+
+# Which checkpoints are removed: those that a run wrote, with nothing of anybody else in them.
+
+KIND = "checkpoint"
+_log = logging.getLogger(__name__)
+
+
+def begin(partial: Path) -> None:
+    """Make the folder of a checkpoint in the making, and mark it before anything else is in it.
+
+    Args:
+        partial: its name, which nothing else has.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    partial.mkdir()
+    (partial / MANIFEST).write_text(json.dumps({"varlen": __version__, "kind": KIND}), encoding="utf-8")
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints.
+
+    Args:
+        folder: of checkpoints.
+        keep: how many stay; those in which somebody keeps files of their own stay too, and don't count.
+
+    Raises:
+        SettingError: as `remove_partial`.
+    """
+    for old in [path for path in checkpoints_in(folder) if _is_ours(path)][:-keep]:
+        partial = old.with_name(f".{old.name}.part")  # so that no half of it is ever found under its name
+        _remove_partial(partial)
+        old.replace(partial)
+        _remove_partial(partial)
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    """Return whether a folder is a checkpoint that a run wrote, and holds nothing that somebody has laid there."""
+    if checkpoint.is_symlink():
+        return False
+    try:
+        manifest = json.loads(read_regular(checkpoint / MANIFEST))
+        names = {MANIFEST, *manifest["files"]}
+        is_ours = manifest["kind"] == KIND and all(path.name in names for path in checkpoint.iterdir())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    if not is_ours:
+        _log.warning(
+            "%s holds files that aren't varlen's, so it is kept; run.keep doesn't count it", checkpoint
+        )
+    return is_ours
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what runs that were killed have left.
+
+    Args:
+        folder: of checkpoints.
+
+    Raises:
+        SettingError: somebody else's folder has the name of a checkpoint in the making.
+    """
+    for path in folder.glob(".step-*.part"):
+        _remove_partial(path)
+
+
+def _remove_partial(partial: Path) -> None:
+    """Remove a checkpoint in the making, which carries our mark.
+
+    Raises:
+        SettingError: it doesn't.
+    """
+    if not is_there(partial):
+        return
+    out = "move it away, or choose another run.output"
+    refuse_link(partial, out)
+    if not partial.is_dir() or not mark_of_folder(partial, MANIFEST, lambda found: found.get("kind") == KIND):
+        raise SettingError(
+            f"{partial} isn't varlen's: it has the name of a checkpoint in the making, and no mark of one "
+            f"({MANIFEST}; versions up to 0.1.0 wrote none before it was whole); {out}"
+        )
+    remove_marked(partial, MANIFEST)
+
+
+# Tensors that a run's next step depends on, by the names under which a checkpoint keeps them.
+
+
+def state_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str]
+) -> Tensors:
+    """Return everything that a run's next step depends on and that is a tensor: weights and AdamW's state.
+
+    A parameter without state yet, since nothing has trained it, gets one of zeros, which AdamW takes for none.
+
+    Args:
+        model: bare, sharded or not, whole or a stage.
+        optimizer: AdamW over its parameters.
+        tied: other names of tied weights, with those under which they are kept.
+    """
+    names = {tied.get(name, name): parameter for name, parameter in model.named_parameters()}
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {f"{WEIGHT}{name}": parameter.detach() for name, parameter in names.items()}
+    tensors |= {
+        f"{WEIGHT}{name}": value
+        for name, value in model.state_dict().items()
+        if name not in aliases and _is_kept(value)
+    }
+    trained = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        state = optimizer.state[parameter]
+        for part in ("exp_avg", "exp_avg_sq"):
+            if part not in state:
+                state[part] = torch.zeros_like(parameter)
+            tensors[f"optimizer.{part}.{name}"] = state[part]
+        state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
+        # By name, as a stage of a pipeline has only some of them.
+        tensors[f"{STEP}{name}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+    return tensors
+
+
+def put_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tied: Mapping[str, str], tensors: Tensors
+) -> None:
+    """Give every parameter's state the number of its steps, which isn't filled in place.
+
+    Args:
+        model: bare, sharded or not, whole or a stage.
+        optimizer: AdamW over its parameters.
+        tied: as for `state_tensors`.
+        tensors: of `state_tensors`, filled.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer.param_groups[0].get("fused"))
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -12,7 +12,7 @@ from typing import IO
 
 from varlen.errors import SettingError
 from varlen.files.ours import open_own
-from varlen.offline.places import NO_LOCKS
+from varlen.offline.outputs import NO_LOCKS
 
 _NAME = ".running"
 _WRITTEN, _MOST_BYTES = re.compile(rb"process \d+\n?"), 64

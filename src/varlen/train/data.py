@@ -13,7 +13,7 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError
 from varlen.feed.loader import PackedLoader
 from varlen.pack.api import pack
-from varlen.train.ranks import Ranks
+from varlen.train.parallel import Ranks
 from varlen.train.settings import TrainSettings
 from varlen.train.tokens import RunTokenizer, as_data
 

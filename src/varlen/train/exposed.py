@@ -17,7 +17,7 @@ import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.feed.loader import PackedLoader
-from varlen.train.ranks import Ranks
+from varlen.train.parallel import Ranks
 from varlen.train.step import StepDone, Take
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from varlen.cost.saved import load_hardware
 from varlen.errors import SettingError
 from varlen.files.ours import is_there, refuse_link
-from varlen.train.export import clear_models
+from varlen.train.checkpoint import remove_partial
 from varlen.train.metrics import check_metrics
-from varlen.train.plans import STATE
-from varlen.train.rates import MEASURED
-from varlen.train.removal import remove_partial
+from varlen.train.model import clear_models
+from varlen.train.plans import MEASURED, STATE
 from varlen.train.settings import RunSettings
 
 MODEL, CHECKPOINTS = "model", "checkpoints"

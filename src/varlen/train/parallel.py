@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from varlen.train.ranks import Ranks
+from varlen.errors import SettingError, VarlenError, WorkerDiedError
+from varlen.launch import launched
+from varlen.runtime.mesh.failures import Notes, naming_the_missing
+from varlen.signals import SCHEDULERS, Stopped
 from varlen.train.settings import RunSettings
 
 
@@ -93,3 +103,179 @@ def settle(model: Any, passes: Callable[[], torch.Tensor]) -> None:
         for _ in range(2):  # the layout changes at the beginning of the second
             passes().backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
+
+
+# The processes of a run: who this one is, what they tell each other, and who is missing when one is gone.
+
+_JOINED = itertools.count()
+_STOPPED = f"{Stopped.__name__}: "
+"""How the note of a rank begins that a signal has stopped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranks:
+    """This process among all."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: Any = None
+    """Where processes leave notes for each other; None where this one is alone."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def gather(self, values: Sequence[float]) -> torch.Tensor:
+        """Return the numbers of every rank, float64 `[world_size, numbers]`, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self.world_size == 1:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts)
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self.gather([0.0])
+
+    def check_all(self, fault: VarlenError | None) -> None:
+        """Fail on every rank where one has failed.
+
+        Args:
+            fault: of this rank, or None.
+
+        Raises:
+            VarlenError: this rank's fault, or the word that another has failed.
+        """
+        failed = self.gather([fault is not None])[:, 0].nonzero().flatten().tolist()
+        if fault is not None:
+            raise fault
+        if failed:
+            raise VarlenError(f"rank {failed[0]} of {self.world_size} failed; it says why")
+
+
+def device_of(settings: RunSettings) -> torch.device:
+    """Return where this process computes.
+
+    Raises:
+        SettingError: a GPU is asked for where there is none.
+    """
+    there = torch.cuda.is_available()
+    if settings.device == "cuda" and not there:
+        raise SettingError('run.device is "cuda" and PyTorch finds no GPU here; set run.device = "cpu"')
+    if settings.device == "cpu" or not there:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+@contextmanager
+def _ending_together(notes: Notes) -> Iterator[None]:
+    """End by the signal that has ended another rank, where that happened before they could agree on a step.
+
+    Raises:
+        Stopped: one of the ranks was stopped.
+    """
+    others = [rank for rank in range(notes.world_size) if rank != notes.rank]
+    try:
+        yield
+    except WorkerDiedError as error:
+        for rank in others:
+            name = (notes.of(rank) or "").removeprefix(_STOPPED).split(";")[0]
+            number = next((number for number in SCHEDULERS if number.name == name), None)
+            if number is not None:
+                stopped = Stopped(number, f"rank {rank} was told so before the first step")
+                notes.leave(f"{_STOPPED}{stopped}")
+                raise stopped from error
+        raise
+    except Stopped:
+        with suppress(Exception):  # so that the others notice
+            dist.destroy_process_group()
+        until = time.monotonic() + notes.answer_s
+        # The store may be this process's own, and the others are still to read in it.
+        while notes.rank == 0 and time.monotonic() < until:
+            if all((notes.of(rank) or "").startswith(_STOPPED) for rank in others):
+                break
+            time.sleep(0.02)
+        raise
+
+
+def _world_size() -> int:
+    """Return how many processes torchrun started; 1 where it started none.
+
+    Raises:
+        SettingError: the launcher's variables don't say how the processes find each other.
+    """
+    said = os.environ.get("WORLD_SIZE", "").strip() or "1"
+    told = {name: os.environ.get(name, "").strip() for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    if said.isdecimal() and int(said) <= 1:
+        return 1
+    wrong = [f"{name}={value!r}" for name, value in told.items() if not value]
+    wrong += [
+        f"{name}={value!r}"
+        for name, value in {"WORLD_SIZE": said, **told}.items()
+        if name != "MASTER_ADDR" and value and not value.isdecimal()
+    ]
+    if wrong:
+        raise SettingError(
+            f"this is one of several processes (WORLD_SIZE={said!r}), and the others can't be found by "
+            f"{', '.join(wrong)}; start them by torchrun, or unset WORLD_SIZE where this process trains alone"
+        )
+    return int(said)
+
+
+@contextmanager
+def joined(settings: RunSettings) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, or be alone.
+
+    Raises:
+        SettingError: several processes, and no way named to share the work; or no GPU where one is asked for.
+        WorkerDiedError: another rank is gone; says which.
+    """
+    world_size = _world_size()
+    launch = launched() if world_size == 1 else None
+    if launch is not None:
+        raise SettingError(
+            f"{launch.said} that torchrun didn't start, and each would train alone on all of the data and write the "
+            f"same folder; let each node's task run `torchrun ... -m varlen train`, or unset {launch.said_by} where "
+            "this process trains alone"
+        )
+    if world_size > 1 and settings.parallel == "none":
+        raise SettingError(
+            f'run.parallel is "none", and there are {world_size:,} processes; set run.parallel = "ddp" or "fsdp"'
+        )
+    device = device_of(settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if world_size == 1 and settings.parallel != "fsdp":
+        yield Ranks(device=device)
+        return
+    timeout = timedelta(seconds=settings.timeout_s)
+    store: Any = HashStore()
+    rank = 0
+    if world_size > 1:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"varlen {next(_JOINED)}", store)  # a process may train more than once
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    ranks = Ranks(rank=rank, world_size=world_size, device=device, store=PrefixStore("notes", store))
+    try:
+        notes = Notes(store=ranks.store, rank=rank, world_size=world_size)
+        with (
+            _ending_together(notes),
+            naming_the_missing(notes, "the same command goes on from the newest checkpoint"),
+        ):
+            yield ranks
+    finally:
+        with suppress(Exception):  # of a broken group there is nothing to hear any more
+            dist.destroy_process_group()

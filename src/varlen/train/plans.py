@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
-from varlen.errors import PlanError, StateError, VarlenError
+from varlen.cost.named_hardware import MACHINES
+from varlen.cost.saved import load_hardware, save_hardware
+from varlen.cost.shape import ModelShape, check_mesh
+from varlen.counts import many
+from varlen.errors import PlanError, SettingError, StateError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.files.token_tables import unfinished
-from varlen.offline.places import free_words
+from varlen.offline.outputs import free_words
+from varlen.plan.api import plan_step, repairs
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.plan.planner import Planner
 from varlen.plan.search import Search
 from varlen.plan.serialize import broadcast_plan
 from varlen.regular import read_regular
-from varlen.runtime.engine import SLICE_TOKENS
+from varlen.runtime.calibrate import calibrate
+from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
+from varlen.runtime.mesh.process_groups import seat_of
+from varlen.runtime.split import cut_to_stage
 from varlen.simulate.api import simulate
-from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
-from varlen.train.ranks import Ranks
-from varlen.train.settings import PlanSettings
+from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan
+from varlen.train.parallel import Ranks, sharded
+from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
@@ -176,7 +189,7 @@ class PlansAhead:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="varlen plans")
         self._planner = Planner(
             self._lengths,
-            function="varlen.train.affordable:affordable",
+            function="varlen.train.plans:affordable",
             quick={"method": given.quick, "search": quick},
             ahead=given.ahead,
             deadline_s=given.deadline_s,
@@ -298,3 +311,324 @@ def _check_documents(plan: StepPlan, lengths: Int32Array, step: int) -> None:
         f"step {step:,} was planned for {len(plan.lengths):,} documents and holds {len(lengths):,}{differ}; the "
         "store has grown since it was asked, so wait until varlen index has finished and run the same command again"
     )
+
+
+# What a run with `[plan]` is built of: its mesh, its cost model, and the engine that runs its plans.
+
+_SHARDING: Final[dict[str, Sharding]] = {"none": "none", "ddp": "none", "fsdp": "parameters"}
+
+
+def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
+    """Return how the processes of a run are arranged.
+
+    Args:
+        plan: its stages.
+        run: how data-parallel ranks share a stage.
+        world_size: processes.
+
+    Raises:
+        SettingError: they can't be divided into pipelines, or each needs hardware that there is no word of.
+    """
+    if world_size % plan.pp:
+        below, above = world_size - world_size % plan.pp, world_size + plan.pp - world_size % plan.pp
+        near = f"{below:,} or {above:,}" if below else f"{above:,}"
+        raise SettingError(
+            f"plan.pp = {plan.pp} stages, and there {'is' if world_size == 1 else 'are'} "
+            f"{many(world_size, 'process', 'processes')}; start {near}, or set a plan.pp "
+            f"that divides {world_size:,}"
+        )
+    if plan.slice_tokens is not None and world_size > 1:
+        raise SettingError(
+            f"plan.slice_tokens is for one process, and there are {world_size:,}; leave it out: several run slices "
+            "of equal seconds"
+        )
+    dp = world_size // plan.pp
+    sharding = _SHARDING[run.parallel] if dp > 1 else "none"
+    return Mesh(dp=dp, pp=plan.pp, virtual_stages=plan.virtual_stages, sharding=sharding)
+
+
+def plans_of(
+    loader: PackedLoader,
+    settings: TrainSettings,
+    config: Any,
+    ranks: Ranks,
+    say: Callable[[str], object],
+) -> Plans:
+    """Return what plans the steps of a run; nothing is planned yet, but a new machine is measured.
+
+    Args:
+        loader: of the run, with all packs of a step in one batch.
+        settings: of the run, with a `plan`.
+        config: of the model.
+        ranks: of the run.
+        say: told what goes on.
+
+    Raises:
+        SettingError: a mesh that doesn't divide the processes or the model, hardware that isn't there, or data whose
+            lengths nobody knows.
+    """
+    plan = settings.plan
+    assert plan is not None, "such a run is planned"
+    mesh = mesh_of(plan, settings.run, ranks.world_size)
+    if loader.mode == "streaming":
+        raise SettingError(
+            "[plan] needs the lengths of coming steps, which streaming reads first; index the documents (varlen "
+            'index) and name the store as data.source, or set data.mode = "indexed"'
+        )
+    if plan.is_even and ranks.world_size == 1:
+        return EvenSlices(plan)
+    shape = ModelShape.from_config(config)
+    check_mesh(shape, mesh)
+    cost = _cost_of(settings, plan, shape, mesh, ranks, say) if ranks.is_first else None
+    return PlansAhead(loader, plan, mesh=mesh, cost=cost, ranks=ranks, folder=settings.run.folder)
+
+
+def _cost_of(
+    settings: TrainSettings,
+    plan: PlanSettings,
+    shape: ModelShape,
+    mesh: Mesh,
+    ranks: Ranks,
+    say: Callable[[str], object],
+) -> CostModel:
+    """What plans are priced by."""
+    hardware = hardware_of(
+        plan,
+        shape,
+        device=ranks.device,
+        dtype=torch.bfloat16 if settings.run.precision == "bf16" else torch.float32,
+        folder=settings.run.folder,
+        say=say,
+    )
+    # The engine gathers what ranks share before it attends to it: nothing of that is hidden.
+    cost = CostModel(
+        model=shape,
+        hardware=hardware,
+        kernels="eager",
+        memory_fraction=plan.memory_fraction,
+        exchange_overlap=0.0,
+    )
+    run = settings.run
+    is_autocast = run.precision == "bf16" and run.parallel != "fsdp"
+    return with_wide_rows(cost, mesh, AUTOCAST if is_autocast else WIDE if run.precision == "fp32" else 1.0)
+
+
+def engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
+    """Cut a model to this process's stage, shard it if that is wanted, and return what runs plans through it.
+
+    Args:
+        model: equal on every rank, on the CPU; cut in place.
+        settings: of the run, with a `plan`.
+        ranks: of the run.
+
+    Raises:
+        ModelError: a family that isn't run in slices, or one that isn't cut.
+        VarlenError: another rank has another model, or is gone.
+    """
+    plan, run = settings.plan, settings.run
+    assert plan is not None, "such a run is planned"
+    mesh = mesh_of(plan, run, ranks.world_size)
+    is_sharded = run.parallel == "fsdp" and (mesh.dp > 1 or run.precision == "bf16")
+    if mesh.num_gpus == 1 and not is_sharded:
+        return SliceEngine(model.to(ranks.device))
+    cut_to_stage(model, mesh, seat_of(mesh, ranks.rank).stage)
+    if is_sharded:
+        replicas = init_device_mesh(ranks.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+        sharded(model, run, ranks.device, replicas)
+    else:
+        model.to(ranks.device)
+    return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
+
+
+# `affordable`: the plan of a step with as little recomputation and offloading as memory asks for and settings allow.
+#
+# It is called in the process that plans ahead too, which loads no torch.
+
+Auto = Literal["auto"]
+
+
+def affordable(
+    lengths: Int32Array,
+    *,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    search: Search,
+    recompute: Recompute | Auto,
+    offload: Offload | Auto,
+) -> StepPlan:
+    """Plan a step with what is recomputed and offloaded as settings say, or as the planner chooses.
+
+    What the planner may not choose is tried here: the first of the ways that are left with which the step fits.
+
+    Args:
+        lengths: int32 `[num_documents]`.
+        cost: seconds and bytes; what it recomputes and offloads counts for nothing.
+        mesh: the GPUs.
+        method: of `vl.plan_step`.
+        search: what may be tried.
+        recompute: of the plan; "auto": any.
+        offload: of the plan; "auto": any.
+
+    Raises:
+        PlanError: none fits; says what would.
+        VarlenError: what `vl.plan_step` raises else.
+    """
+    try:
+        return _planned(lengths, cost, mesh, method, search, recompute, offload)
+    except PlanError as error:
+        more = []
+        if recompute not in ("auto", "full") or offload == "none":
+            more.append(
+                f'plan.recompute = "{recompute}" and plan.offload = "{offload}" hold less than "auto"'
+            )
+        if mesh.dp > 1 and not search.merges:
+            more.append("plan.merges = true would let ranks share documents")
+        if re.search(r"\b[ct]p\b", str(error)):
+            more.append('a run has neither cp nor tp: what divides it is plan.pp and run.parallel = "fsdp"')
+        if not more:
+            raise
+        raise PlanError("; ".join([str(error), *more])) from None
+
+
+def _planned(
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    search: Search,
+    recompute: Recompute | Auto,
+    offload: Offload | Auto,
+) -> StepPlan:
+    """As `affordable`."""
+    if recompute == "auto":
+        least = cost.replace(recompute="none", offload="kv" if offload == "kv" else "none")
+        plan = plan_step(lengths, cost=least, mesh=mesh, method=method, search=search)
+        if offload in ("auto", plan.offload):
+            return plan
+    fault = PlanError()
+    for way in _ways(cost, mesh, recompute, offload):
+        try:
+            return plan_step(
+                lengths, cost=way, mesh=mesh, method=method, search=replace(search, repairs=False)
+            )
+        except PlanError as error:
+            fault = error
+    raise fault
+
+
+def _ways(
+    cost: CostModel, mesh: Mesh, recompute: Recompute | Auto, offload: Offload | Auto
+) -> Iterator[CostModel]:
+    """Yield what settings allow, what takes least time first."""
+    if recompute == "auto":
+        least = cost.replace(recompute="none", offload="none")
+        yield from (way for way in repairs(least, mesh) if way.offload == offload)
+        return
+    offloads: tuple[Offload, ...] = ("none", "kv") if offload == "auto" else (offload,)
+    yield from (cost.replace(recompute=recompute, offload=each) for each in offloads)
+
+
+# What a run's plans are priced by: hardware of a name or a file, or what this machine was measured to be, once.
+
+MEASURED: Final = "hardware.json"
+"""In a run's folder: rates that were measured for its plans."""
+WIDE: Final = 2.0
+"""Bytes of a row in float32 over those that a cost model counts."""
+AUTOCAST: Final = 1.5
+"""The same under autocast, which keeps what goes from layer to layer in float32: 1.25 without recomputation and 1.4
+with it, as `test_train_plan_memory.py` counts them."""
+
+
+def hardware_of(
+    settings: PlanSettings,
+    shape: ModelShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path,
+    say: Callable[[str], object],
+) -> Hardware:
+    """Return the hardware that plans are priced by.
+
+    Args:
+        settings: of the plans.
+        shape: of the model, at whose widths kernels are measured.
+        device: where the run computes.
+        dtype: that it computes in.
+        folder: of the run, which keeps what was measured: other rates would plan the steps of a resumed run anew.
+        say: told what goes on.
+
+    Raises:
+        SettingError: no such name, no such file, or a file of something else.
+
+    Cost: `settings.calibrate_s` seconds once, where nothing is named and the device isn't known.
+    """
+    named = settings.hardware
+    if named != "auto":
+        return _said(_named(named), say)
+    card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
+    known = next((name for name in MACHINES if name in card), None)
+    if known is not None:
+        there = float(torch.cuda.get_device_properties(device).total_memory)
+        hardware = Hardware.named(known)
+        return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
+    kept = folder / MEASURED
+    if kept.is_file():
+        return _said(load_hardware(kept), say)
+    say(
+        f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
+    )
+    measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
+    folder.mkdir(parents=True, exist_ok=True)
+    save_hardware(measured, kept)
+    return _said(measured, say)
+
+
+def _said(hardware: Hardware, say: Callable[[str], object]) -> Hardware:
+    """Say how well rates predict, where it was measured."""
+    if hardware.held_out:
+        say(hardware.held_out)
+    return hardware
+
+
+def with_wide_rows(cost: CostModel, mesh: Mesh, times: float) -> CostModel:
+    """Return a cost model that leaves room for rows of more bytes than those in half precision that it counts.
+
+    Where states leave room for rows, it is that many times smaller, on the stage whose states are least. What is all
+    in float32 also takes as many times longer on every link; under autocast keys and values are not, and links stay.
+
+    Args:
+        cost: of half precision.
+        mesh: of the run.
+        times: bytes of a row over those counted.
+    """
+    state = float(cost.memory(mesh).state_bytes.min())
+    room = cost.limit_bytes - state
+    if room <= 0 or times == 1:
+        return cost
+    smaller = (state + room / times) / cost.memory_fraction
+    hardware = replace(cost.hardware, memory_bytes=smaller)
+    if times == WIDE:
+        links = {name: getattr(hardware, name) for name in ("intra", "inter", "host")}
+        slower = {name: replace(link, bytes_per_s=link.bytes_per_s / times) for name, link in links.items()}
+        hardware = replace(hardware, **slower)
+    return cost.replace(hardware=hardware)
+
+
+def _named(name: str) -> Hardware:
+    """Hardware of a name or of a file.
+
+    Raises:
+        SettingError: there is none.
+    """
+    if Path(name).is_file():
+        return load_hardware(name)
+    if Path(name).suffix == ".json" or "/" in name:
+        raise SettingError(
+            f"plan.hardware {name}: there is no such file; varlen plan --calibrate --save makes one"
+        )
+    try:
+        return Hardware.named(name)
+    except SettingError as error:
+        raise SettingError(f"plan.hardware: {error}; or the file of a calibration") from None

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 
 from varlen.adapters import hf
-from varlen.batch.packed import PackedBatch
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
+from varlen.runtime.engine import SliceEngine
 from varlen.step_plan import StepPlan
 from varlen.train.data import smallest_batch
-from varlen.train.loss import target_loss_sum
-from varlen.train.parallel import accumulating, computing, settle
-from varlen.train.ranks import Ranks
-from varlen.train.settings import TrainSettings
-from varlen.train.stopwatch import Stopwatch
+from varlen.train.parallel import Ranks, accumulating, computing, settle
+from varlen.train.plans import Plans, Taken
+from varlen.train.settings import OptimizerSettings, TrainSettings
 
 Take = Callable[[], PackedBatch | None]
 """Gives the next batch, or None at the end of the data."""
@@ -188,3 +191,211 @@ def update(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 def unweighted(batch: PackedBatch) -> PackedBatch:
     """Return a batch without what its targets weigh."""
     return batch if batch.target_weights is None else batch.replace(columns={})
+
+
+# One optimizer step by a plan: the whole step's batch in, gradients added up slice by slice, weights changed.
+
+
+class PlannedStepper:
+    """Changes a model step by step, as `Stepper` does; each step is one batch and has a plan."""
+
+    def __init__(
+        self,
+        *,
+        engine: SliceEngine,
+        optimizer: torch.optim.Optimizer,
+        plans: Plans,
+        settings: TrainSettings,
+        ranks: Ranks,
+    ) -> None:
+        """Take all that a step needs.
+
+        Args:
+            engine: runs plans through the model.
+            optimizer: over the parameters that this process holds.
+            plans: of the run.
+            settings: of the run.
+            ranks: of the run.
+        """
+        self.model, self.optimizer = engine.model, optimizer
+        self._engine, self._plans, self._settings, self._ranks = engine, plans, settings, ranks
+        self._kept: OrderedDict[int, StepPlan] = OrderedDict()
+        self._most_kept = settings.measure.steps + 1 if settings.measure.exposed_data else 0
+
+    def step(self, number: int, learning_rate: float, take: Take) -> StepDone | None:
+        """Train one step; None where the data is at its end, and nothing has changed.
+
+        Args:
+            number: of the step, from 1.
+            learning_rate: of the step.
+            take: gives its batch.
+
+        Raises:
+            PlanError: no plan holds the step; nothing has changed.
+            VarlenError: another rank failed.
+        """
+        watch = Stopwatch(self._ranks.device)
+        begun = time.perf_counter()
+        batch = take()
+        waited_s = time.perf_counter() - begun
+        if batch is None:
+            return None
+        # Steps without targets are left out, so the batch says which one it is.
+        step = int(on_host(batch.pack_ids[:1])[0]) // self._settings.data.global_batch_size
+        taken = self._take(step, batch)
+        with self._plans.beside(step), computing(self.model, self._settings.run, self._ranks):
+            stats = self._engine.step(batch, taken.plan)
+        grad_norm = self._engine.clip_grad_norm_(self._settings.optimizer.max_grad_norm or math.inf)
+        update(self.optimizer, learning_rate)
+        watch.stop()
+        own = int(self._ranks.is_first)  # every rank knows of the whole step, and they are added up
+        return StepDone(
+            number=number,
+            learning_rate=learning_rate,
+            loss_sum=torch.tensor(own * stats.loss * batch.step_num_targets, dtype=torch.float64),
+            grad_norm=torch.tensor(grad_norm, dtype=torch.float64),
+            step_targets=batch.step_num_targets,
+            step_weight=float(batch.step_num_targets),
+            tokens=own * batch.num_tokens,
+            packs=own * len(batch.pack_ids),
+            waited_s=waited_s,
+            watch=watch,
+            plan=taken.plan,
+            plan_wait_s=taken.waited_s,
+        )
+
+    def _take(self, step: int, batch: Any) -> Taken:
+        """The plan of a step: the one that it had, where it is trained again to measure it."""
+        if step in self._kept:
+            return Taken(plan=self._kept[step], waited_s=0.0)
+        taken = self._plans.take(step, on_host(batch.document_lengths))
+        if self._most_kept:
+            self._kept[step] = taken.plan
+            if len(self._kept) > self._most_kept:
+                self._kept.popitem(last=False)
+        return taken
+
+
+# The sum of the target losses of a batch, in blocks, so that no second copy of all logits stands in memory.
+
+BLOCK = 4096
+"""Positions whose logits are widened to float32 at once: 512 MB at a vocabulary of 32,000."""
+
+
+def target_loss_sum(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum of the losses of all targets, in nats, as float32; 0 where there is no target.
+
+    Args:
+        logits: `[rows, width, vocabulary]`.
+        labels: int64 `[rows, width]`, not shifted: position t - 1 is to say the label of position t.
+        weights: `[rows, width]`, by which each loss is multiplied, at the places of the labels; None for 1.
+    """
+    # Labels move instead of logits, which are the large ones: a row's last position has nothing to say.
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    moved = None if weights is None else torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    if len(flat) <= BLOCK:
+        return _block_sum(flat, targets, moved)
+    total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    for begin in range(0, len(flat), BLOCK):
+        block = slice(begin, begin + BLOCK)
+        here = None if moved is None else moved[block]
+        total = total + checkpoint(_block_sum, flat[block], targets[block], here, use_reentrant=False)
+    return total
+
+
+def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    if weights is None:
+        return cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    return (
+        cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none") * weights
+    ).sum()
+
+
+# AdamW, and its learning rate as a function of the step alone.
+
+
+def make_optimizer(
+    model: torch.nn.Module, settings: OptimizerSettings, device: torch.device
+) -> torch.optim.AdamW:
+    """Return AdamW over a model's parameters, of which only matrices decay.
+
+    Args:
+        model: sharded or not.
+        settings: of the optimizer.
+        device: where the parameters are; decides whether the fused kernel is there.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=fused,
+        foreach=None if fused else True,
+    )
+
+
+def learning_rate(step: int, steps: int | None, settings: OptimizerSettings) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        step: from 1.
+        steps: of the whole training; "constant" needs none.
+        settings: of the optimizer.
+
+    >>> settings = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2)
+    >>> [learning_rate(step, 6, settings) for step in range(1, 7)]
+    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    highest, lowest, warmup = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return highest * step / warmup
+    if settings.schedule == "constant" or steps is None:
+        return highest
+    passed = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    if settings.schedule == "cosine":
+        return lowest + (highest - lowest) * (1 + math.cos(math.pi * passed)) / 2
+    return lowest + (highest - lowest) * (1 - passed)
+
+
+# Seconds of work: of the host, or of the GPU between two marks in its queue, which the host runs ahead of.
+
+
+class Stopwatch:
+    """Runs from when it is made until `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin.
+
+        Args:
+            device: whose work is measured.
+        """
+        self._is_gpu = device.type == "cuda"
+        self._begin = self._mark()
+        self._end: Any = None
+
+    def stop(self) -> None:
+        """End; on a GPU, where its queue gets to here."""
+        self._end = self._mark()
+
+    def seconds(self) -> float:
+        """Return what passed; on a GPU, wait until its queue got there."""
+        if self._is_gpu:
+            self._end.synchronize()
+            return float(self._begin.elapsed_time(self._end)) / 1000
+        return float(self._end - self._begin)
+
+    def _mark(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal, Protocol
 
 import torch
 
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.errors import SourceError, VarlenError
+from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
-from varlen.train.checkpoint import load, read_weights, save
+from varlen.train.checkpoint import load, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import claimed
 from varlen.train.data import open_loader, steps_of
-from varlen.train.export import export_model, whole_weights
 from varlen.train.exposed import Exposed, Replay
 from varlen.train.folder import CHECKPOINTS, MODEL, prepare
-from varlen.train.interrupt import Interrupt, agreed, raised
 from varlen.train.manifest import Checkpoint
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
     build_model,
     copy_generation,
     described,
+    export_model,
     model_config,
     saved_dtype,
     tied_names,
+    whole_weights,
 )
-from varlen.train.optimizer import learning_rate, make_optimizer
-from varlen.train.parallel import shared
-from varlen.train.planned import engine_of, plans_of
-from varlen.train.planned_step import PlannedStepper
-from varlen.train.ranks import Ranks, joined
+from varlen.train.parallel import Ranks, joined, shared
+from varlen.train.plans import engine_of, plans_of
 from varlen.train.settings import TrainSettings
-from varlen.train.state_tensors import put_steps, state_tensors
-from varlen.train.step import StepDone, Stepper
-from varlen.train.summary import RunPlan, Totals, TrainSummary, Watcher
+from varlen.train.step import PlannedStepper, StepDone, Stepper, learning_rate, make_optimizer
 from varlen.train.tokens import run_tokenizer, write_tokenizer
 
 
@@ -388,3 +387,182 @@ class _Run:
 
 def _newest_words(step: int) -> str:
     return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
+
+
+# What a run says of itself: before its first step, and after its last.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """What is about to be trained."""
+
+    steps: int | None
+    """Of the whole run; None where the end of the data will say."""
+    resumed_from: int
+    """Steps of the checkpoint that it goes on from; 0 where it begins."""
+    num_parameters: int
+    model: str
+    attention: str
+    world_size: int
+    parallel: str
+    device: str
+    precision: str
+    plans: str | None = None
+    """Mesh, method and rates of the plans; None where steps aren't planned."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Totals:
+    """Sums over the steps of one call."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Of documents."""
+    supervised_tokens: int = 0
+    seconds: float = 0.0
+    data_wait_s: float = 0.0
+    """Of these seconds, the slowest rank's at each step; the first batch's not counted."""
+    first_batch_s: float = 0.0
+    """Until the first batch was there."""
+    plan_wait_s: float = 0.0
+    """Of these seconds, waiting for plans; the first one's not counted."""
+    first_plan_s: float = 0.0
+    """Until the first plan was there."""
+    quick_plans: int = 0
+    """Steps whose plan wasn't there in time, so that a quick one was made."""
+    loss: float | None = None
+    """Of the last step."""
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Add a step."""
+        if self.steps == 0:
+            self.first_batch_s, self.first_plan_s = metrics.data_wait_s, metrics.plan_wait_s or 0.0
+        else:
+            self.data_wait_s += metrics.data_wait_s
+            self.plan_wait_s += metrics.plan_wait_s or 0.0
+        self.quick_plans += metrics.is_quick
+        self.steps += 1
+        self.tokens += metrics.tokens
+        self.supervised_tokens += metrics.supervised_tokens
+        self.seconds += metrics.step_s
+        self.loss = metrics.loss
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Effective tokens of these steps a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSummary:
+    """What was trained."""
+
+    plan: RunPlan
+    steps: int
+    """Of the whole run, those before it was resumed included."""
+    total_tokens: int
+    """In these steps."""
+    totals: Totals
+    """Of this call."""
+    checkpoint: str
+    model_folder: str
+    metrics: str
+    exposed: Exposed | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        told = asdict(self)
+        told["totals"]["tokens_per_s"] = self.totals.tokens_per_s
+        if self.exposed is not None:
+            told["exposed"]["stall"] = self.exposed.stall
+        return told
+
+
+class Watcher(Protocol):
+    """Is told what goes on; of the first rank alone."""
+
+    def begin(self, plan: RunPlan) -> None:
+        """Hear what is about to be trained."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Hear of a step."""
+
+    def say(self, sentence: str) -> None:
+        """Hear of something else."""
+
+
+# Signals that end a run: Ctrl-C, and SIGTERM and SIGUSR1 of schedulers.
+#
+# While a run is built, they end it at once: nothing has been trained. From the first step on, they ask it to
+# stop where a step ends; a second Ctrl-C, later, stops it at once.
+
+_AT_ONCE_S = 1.0
+"""A terminal and torchrun both hand on the same Ctrl-C; signals within this time are one."""
+_ORDER = (*SCHEDULERS, signal.SIGINT)
+
+
+class Interrupt:
+    """Within it, signals that end a run are a wish, read in `asked`; outside, they are what they were."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        """The signal that came first; 0 for none."""
+        self._defers = False
+        self._first_s = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._take_back: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Interrupt:
+        """Take the signals over, where that is possible: in the main thread, and those that aren't ignored."""
+        if is_main_thread():
+            for number in _ORDER:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN and before is not None:
+                    self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give them back; what a signal has raised has arrived."""
+        self._take_back()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def defer(self) -> None:
+        """Note signals from now on, until a step ends; one that came before and was lost is among them."""
+        self._defers = True
+        self._take_back()
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        is_first, self.asked = not self.asked, self.asked or number
+        if is_first:
+            self._first_s = time.monotonic()
+            if not self._defers:
+                if number != signal.SIGINT:
+                    self._take_back = end_soon(number)
+                raise raised(number)
+        elif number == signal.SIGINT and time.monotonic() - self._first_s > _AT_ONCE_S:
+            raise KeyboardInterrupt
+
+
+def agreed(asked: Iterable[float]) -> int:
+    """Return the one signal that all ranks follow; 0 where none has come.
+
+    Args:
+        asked: of each rank, `Interrupt.asked`.
+    """
+    came = set(map(int, asked))
+    return next((number for number in _ORDER if number in came), 0)
+
+
+def raised(number: int, said: str = "") -> KeyboardInterrupt:
+    """Return what ends a run by a signal.
+
+    Args:
+        number: of the signal.
+        said: what is kept, in words.
+    """
+    if number == signal.SIGINT:
+        return KeyboardInterrupt(*([said] if said else []))
+    return Stopped(number, said)

@@ -14,7 +14,7 @@ from varlen.adapters.hf.model import (
     unwrap,
     vocabulary_size,
 )
-from varlen.adapters.hf.mrope import mrope_positions
+from varlen.adapters.hf.vision import mrope_positions
 
 __all__ = [
     "DataCollatorWithFlattening",

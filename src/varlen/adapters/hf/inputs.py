@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.code import drops_block_masks, drops_boundaries
-from varlen.adapters.hf.masks import explicit_masks
 from varlen.adapters.hf.mixing import check_family
 from varlen.adapters.hf.model import (
     BY_DISTANCE,
@@ -20,14 +20,14 @@ from varlen.adapters.hf.model import (
     implementation,
     model_type,
     named_kinds,
+    only_kind,
     shifts_labels,
     text_config,
     unwrap,
     uses_registry,
 )
-from varlen.adapters.hf.mrope import Media, media_arguments, mrope_positions, reads_text_positions
-from varlen.adapters.hf.recurrent import TOLD, segment_arguments
-from varlen.adapters.hf.scaling import check_scaled
+from varlen.adapters.hf.recurrent import MASKLESS_KINDS, TOLD, segment_arguments
+from varlen.adapters.hf.vision import Media, media_arguments, mrope_positions, reads_text_positions
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError
 
@@ -294,3 +294,128 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
     if tensors.target_weights is not None:
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     return inputs
+
+
+# Attention masks made from a batch's boundaries, in the form that a transformers model takes them.
+#
+# transformers can infer boundaries from `position_ids`, but only some families ask it to, and any cache or
+# 2-D mask silently turns it off. A finished 4-D mask is passed on unread by every family.
+
+
+def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype) -> Any:
+    """Return what to pass as `attention_mask`: one mask, or one for each kind of layer.
+
+    Args:
+        batch: torch tensors on the model's device.
+        model: decides which kinds of layers, and how wide their windows are.
+        form: "bool" (sdpa), "additive" (eager) or "block" (FlexAttention).
+        dtype: of additive masks.
+
+    Returns:
+        `[rows, 1, width, width]`, or a mapping from kind to such a mask for models with
+        `config.layer_types`. Quadratic in the width, except for "block".
+    """
+    config = text_config(model)
+    kinds = named_kinds(config)
+    if model_type(model) in TOLD:
+        masked = [kind for kind in dict.fromkeys(("full_attention", *kinds)) if kind not in MASKLESS_KINDS]
+        masks = {kind: _mask(batch, config, kind, form, dtype) for kind in masked}
+        return masks | dict.fromkeys(MASKLESS_KINDS)
+    if kinds:
+        return {kind: _mask(batch, config, kind, form, dtype) for kind in kinds}
+    return _mask(batch, config, only_kind(model), form, dtype)
+
+
+def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
+    window = config.sliding_window if kind == "sliding_attention" else None
+    if form == "block":
+        if kind == "chunked_attention":
+            raise ModelError(
+                "chunked attention has no FlexAttention block mask in varlen; use "
+                'model.set_attn_implementation("sdpa")'
+            )
+        return batch.block_mask(sliding_window=window)
+    mask: torch.Tensor = batch.dense_mask(sliding_window=window)
+    if kind == "chunked_attention":
+        chunk = batch.position_ids // config.attention_chunk_size
+        mask = mask & (chunk[:, :, None] == chunk[:, None, :])
+    mask = mask[:, None]
+    if form == "bool":
+        return mask
+    zero, closed = torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min
+    return torch.where(mask, zero, closed)
+
+
+# What models scale by the row or by the longest document of a batch, so that a document isn't what it is alone.
+#
+# Rotary frequencies of LongRoPE (Phi-3 and later) are chosen once a batch, by its longest document. Llama 4 sharpens
+# the attention of some layers by the place of a token in its row.
+
+
+def check_scaled(batch: PackedBatch, model: Any) -> None:
+    """Refuse a batch in which a model would scale documents by what shares their row or batch.
+
+    Args:
+        batch: in either layout.
+        model: a transformers model, bare or wrapped.
+
+    Raises:
+        ModelError: names what is scaled by what, how many documents it changes, and the way out.
+    """
+    config = text_config(model)
+    name = type(unwrap(model)).__name__
+    for kind, limit in _limits(config):
+        lengths = _numpy(batch.document_lengths)
+        short = int(
+            ((lengths <= limit) & (lengths > 1)).sum()
+        )  # one token stands at 0, whatever the frequency
+        longer = int((lengths > limit).sum())
+        if short and longer:
+            raise ModelError(
+                f"{name} chooses its rotary frequencies once a batch, by the longest document ({kind}): the batch "
+                f"has {short:,} documents of up to {limit:,} tokens, which alone have those of short ones, and "
+                f"{longer:,} longer ones. Give them batches of their own, or give all documents the "
+                'frequencies of long ones: model.config.rope_parameters["original_max_position_embeddings"] = 1'
+            )
+    if getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale"):
+        _check_places(batch, config, name)
+
+
+def _limits(config: Any) -> list[tuple[str, int]]:
+    """Return the kinds of rotary frequencies that go by a batch's longest document, and where they change."""
+    told = getattr(config, "rope_parameters", None) or {}
+    each = [told, *(part for part in told.values() if isinstance(part, dict))]
+    found = []
+    for part in each:
+        kind = str(part.get("rope_type", ""))
+        if kind == "longrope":
+            found.append((kind, part.get("original_max_position_embeddings")))
+        elif "dynamic" in kind:
+            found.append((kind, getattr(config, "max_position_embeddings", None)))
+    return [(kind, int(limit)) for kind, limit in found if limit]
+
+
+def _check_places(batch: PackedBatch, config: Any, name: str) -> None:
+    """Refuse tokens whose place in the row has another temperature than their place in the document.
+
+    Raises:
+        ModelError: there are such tokens.
+    """
+    step, width = config.floor_scale, batch.input_ids.shape[1]
+    rows = getattr(config, "no_rope_layers", None)
+    if width < step or (rows is not None and all(rows)):
+        return
+    segments, places = _numpy(batch.segment_ids), _numpy(batch.position_ids)
+    by_row = (np.arange(width) + 1) // step
+    wrong = (segments >= 0) & (by_row != (places + 1) // step)
+    if wrong.any():
+        raise ModelError(
+            f"{name} scales attention by a token's place in its row (attn_temperature_tuning, by steps of {step:,}), "
+            f"and {int(wrong.sum()):,} tokens of this batch stand behind other documents, beyond the first step; "
+            f"collate rows of fewer than {step:,} tokens, one document a row, or set "
+            "config.attn_temperature_tuning=False before the model is made"
+        )
+
+
+def _numpy(values: Any) -> Any:
+    return values.cpu().numpy() if torch.is_tensor(values) else np.asarray(values)

@@ -1,7 +1,7 @@
 """Families with recurrent or convolving layers whose kernels are told boundaries, and how.
 
-Found by running each with stand-ins for its kernels (`varlen.verify.stand_in`), as the tests do again. Where the
-kernels' packages aren't installed, transformers itself refuses boundaries, with a sentence that names them.
+Found by running each with stand-ins for its kernels (`varlen.verify.models.backends`), as the tests do again. Where
+the kernels' packages aren't installed, transformers itself refuses boundaries, with a sentence that names them.
 """
 
 from __future__ import annotations

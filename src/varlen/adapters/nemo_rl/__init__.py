@@ -1,6 +1,5 @@
 """What NeMo-RL's `nemo_rl.data.packing` offers, with its names, arguments and outputs."""
 
-from varlen.adapters.nemo_rl.metrics import PackingMetrics
 from varlen.adapters.nemo_rl.packers import (
     BalancedPacker,
     BestFitDecreasingPacker,
@@ -9,6 +8,7 @@ from varlen.adapters.nemo_rl.packers import (
     FirstFitShufflePacker,
     ModifiedFirstFitDecreasingPacker,
     PackingAlgorithm,
+    PackingMetrics,
     SequencePacker,
     get_packer,
 )

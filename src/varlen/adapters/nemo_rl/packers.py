@@ -6,12 +6,11 @@ import enum
 import heapq
 import random
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen.adapters.nemo_rl.metrics import Bins, PackingMetrics, Stats
-from varlen.adapters.nemo_rl.mffd import modified_first_fit_decreasing
 from varlen.counts import many
 from varlen.errors import DocumentsError, LengthsError, OverlongDocumentError, SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work, pack
@@ -330,3 +329,224 @@ def _cut(bins: Bins, goal: int, work: FloatArray) -> Bins:
             if len(found[part]) > 1:
                 heapq.heappush(waiting, (-float(work[found[part]].sum()), part))
     return found
+
+
+# Modified first-fit-decreasing: the packs that NeMo-RL's packer of this name makes, found by bisection.
+
+Bins = list[list[int]]
+"""The sequences of each bin, by number."""
+
+
+class _Shelf:
+    """Sequences from short to long, of which the longest that fits is taken; of equally long ones the first."""
+
+    def __init__(self, items: list[tuple[int, int]]) -> None:
+        """Take (length, number) of each, in the order in which equally long ones have their turn."""
+        ranked = sorted((length, -turn, number) for turn, (length, number) in enumerate(items))
+        self.lengths = [length for length, _, _ in ranked]
+        self.numbers = [number for _, _, number in ranked]
+
+    def take(self, room: int) -> tuple[int, int] | None:
+        """Remove and return (length, number) of the longest that fits; None where none does."""
+        place = bisect_right(self.lengths, room) - 1
+        return None if place < 0 else (self.lengths.pop(place), self.numbers.pop(place))
+
+
+def modified_first_fit_decreasing(lengths: list[int], capacity: int) -> Bins:
+    """Pack sequences by NeMo-RL's version of Johnson & Garey 1985, "A 71/60 theorem for bin packing".
+
+    Every sequence over half a bin opens one. From long to short these get a sequence over a third, where one fits;
+    then, from short to long, those without one get two over a sixth: the shortest, and the longest that fits beside
+    it. Then all are filled up, long sequences first. What is left goes, from long to short, each into the emptiest of
+    new bins, which stand last, from empty to full.
+
+    Args:
+        lengths: `[num_sequences]`, from 1 to `capacity`.
+        capacity: tokens a bin can hold.
+
+    Returns:
+        The bins of NeMo-RL's packer, in its order, without the empty one that its releases return where nothing is
+        left.
+
+    Cost: O(n·log n) comparisons, where there every bin searches all that is left.
+    """
+    numbered = list(zip(lengths, range(len(lengths))))
+    large = sorted((item for item in numbered if item[0] > capacity / 2), key=lambda item: -item[0])
+    medium = _Shelf([item for item in numbered if capacity / 3 < item[0] <= capacity / 2])
+    small = sorted(
+        (item for item in numbered if capacity / 6 < item[0] <= capacity / 3), key=lambda item: item[0]
+    )
+    bins = [[number] for _, number in large]
+    rooms = [capacity - length for length, _ in large]
+    for place, room in enumerate(rooms):
+        fitting = medium.take(room)
+        if fitting is not None:
+            rooms[place] -= fitting[0]
+            bins[place].append(fitting[1])
+    small = _paired(small, bins, rooms)
+    rest = _Shelf(
+        [
+            *sorted(zip(medium.lengths, medium.numbers), key=lambda item: item[1]),
+            *small,
+            *(item for item in numbered if item[0] <= capacity / 6),
+        ]
+    )
+    for place, numbers in enumerate(bins):
+        while (fitting := rest.take(rooms[place])) is not None:
+            rooms[place] -= fitting[0]
+            numbers.append(fitting[1])
+    return bins + _emptiest_first(rest, capacity)
+
+
+def _paired(small: list[tuple[int, int]], bins: Bins, rooms: list[int]) -> list[tuple[int, int]]:
+    """Put two small sequences into bins that hold one long one, the last bin first; return those left over.
+
+    Args:
+        small: (length, number) from short to long, equal ones in their order.
+        bins: those of the long sequences, changed.
+        rooms: tokens free in each, changed.
+    """
+    lengths = [length for length, _ in small]
+    first, numbers = 0, [number for _, number in small]
+    for place in range(len(bins) - 1, -1, -1):
+        if (
+            len(bins[place]) > 1
+            or len(lengths) - first < 2
+            or lengths[first] + lengths[first + 1] > rooms[place]
+        ):
+            continue
+        second = bisect_right(lengths, rooms[place] - lengths[first], lo=first + 1) - 1
+        bins[place] += [numbers[first], numbers[second]]
+        rooms[place] -= lengths[first] + lengths[second]
+        del lengths[second], numbers[second]
+        first += 1
+    return list(zip(lengths[first:], numbers[first:]))
+
+
+def _emptiest_first(rest: _Shelf, capacity: int) -> Bins:
+    """Put sequences from long to short each into the emptiest bin, or a new one where that is too full."""
+    bins: Bins = []
+    loads: list[int] = []
+    while (item := rest.take(capacity)) is not None:
+        length, number = item
+        numbers, load = [], 0
+        if loads and loads[0] + length <= capacity:
+            numbers, load = bins.pop(0), loads.pop(0)
+        place = bisect_right(loads, load + length)
+        bins.insert(place, [*numbers, number])
+        loads.insert(place, load + length)
+    return bins
+
+
+# How full and how even bins are, in NeMo-RL's words.
+
+Stats = dict[str, float]
+
+
+class PackingMetrics:
+    """Figures of one packing, and of all since the last reset, with NeMo-RL's names.
+
+    Where no bin holds a token, `bin_balance` is 1 here; there that divides by zero.
+    """
+
+    def __init__(self) -> None:
+        """Begin without packings."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all packings."""
+        self._solutions: list[Stats] = []
+        self._times: list[float] = []
+
+    def update(
+        self,
+        sequence_lengths: npt.ArrayLike,
+        bins: Bins,
+        bin_capacity: int,
+        packing_time: float | None = None,
+    ) -> Stats:
+        """Count a packing, and return its figures.
+
+        Args:
+            sequence_lengths: `[num_sequences]`.
+            bins: the sequences of each bin.
+            bin_capacity: tokens a bin can hold.
+            packing_time: seconds that it took, where known.
+        """
+        stats = self.calculate_stats_only(sequence_lengths, bins, bin_capacity)
+        lengths = np.asarray(sequence_lengths)
+        # Without bins the figures of one packing are all 0, but its sequences count in the sum, as there.
+        tokens = {"_sequences": int(lengths.size), "_tokens": int(lengths.sum())}
+        self._solutions.append(stats | tokens)
+        if packing_time is not None:
+            self._times.append(packing_time)
+        return stats
+
+    def calculate_stats_only(self, sequence_lengths: npt.ArrayLike, bins: Bins, bin_capacity: int) -> Stats:
+        """Return the figures of a packing without counting it.
+
+        Args:
+            sequence_lengths: `[num_sequences]`.
+            bins: the sequences of each bin.
+            bin_capacity: tokens a bin can hold.
+
+        >>> PackingMetrics().calculate_stats_only([6, 2, 8], [[0, 1], [2]], 8)["average_utilization"]
+        1.0
+        """
+        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        total, room = int(lengths.sum()) if bins else 0, len(bins) * bin_capacity
+        least = -(-total // bin_capacity)
+        return {
+            "num_sequences": lengths.size if bins else 0,
+            "num_bins": len(bins),
+            "total_sequence_length": total,
+            "total_bin_capacity": room,
+            "total_waste": room - total,
+            "average_utilization": total / room if bins else 0.0,
+            "waste_ratio": (room - total) / room if bins else 0.0,
+            "bin_balance": _balance(lengths, bins, bin_capacity) if bins else 0.0,
+            "theoretical_min_bins": least,
+            "bin_efficiency": least / len(bins) if bins else 0.0,
+        }
+
+    def get_aggregated_stats(self) -> Stats:
+        """Return the figures of all packings together; empty before the first."""
+        if not self._solutions:
+            return {}
+
+        def every(name: str) -> list[float]:
+            return [stats[name] for stats in self._solutions]
+
+        bins, room, tokens = sum(every("num_bins")), sum(every("total_bin_capacity")), sum(every("_tokens"))
+        full, wasted = every("average_utilization"), every("waste_ratio")
+        least = -(-tokens * bins // room) if room else 0
+        stats = {
+            "total_sequences": sum(every("_sequences")),
+            "total_bins": bins,
+            "average_utilization": tokens / room if room else 0.0,
+            "min_utilization": min(1.0, *full),
+            "max_utilization": max(0.0, *full),
+            "average_waste_ratio": sum(every("total_waste")) / room if room else 0.0,
+            "min_waste_ratio": min(1.0, *wasted),
+            "max_waste_ratio": max(0.0, *wasted),
+            "average_bin_count": bins / len(self._solutions),
+            "bin_efficiency": least / bins if bins else 0.0,
+        }
+        if self._times:
+            stats["average_packing_time"] = sum(self._times) / len(self._times)
+        return stats
+
+    def print_aggregated_stats(self) -> None:
+        """Print the figures of all packings together."""
+        stats = self.get_aggregated_stats()
+        if not stats:
+            print("Nothing has been packed yet.")
+        for name, value in stats.items():
+            print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value:.4f}")
+
+
+def _balance(lengths: npt.NDArray[np.int64], bins: Bins, bin_capacity: int) -> float:
+    """Return 1 less the standard deviation of how full bins are, as a share of how full they are on average."""
+    loads = np.array([lengths[numbers].sum() if numbers else 0 for numbers in bins]) / bin_capacity
+    mean = float(lengths.sum()) / (len(bins) * bin_capacity)
+    return 1.0 - float(loads.std(ddof=1)) / mean if len(bins) > 1 and mean else 1.0

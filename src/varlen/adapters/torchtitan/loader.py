@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from varlen.adapters.torchtitan.batch import TrainerBatch, trainer_batch
+import numpy as np
+import torch
+
 from varlen.adapters.torchtitan.protocol import BaseDataLoader
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.documents.memory import placed
 from varlen.documents.mixture import Mixture
 from varlen.errors import SettingError, StateError
@@ -22,7 +25,7 @@ from varlen.text.identity import check_same, made_by, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
 from varlen.text.tokenizer import FastTokenizer
 from varlen.text.wrapped import put_before
-from varlen.types import Method, Overlong
+from varlen.types import IntArray, Method, Overlong
 
 _KEY = "varlen"
 _OTHERS = ("dataset", "dataset_path")
@@ -343,3 +346,103 @@ def _check_weights(loader: PackedLoader) -> None:
             "the rows are read with their weights (row_weights), and torchtitan's loss knows none, so that all would "
             "be trained alike; read them without"
         )
+
+
+# What torchtitan's trainer reads of a packed batch: inputs, positions, and labels that are shifted already.
+
+TrainerBatch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+_BLOCK = 128
+"""Positions of padding restart here at the latest: the block of FlexAttention's masks."""
+
+
+def trainer_batch(batch: PackedBatch, *, flat: bool = False) -> TrainerBatch:
+    """Return a batch as torchtitan's trainer takes it (0.3.0: `Trainer.post_dataloading_process`).
+
+    torchtitan makes its attention masks from positions: a document begins wherever they are 0. So positions count
+    within each document, and padding is documents of its own, none longer than 128 or across a multiple of 128: it
+    is never joined to a document, costs a block mask nothing but its diagonal, and a varlen kernel a few segments.
+
+    Args:
+        batch: of numpy arrays in rows.
+        flat: without rows, as torchtitan's trainer of August 2026 has batches.
+
+    Returns:
+        `{"input": int64 [rows, width], "positions": int64 [rows, width]}` and labels int64 `[rows, width]`: the label
+        at t is the token at t + 1, and -100 at the last token of each document and at padding. With `flat` each is
+        `[rows * width]`. Nothing of it shares memory with the batch.
+
+    Raises:
+        SettingError: targets weigh as their rows say.
+    """
+    if batch.target_weights is not None:
+        raise SettingError(
+            "targets of this batch weigh as their rows say (row_weights), and torchtitan's loss knows no weights; "
+            "read the rows without"
+        )
+    labels = np.full(batch.labels.shape, IGNORE_INDEX, dtype=np.int64)
+    # A document's first token is no target, so none is moved into the document before it.
+    labels[:, :-1] = batch.labels[:, 1:]
+    arrays = [batch.input_ids.astype(np.int64), positions(batch), labels]
+    inputs, places, targets = (torch.from_numpy(one.reshape(-1) if flat else one) for one in arrays)
+    return {"input": inputs, "positions": places}, targets
+
+
+def positions(batch: PackedBatch) -> IntArray:
+    """Return int64 `[rows, width]` positions that are 0 where a document begins, or a piece of padding.
+
+    Args:
+        batch: of numpy arrays in rows.
+    """
+    is_padding = batch.segment_ids < 0
+    here = np.arange(is_padding.shape[1], dtype=np.int64)
+    run_begins = np.maximum.accumulate(np.where(is_padding, 0, here + 1), axis=1)
+    in_padding = here - np.maximum(run_begins, here // _BLOCK * _BLOCK)
+    found: IntArray = np.where(is_padding, in_padding, batch.position_ids).astype(np.int64, copy=False)
+    return found
+
+
+# What of a torchtitan configuration would train something else than the packs say.
+
+_MASKED = ("FlexAttention", "VarlenAttention")
+"""Attention of torchtitan (0.3.0) that gets a mask made from positions; what it has beside them sees whole rows."""
+
+
+def check_trainer(config: Any) -> None:
+    """Refuse a `Trainer.Config` of torchtitan under which documents would leak, or steps be others than the loader's.
+
+    Args:
+        config: of torchtitan 0.3.0, or any object with `dataloader`, `training` and perhaps `model_spec`.
+
+    Raises:
+        SettingError: says which setting, and what it has to be.
+    """
+    loader, training = config.dataloader, config.training
+    if not isinstance(loader, PackedDataLoader.Config):
+        raise SettingError(
+            f"dataloader is a {type(loader).__qualname__}; set it to PackedDataLoader.Config(source=...)"
+        )
+    if loader.global_batch_size != training.global_batch_size:
+        ours, theirs = (
+            "one batch of each rank (-1)" if size < 0 else f"{size:,} packs"
+            for size in (loader.global_batch_size, training.global_batch_size)
+        )
+        raise SettingError(
+            f"a step of the loader is {ours}, and one of the trainer {theirs}; set dataloader.global_batch_size to "
+            f"{training.global_batch_size}, which is training.global_batch_size"
+        )
+    model = getattr(getattr(config, "model_spec", None), "model", None)
+    for number, layer in _layers(model):
+        inner = getattr(getattr(layer, "attention", None), "inner_attention", None)
+        kind = type(inner).__qualname__.partition(".")[0]
+        if inner is not None and kind not in _MASKED:
+            raise SettingError(
+                f"layer {number} of the model attends by {kind}, which gets no mask: its documents would see each "
+                'other; make the model with attn_backend="flex" or "varlen"'
+            )
+
+
+def _layers(model: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of a model's configuration with their numbers or names."""
+    layers = getattr(model, "layers", None) or ()
+    return list(layers.items()) if isinstance(layers, Mapping) else list(enumerate(layers))

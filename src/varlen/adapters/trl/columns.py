@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from varlen.errors import DocumentsError
-from varlen.types import Int32Array, IntArray, Packing
+from varlen.types import Int32Array, IntArray, Ledger, Method, Overlong, Packing
 
 SEQ_LENGTHS = "seq_lengths"
 """The column in which TRL keeps the lengths of a row's documents."""
@@ -220,3 +221,36 @@ def _gathered(values: pa.Array, begins: IntArray, lengths: IntArray) -> pa.Array
     index += np.arange(index.size)
     plain: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
     return pa.array(plain[index], kind)
+
+
+# TRL's strategies of packing in varlen's words, and what is said where one loses tokens.
+
+_log = logging.getLogger(__name__)
+
+Strategy = Literal["bfd", "bfd_split", "bfd-requeue", "wrapped"]
+METHODS: dict[Strategy, tuple[Method, Overlong]] = {
+    "bfd": ("best_fit_decreasing", "truncate"),
+    "bfd_split": ("best_fit_decreasing", "split"),
+    "bfd-requeue": ("best_fit_decreasing", "split"),
+    "wrapped": ("wrapped", "split"),
+}
+"""varlen's method and policy for each of TRL's strategies."""
+
+
+def say_what_was_lost(ledger: Ledger, capacity: int) -> None:
+    """Log the tokens that were cut off, if any were.
+
+    Args:
+        ledger: of a finished packing.
+        capacity: most tokens of a row.
+    """
+    if ledger.truncated:
+        _log.warning(
+            "%s of %s tokens (%.2f %%) were cut off the ends of %s documents longer than %s tokens and will not be "
+            'trained on; strategy="bfd_split" keeps them, and so does a larger seq_length',
+            f"{ledger.truncated:,}",
+            f"{ledger.tokens_in:,}",
+            100 * ledger.truncated / ledger.tokens_in,
+            f"{ledger.truncated_documents:,}",
+            f"{capacity:,}",
+        )

@@ -12,8 +12,17 @@ import numpy as np
 import pyarrow as pa
 
 from varlen.adapters.peers import raises_too
-from varlen.adapters.trl.columns import SEQ_LENGTHS, Rows, lengths_of, listed, marked_schema, packed
-from varlen.adapters.trl.strategies import METHODS, Strategy, say_what_was_lost
+from varlen.adapters.trl.columns import (
+    METHODS,
+    SEQ_LENGTHS,
+    Rows,
+    Strategy,
+    lengths_of,
+    listed,
+    marked_schema,
+    packed,
+    say_what_was_lost,
+)
 from varlen.errors import DocumentsError, MissingExtraError, SettingError
 from varlen.pack.api import as_choice, pack
 from varlen.pack.lengths import as_count

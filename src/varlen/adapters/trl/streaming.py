@@ -13,8 +13,16 @@ from datasets import Features, IterableDataset
 from datasets.features.features import cast_to_python_objects
 from datasets.iterable_dataset import _BaseExamplesIterable
 
-from varlen.adapters.trl.columns import SEQ_LENGTHS, lengths_of, listed, marked_schema, packed
-from varlen.adapters.trl.strategies import METHODS, Strategy, say_what_was_lost
+from varlen.adapters.trl.columns import (
+    METHODS,
+    SEQ_LENGTHS,
+    Strategy,
+    lengths_of,
+    listed,
+    marked_schema,
+    packed,
+    say_what_was_lost,
+)
 from varlen.errors import DocumentsError
 from varlen.pack.lengths import as_count
 from varlen.pack.window import WindowPacker

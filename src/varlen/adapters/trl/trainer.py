@@ -8,8 +8,8 @@ import torch
 from datasets import Dataset
 from trl.trainer.sft_trainer import SFTTrainer
 
-from varlen.adapters.hf.agreement import BEFORE_DATASET, check_train_dataset
 from varlen.adapters.hf.trainer import PackedTraining
+from varlen.adapters.hf.trainer_checks import BEFORE_DATASET, check_train_dataset
 
 
 class PackedSFTTrainer(PackedTraining, SFTTrainer):

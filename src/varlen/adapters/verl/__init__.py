@@ -1,6 +1,5 @@
 """What verl's `verl.utils.seqlen_balancing` offers, with its names, arguments and outputs."""
 
-from varlen.adapters.verl.micro_batches import micro_batch_partitions
 from varlen.adapters.verl.partitions import (
     calculate_workload,
     get_group_balanced_partitions,
@@ -8,6 +7,7 @@ from varlen.adapters.verl.partitions import (
     greedy_partition,
     karmarkar_karp,
     log_seqlen_unbalance,
+    micro_batch_partitions,
 )
 
 __all__ = [

@@ -35,7 +35,7 @@ from varlen.adapters.megatron.files.paths import Spec, resolve_packed
 from varlen.adapters.megatron.files.reader import RowIds, RowReader, row_ids
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError, SourceError
-from varlen.offline.places import disk_faults, made_whole
+from varlen.offline.outputs import disk_faults, made_whole
 from varlen.store.bin_idx import MegatronFile
 from varlen.types import IntArray
 

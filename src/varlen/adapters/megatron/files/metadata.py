@@ -17,7 +17,7 @@ import numpy.typing as npt
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.counts import many
 from varlen.errors import LengthsError, SettingError, SourceError
-from varlen.offline.places import disk_faults, made_whole
+from varlen.offline.outputs import disk_faults, made_whole
 from varlen.regular import read_regular_text
 
 Entry: TypeAlias = dict[str, int | float]

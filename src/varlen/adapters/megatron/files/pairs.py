@@ -14,7 +14,7 @@ import numpy.typing as npt
 from varlen.adapters.megatron.files.flat import bounds_of
 from varlen.errors import DocumentsError, SettingError
 from varlen.files.token_tables import sync, unfinished
-from varlen.offline.places import disk_faults
+from varlen.offline.outputs import disk_faults
 from varlen.store.bin_idx import MAGIC
 from varlen.types import IntArray
 

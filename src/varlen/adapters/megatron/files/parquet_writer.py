@@ -20,7 +20,7 @@ from varlen.adapters.megatron.files.paths import PARQUET
 from varlen.adapters.megatron.rows import PackedRows
 from varlen.errors import DocumentsError, SettingError
 from varlen.files.token_tables import list_column, sync, unfinished
-from varlen.offline.places import disk_faults
+from varlen.offline.outputs import disk_faults
 
 ROW_GROUP_TOKENS = 1 << 14
 """Tokens that are decoded to read one of them, unless a row has more."""

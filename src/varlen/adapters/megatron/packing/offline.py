@@ -29,9 +29,8 @@ from varlen.files.losses import nothing_left
 from varlen.files.written import WORK
 from varlen.offline.crew import Crew, Team
 from varlen.offline.index import OnProgress, quiet
-from varlen.offline.pack import PackedSet, make_set
-from varlen.offline.places import disk_faults, write_json
-from varlen.offline.write import opened_store
+from varlen.offline.outputs import disk_faults, write_json
+from varlen.offline.pack import PackedSet, make_set, opened_store
 from varlen.regular import read_regular
 from varlen.store.store import TokenStore, open_store
 from varlen.store.tokens import weighs

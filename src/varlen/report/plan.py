@@ -1,0 +1,577 @@
+"""One step planned by every method, simulated by one simulator: the figures of `varlen plan`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from varlen.cost.model import CostModel
+from varlen.cost.shape import ModelShape
+from varlen.counts import many
+from varlen.errors import PlanError, SettingError
+from varlen.plan.api import plan_step
+from varlen.plan.bound import lower_bound
+from varlen.plan.search import Search
+from varlen.report.words import share, times
+from varlen.simulate.api import simulate
+from varlen.simulate.timeline import Timeline
+from varlen.step_plan import Mesh, PlanMethod, StepPlan
+from varlen.types import Int32Array
+
+# What a report of planning shows: one step planned by several methods, each with its timeline or why it has none.
+
+TITLES = {
+    "micropack": "MicroPacks",
+    "sliced": "equal slices",
+    "balanced": "balanced packs",
+    "packed_tuned": "packs, tuned",
+    "packed": "packs as they come",
+    "dynamic_cp": "dynamic context parallelism",
+}
+"""What each way of planning is called in tables."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MethodFigures:
+    """One way of planning: what came of it."""
+
+    name: str
+    """A method of `plan_step`, or "packed_tuned": packs at their best capacity, balance and order."""
+    plan: StepPlan | None = None
+    """None where no plan holds the step."""
+    timeline: Timeline | None = None
+    """Of the plan; None where there is none."""
+    planning_s: float = 0.0
+    refusal: str = ""
+    """Why there is no plan."""
+
+    @property
+    def title(self) -> str:
+        """What it is called in tables."""
+        return TITLES.get(self.name, self.name)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step; infinity where no plan holds it."""
+        return float("inf") if self.timeline is None else float(self.timeline.makespan_s)
+
+    @property
+    def recompute(self) -> str:
+        """What the plan recomputes, or ""."""
+        if self.plan is None or self.plan.recompute_share == 1:
+            return "" if self.plan is None else self.plan.recompute
+        return f"{self.plan.recompute}, {self.plan.recompute_share:.0%} of layers"
+
+    @property
+    def offload(self) -> str:
+        """What the plan keeps in host memory, or ""."""
+        return "" if self.plan is None or self.plan.offload == "none" else self.plan.offload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanComparison:
+    """One step planned in several ways, and what they are measured against."""
+
+    name: str
+    """Of the data, for headings."""
+    model: str
+    hardware: str
+    hardware_source: str
+    """Where the figures of the hardware come from."""
+    mesh: Mesh
+    capacity: int
+    step: int
+    """Which step of the data this is, from 0."""
+    num_documents: int
+    num_tokens: int
+    """After truncation."""
+    longest: int
+    truncated_documents: int
+    truncated_tokens: int
+    """Tokens lost because their documents are longer than the capacity."""
+    lower_bound_s: float
+    limit_bytes: float
+    """Memory that a plan may use of each GPU."""
+    methods: tuple[MethodFigures, ...]
+    """From the fastest to the slowest, those without a plan last."""
+    are_bytes: bool = False
+    """Whether lengths are of bytes, since no tokenizer was given."""
+    estimated: str = ""
+    """A sentence about how well measured rates predict, or ""."""
+    stretched: str = ""
+    """A sentence about documents beyond the positions that the model was published with, or ""."""
+
+    @property
+    def best(self) -> MethodFigures | None:
+        """The fastest method, or None where no method has a plan."""
+        return self.methods[0] if self.methods and self.methods[0].timeline is not None else None
+
+    @property
+    def truncated_share(self) -> float:
+        """Tokens lost to truncation, of all tokens given."""
+        return self.truncated_tokens / max(self.num_tokens + self.truncated_tokens, 1)
+
+    def method(self, name: str) -> MethodFigures | None:
+        """Return the figures of one method, or None where it wasn't asked for."""
+        return next((row for row in self.methods if row.name == name), None)
+
+    def bound_ratio(self, row: MethodFigures) -> float:
+        """Return a method's step time over the lower bound; infinity where it has no plan."""
+        return row.step_s / self.lower_bound_s
+
+    def tokens_per_s(self, row: MethodFigures) -> float:
+        """Return tokens of the whole mesh a second; 0 where it has no plan."""
+        return self.num_tokens / row.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        mesh = {
+            name: getattr(self.mesh, name) for name in ("dp", "pp", "cp", "tp", "virtual_stages", "sharding")
+        }
+        return {
+            "name": self.name,
+            "model": self.model,
+            "hardware": self.hardware,
+            "hardware_source": self.hardware_source,
+            "gpus": self.mesh.num_gpus,
+            "mesh": mesh,
+            "capacity": self.capacity,
+            "step": self.step,
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "longest": self.longest,
+            "truncated_documents": self.truncated_documents,
+            "truncated_tokens": self.truncated_tokens,
+            "lower_bound_s": self.lower_bound_s,
+            "limit_bytes": self.limit_bytes,
+            "methods": [self._row(row) for row in self.methods],
+        }
+
+    def _row(self, row: MethodFigures) -> dict[str, Any]:
+        if row.plan is None or row.timeline is None:
+            return {"method": row.name, "planning_s": row.planning_s, "refusal": row.refusal}
+        return {
+            "method": row.name,
+            "step_s": row.step_s,
+            "lower_bound_ratio": self.bound_ratio(row),
+            "tokens_per_s": self.tokens_per_s(row),
+            "bubble_ratio": float(row.timeline.bubble_ratio),
+            "exposed_ratio": float(row.timeline.exposed_ratio),
+            "imbalance": float(row.timeline.imbalance),
+            "peak_bytes": float(row.timeline.peak_bytes),
+            "planning_s": row.planning_s,
+            "micropacks": int(row.plan.forward.num_micropacks),
+            "merged_documents": row.plan.num_merged,
+            "splits_backward": row.plan.splits_backward,
+            "recompute": row.plan.recompute,
+            "recompute_share": row.plan.recompute_share,
+            "offload": row.plan.offload,
+            "answered_by": row.plan.answered_by,
+        }
+
+
+OnProgress = Callable[[int, int, str], None]
+METHODS = tuple(TITLES)
+_TUNED = "packed_tuned"
+
+
+def compare(
+    documents: StepDocuments,
+    *,
+    cost: CostModel,
+    mesh: Mesh,
+    methods: Sequence[str] = METHODS,
+    repairs: bool = True,
+    name: str = "",
+    are_bytes: bool = False,
+    on_progress: OnProgress = lambda *_: None,
+) -> PlanComparison:
+    """Plan one step by several methods, and simulate each plan.
+
+    Args:
+        documents: of the step.
+        cost: of the model on its hardware; its `recompute` and `offload` are the least that plans use.
+        mesh: of the job.
+        methods: names among `METHODS`.
+        repairs: whether a method that doesn't fit into memory may recompute more and offload.
+        name: of the data, for headings.
+        are_bytes: whether lengths are of bytes.
+        on_progress: called with methods done, all methods, and words.
+
+    Raises:
+        SettingError: an unknown method, or a mesh that the model can't be divided by.
+    """
+    check_methods(methods)
+    rows = []
+    on_progress(0, len(methods), "loading kernels")
+    load_kernels(documents, methods, cost=cost, mesh=mesh)
+    for done, method in enumerate(methods):
+        on_progress(done, len(methods), f"planning {TITLES[method]}")
+        rows.append(planned(documents, method, cost=cost, mesh=mesh, repairs=repairs))
+    on_progress(len(methods), len(methods), "planned")
+    rows.sort(key=lambda row: row.step_s)
+    longest = int(documents.lengths.max())
+    return PlanComparison(
+        name=name,
+        model=cost.model.name or "a model",
+        hardware=cost.hardware.name,
+        hardware_source=cost.hardware.source,
+        mesh=mesh,
+        capacity=documents.capacity,
+        step=documents.step,
+        num_documents=len(documents.lengths),
+        num_tokens=documents.num_tokens,
+        longest=longest,
+        truncated_documents=documents.truncated_documents,
+        truncated_tokens=documents.truncated_tokens,
+        lower_bound_s=lower_bound(documents.lengths, cost, mesh).seconds,
+        limit_bytes=float(cost.memory(mesh).limit_bytes),
+        methods=tuple(rows),
+        are_bytes=are_bytes,
+        estimated=cost.hardware.held_out,
+        stretched=stretched(cost.model, longest),
+    )
+
+
+def load_kernels(documents: StepDocuments, methods: Sequence[str], *, cost: CostModel, mesh: Mesh) -> None:
+    """Plan a few short documents, so that the times of planning don't hold those of compiling."""
+    import numba  # noqa: F401  # once it is loaded, kernels are compiled for small work too
+
+    few = replace(documents, lengths=documents.lengths[:4].clip(max=2048))
+    for method in methods:
+        planned(few, method, cost=cost, mesh=mesh)
+
+
+def planned(
+    documents: StepDocuments, method: str, *, cost: CostModel, mesh: Mesh, repairs: bool = True
+) -> MethodFigures:
+    """Plan a step by one method, and simulate the plan.
+
+    Args:
+        documents: of the step.
+        method: one of `METHODS`.
+        cost: of the model on its hardware.
+        mesh: of the job.
+        repairs: whether memory may be repaired by recomputing more and offloading.
+    """
+    began = time.perf_counter()
+    try:
+        plan = plan_step(
+            documents.lengths,
+            cost=cost,
+            mesh=mesh,
+            method=cast("PlanMethod", "packed" if method == _TUNED else method),
+            capacity=documents.capacity,
+            tuned=method == _TUNED,
+            search=Search(repairs=repairs),
+        )
+    except PlanError as error:
+        return MethodFigures(name=method, planning_s=time.perf_counter() - began, refusal=str(error))
+    planning_s = time.perf_counter() - began
+    return MethodFigures(name=method, plan=plan, timeline=simulate(plan, cost), planning_s=planning_s)
+
+
+def check_methods(methods: Sequence[str]) -> None:
+    """Refuse methods that there aren't.
+
+    Raises:
+        SettingError: names the nearest one, and all.
+    """
+    for method in methods:
+        if method not in METHODS:
+            near = get_close_matches(method, METHODS, n=1)
+            meant = f"did you mean {near[0]}? There" if near else "there"
+            raise SettingError(f"no method is called {method!r}; {meant} are {', '.join(METHODS)}")
+
+
+# What a comparison of plans says in words: durations, meshes, refusals, and the sentence on top.
+
+BYTES = (
+    "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
+    "Pass --tokenizer before you believe these times."
+)
+"""What is said where bytes were counted."""
+
+
+UNFAIR = (
+    "Methods other than MicroPacks were not given static context parallelism (another division of these GPUs, with "
+    "long documents' rows shared by all), which may make them faster: until they are, read these ratios as of this "
+    "mesh alone."
+)
+"""What is said above every comparison of methods, until each is tuned over context parallelism too."""
+
+
+def duration(value_s: float) -> str:
+    """Write seconds with three digits.
+
+    >>> duration(12.3456), duration(0.04567), duration(0.0000123), duration(123.4)
+    ('12.3 s', '45.7 ms', '12.3 µs', '123 s')
+    """
+    if not math.isfinite(value_s):
+        return "–"
+    scale, unit = next(
+        (found for found in ((1.0, "s"), (1e-3, "ms")) if value_s >= 0.9995 * found[0]), (1e-6, "µs")
+    )
+    value = value_s / scale
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def ratio(value: float) -> str:
+    """Write a ratio with two digits after the point, or a dash for none.
+
+    >>> ratio(1.0849), ratio(float("inf"))
+    ('1.08', '–')
+    """
+    return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def size(value_bytes: float) -> str:
+    """Write bytes in GB of 10⁹.
+
+    >>> size(61_234_000_000)
+    '61.2 GB'
+    """
+    return f"{value_bytes / 1e9:.1f} GB"
+
+
+def mesh_words(mesh: Mesh) -> str:
+    """Name the axes of a mesh that are wider than 1.
+
+    >>> mesh_words(Mesh(dp=32, pp=4))
+    'dp 32 × pp 4'
+    >>> mesh_words(Mesh())
+    'one GPU'
+    """
+    named = [f"{axis} {getattr(mesh, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(mesh, axis) > 1]
+    if not named:
+        return "one GPU"
+    words = " × ".join(named)
+    return f"{words}, {mesh.virtual_stages} chunks a stage" if mesh.virtual_stages > 1 else words
+
+
+def baseline(found: PlanComparison) -> MethodFigures | None:
+    """Return what the fastest method is compared with: the next best; None where a single one has a plan."""
+    planned = [row for row in found.methods if row.timeline is not None and row is not found.best]
+    return min(planned, key=lambda row: row.step_s, default=None)
+
+
+def headline(found: PlanComparison) -> str:
+    """Say in one sentence what came out."""
+    best = found.best
+    if best is None:
+        return "No method holds this step on this mesh."
+    step = f"{duration(best.step_s)} a step with {best.title}"
+    other = baseline(found)
+    if other is None:
+        return f"{step}, {ratio(found.bound_ratio(best))} times the lower bound."
+    return f"{step}: {_beside(best, other)}, the next best."
+
+
+def _beside(best: MethodFigures, other: MethodFigures) -> str:
+    """Say how much faster one method is than another."""
+    faster = other.step_s / best.step_s
+    return f"{times(faster)} as fast as {other.title}" if faster >= 1.02 else f"no faster than {other.title}"
+
+
+def setting(found: PlanComparison) -> str:
+    """Say which job was planned."""
+    gpus = many(found.mesh.num_gpus, "GPU")
+    return (
+        f"{found.model} on {gpus} of {found.hardware} ({mesh_words(found.mesh)}): step {found.step:,}, "
+        f"{many(found.num_documents, 'document')}, {many(found.num_tokens, 'token')}, the longest {found.longest:,}"
+    )
+
+
+def truncation(found: PlanComparison) -> str:
+    """Say what truncation lost, or ""."""
+    if not found.truncated_documents:
+        return ""
+    verb = "was" if found.truncated_documents == 1 else "were"
+    return (
+        f"{many(found.truncated_documents, 'document')} longer than {found.capacity:,} {verb} truncated: "
+        f"{share(found.truncated_share)} of the tokens are lost."
+    )
+
+
+def stretched(model: ModelShape, longest: int) -> str:
+    """Say that documents are beyond the positions of the model's published checkpoint, or "".
+
+    A known shape limits no positions, and long-context training stretches a checkpoint's first; whoever plans it
+    should know that this step needs it. A model that sets a limit itself has refused what is longer, or was told to.
+
+    Args:
+        model: as it is planned.
+        longest: tokens of the longest document, after truncation.
+
+    >>> stretched(ModelShape.named("llama-3-8b"), 262_144).partition("; ")[2]
+    'documents of up to 262,144 tokens are planned as if its positions were stretched.'
+    """
+    positions = model.published_positions
+    if positions is None or model.max_positions is not None or longest <= positions:
+        return ""
+    return (
+        f"{model.name} was published with {positions:,} positions; documents of up to {longest:,} tokens are planned "
+        "as if its positions were stretched."
+    )
+
+
+def refusals(found: PlanComparison) -> list[tuple[str, str]]:
+    """Return why methods have no plan: each reason once, with the methods that have it."""
+    titles: dict[str, list[str]] = {}
+    for row in found.methods:
+        if row.timeline is None:
+            titles.setdefault(row.refusal, []).append(row.title)
+    if len(titles) == 1 and len(found.methods) > 1 and found.best is None:
+        return [("every method", why) for why in titles]
+    return [("; ".join(names), why) for why, names in titles.items()]
+
+
+def reading(found: PlanComparison) -> str:
+    """Say what the columns mean."""
+    return (
+        f"Step: simulated seconds of one optimizer step. Bound: {duration(found.lower_bound_s)}, which no plan of "
+        "this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
+        "Bubble: the share of GPU time spent waiting for other stages and ranks. Exposed: the share spent on "
+        "gradient sync and gathered parameters while nothing is computed. Imbalance: work of the busiest "
+        f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(found.limit_bytes)} that a plan "
+        "may use. "
+        "Planned in: seconds on this machine."
+    )
+
+
+# Which documents a planned step holds: drawn as a loader would, truncated to the capacity, and counted.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepDocuments:
+    """The documents of one optimizer step."""
+
+    lengths: Int32Array
+    """int32 `[num_documents]`: after truncation, none of them 0."""
+    capacity: int
+    step: int
+    truncated_documents: int
+    truncated_tokens: int
+    """Tokens that truncation lost."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, after truncation."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+def step_documents(
+    lengths: npt.NDArray[np.integer], *, documents: int, step: int, capacity: int, seed: int | None
+) -> StepDocuments:
+    """Take the documents of one step.
+
+    Args:
+        lengths: integers `[any]`: of all documents; those of 0 are left out.
+        documents: of a step; the last one takes what is left.
+        step: which one, from 0.
+        capacity: tokens that a document is truncated to.
+        seed: of the order; None: as given.
+
+    Raises:
+        SettingError: there is no such step, no document, or a seed below 0.
+    """
+    if documents < 1:
+        raise SettingError(f"--documents must be at least 1, the documents of a step; got {documents}")
+    if seed is not None and seed < 0:
+        raise SettingError(f"--seed must be at least 0; got {seed}")
+    given = np.asarray(lengths)
+    if not given.size:
+        raise SettingError("there is no document, and nothing to plan; is it the right file?")
+    if not given.any():
+        raise SettingError(
+            f"every document is empty; there is nothing to plan ({many(given.size, 'length')}, all 0)"
+        )
+    given = given[given > 0]
+    num_steps = -(-given.size // documents)
+    if not 0 <= step < num_steps:
+        raise SettingError(
+            f"--step {step} isn't there: {many(given.size, 'document')}, {documents:,} a step, make "
+            f"{many(num_steps, 'step')}, 0 to {num_steps - 1:,}"
+        )
+    order = np.arange(given.size) if seed is None else np.random.default_rng(seed).permutation(given.size)
+    mine = given[order[step * documents : (step + 1) * documents]].astype(np.int64)
+    kept = np.minimum(mine, capacity)
+    return StepDocuments(
+        lengths=kept.astype(np.int32),
+        capacity=capacity,
+        step=step,
+        truncated_documents=int((mine > capacity).sum()),
+        truncated_tokens=int((mine - kept).sum()),
+    )
+
+
+# A comparison of plans for the terminal: what came out first, then a row a method, then how to read it.
+
+
+def plan_table(found: PlanComparison) -> RenderableType:
+    """Return everything that `varlen plan` prints about one step."""
+    said = (found.estimated, truncation(found), BYTES if found.are_bytes else "", found.stretched)
+    notes = [note for note in said if note]
+    parts: list[RenderableType] = ["", Text(headline(found), style="bold"), Text(setting(found))]
+    if found.best is not None:
+        parts += ["", *_unfair(found), Padding(_methods(found), (0, 0, 0, 2))]
+    parts += _refusals(found)
+    if notes:
+        parts += ["", *(Text(note, style="yellow") for note in notes)]
+    if found.best is not None:
+        parts += ["", Text(reading(found), style="dim")]
+    return Group(*parts)
+
+
+def _unfair(found: PlanComparison) -> list[RenderableType]:
+    """What is to be known before methods are compared."""
+    return [Text(UNFAIR, style="yellow"), ""] if len(found.methods) > 1 else []
+
+
+def _methods(found: PlanComparison) -> Table:
+    """One row a method that has a plan."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", overflow="fold")
+    for title in ("step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found.methods:
+        if row.timeline is not None:
+            style = "bold green" if row is found.best else ""
+            table.add_row(row.title, *cells(found, row), style=style)
+    return table
+
+
+def cells(found: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
+    """Return the figures of a method that has a plan, as the columns of a table."""
+    assert row.timeline is not None
+    kept = f"{row.recompute} + offload" if row.offload else row.recompute
+    return (
+        duration(row.step_s),
+        ratio(found.bound_ratio(row)),
+        share(float(row.timeline.bubble_ratio)),
+        share(float(row.timeline.exposed_ratio)),
+        ratio(float(row.timeline.imbalance)),
+        size(float(row.timeline.peak_bytes)),
+        kept,
+        duration(row.planning_s),
+    )
+
+
+def _refusals(found: PlanComparison) -> list[RenderableType]:
+    """Why methods have no plan: each reason once, behind the methods that have it."""
+    lines: list[RenderableType] = [
+        Padding(Text.assemble((titles, "bold"), f": {why}"), (0, 0, 0, 2)) for titles, why in refusals(found)
+    ]
+    return ["", *lines] if lines else []

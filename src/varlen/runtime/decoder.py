@@ -1,0 +1,359 @@
+"""`Parts`: a transformers decoder taken apart at its layers, so that a stage can run some of them on some rows.
+
+The model stays as it is: its own modules are called with its own arguments, in the order of its own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from varlen.cost.memory import LOGIT_ROWS
+from varlen.counts import many
+from varlen.errors import ModelError
+from varlen.runtime.attention import CachedSlice, register
+from varlen.runtime.casting import add_product, uncast, ungraphed
+from varlen.runtime.choice import Kernels, check_kernels
+from varlen.runtime.families import check_settings, family_of, rope_by_length
+
+HEAD_ROWS = LOGIT_ROWS
+"""Rows whose logits are there at once."""
+IGNORED = -100
+"""The label of a token with nothing to learn."""
+
+
+class Positions(NamedTuple):
+    """Where the rows of a MicroPack stand in their documents."""
+
+    ids: torch.Tensor
+    """int64 `[1, rows]`."""
+    embeddings: Any
+    """What layers turn them into."""
+
+
+class Logits(NamedTuple):
+    """What becomes of what the head gives: `z` is `factor * z`, and then `cap * tanh(z / cap)`."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+
+AS_GIVEN = Logits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """A causal decoder in the pieces that a step runs one by one."""
+
+    embedding: nn.Embedding
+    layers: Sequence[nn.Module]
+    rotary: nn.Module
+    norm: nn.Module
+    head: nn.Linear
+    kernels: Kernels = "auto"
+    """What computes attention."""
+    rotary_types: Sequence[str] = ()
+    """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
+    by_length: bool = False
+    """Whether rotary positions depend on how long a document is in all."""
+    embedding_factor: float = 1.0
+    """By which embeddings are multiplied outside of their module."""
+    logits: Logits = AS_GIVEN
+
+    @classmethod
+    def of(cls, model: Any, kernels: Kernels = "auto") -> Parts:
+        """Take a model apart, and set its attention to that of slices.
+
+        Args:
+            model: a transformers model with a language-model head; its attention is changed in place, and
+                `model.set_attn_implementation("sdpa")` undoes it.
+            kernels: what computes attention.
+
+        Raises:
+            ModelError: a family that isn't known to run layer by layer, one in which slices would learn something
+                else, a model without a head, or adapters and hooks that slices would pass by.
+            SettingError: kernels of another name.
+        """
+        check_kernels(kernels)
+        name, family = family_of(model)
+        check_settings(name, model)
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError(
+                f"{type(model).__name__} has no language-model head; give a model for causal language"
+            )
+        decoder, config = model.get_decoder(), model.config
+        embedding = getattr(decoder, family.embedding)
+        check_ends(name, model, embedding, head)
+        model.set_attn_implementation(register())
+        layers = tuple(decoder.layers)[: config.num_hidden_layers]
+        factor = float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0
+        if family.logit_divisor:
+            factor /= float(getattr(config, family.logit_divisor))
+        return cls(
+            embedding=embedding,
+            layers=layers,
+            rotary=decoder.rotary_emb,
+            norm=getattr(decoder, family.norm),
+            head=head,
+            kernels=kernels,
+            rotary_types=tuple(config.layer_types[: len(layers)]) if family.rotary == "by_layer_type" else (),
+            by_length=rope_by_length(config),
+            embedding_factor=float(getattr(config, family.embedding_factor))
+            if family.embedding_factor
+            else 1.0,
+            logits=Logits(factor, getattr(config, family.logit_cap) if family.logit_cap else None),
+        )
+
+    def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
+        """Return what layers are told of where rows stand in their documents.
+
+        Args:
+            slices: whose rows they are.
+            like: `[1, rows, hidden]`: a tensor of the layers' dtype and device.
+        """
+        ids = torch.cat([torch.arange(*own) for piece in slices for own in piece.ranges])[None]
+        if like.is_cuda:
+            ids = ids.pin_memory().to(
+                like.device, non_blocking=True
+            )  # else the host waits for the device here
+        ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
+        named = {
+            kind: self._rotated(ids, ends, like, *([kind] if kind else []))
+            for kind in dict.fromkeys(self.rotary_types or ("",))
+        }
+        return Positions(ids, named if self.rotary_types else named[""])
+
+    def _rotated(
+        self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor, *kind: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of positions, `[1, rows, dim]`.
+
+        Where they depend on how long a text is, each slice shows the last position of its document too.
+        """
+        if not ends:
+            cosines, sines = self.rotary(like, ids, *kind)
+            return cosines, sines
+        made, row = [], 0
+        for rows, length in ends:
+            with_end = torch.cat([ids[:, row : row + rows], ids.new_tensor([[length - 1]])], 1)
+            made.append([x[:, :-1] for x in self.rotary(like, with_end, *kind)])
+            row += rows
+        cosines, sines = (torch.cat(each, 1) for each in zip(*made))
+        return cosines, sines
+
+    def run_layer(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        positions: Positions,
+        slices: Sequence[CachedSlice],
+    ) -> torch.Tensor:
+        """Run one layer on the rows of a MicroPack.
+
+        Args:
+            layer: its index.
+            hidden: `[1, rows, hidden]`.
+            positions: of the rows, by `positions`.
+            slices: whose rows these are.
+        """
+        rotated = positions.embeddings
+        out = self.layers[layer](
+            hidden,
+            attention_mask=None,
+            position_ids=positions.ids,
+            position_embeddings=rotated[self.rotary_types[layer]] if self.rotary_types else rotated,
+            use_cache=False,
+            slices=slices,
+            kernels=self.kernels,
+        )
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return `[1, rows, hidden]` of int64 `[rows]`, apart from the graph; `embed_backward` is its backward."""
+        with torch.no_grad():
+            hidden: torch.Tensor = self.embedding(input_ids[None])
+        return hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
+
+    def embed_backward(self, input_ids: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the embedding's gradient where its rows were used.
+
+        Autograd would make, for every MicroPack, a gradient of the whole vocabulary.
+        """
+        weight, unused = self.embedding.weight, self.embedding.padding_idx
+        if not weight.requires_grad:
+            return
+        factor = self.embedding_factor
+        if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
+            factor *= scale.to(weight.dtype).item()  # Gemma's embedding multiplies what it looks up
+        rows = gradient[0].to(weight.dtype)
+        rows = rows if factor == 1 else rows * factor
+        if unused is not None:
+            rows = rows * (input_ids != unused)[:, None]
+        _gradient(weight).index_add_(0, input_ids, rows)
+
+    def head_backward(
+        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run norm, head and loss forward and backward, some rows at a time, so that few logits are ever there.
+
+        Args:
+            hidden: `[1, rows, hidden]`, out of the last layer.
+            labels: int64 `[rows]`: the token after each; -100 where there is none to learn.
+            weights: `[rows]`: of each row's loss in that of the step; 0 where there is no label.
+
+        Returns:
+            The cross-entropy of each row, `[rows]`, 0 without a label, and the gradient of `hidden`.
+        """
+        at_once = (
+            HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
+        )  # a cap's slope takes a buffer more
+        gradient = torch.empty_like(hidden)
+        losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for first in range(0, hidden.shape[1], at_once):
+            rows = slice(first, first + at_once)
+            part = hidden[0, rows].detach().requires_grad_()
+            with torch.enable_grad():
+                normed = self.norm(part)
+            with ungraphed(part):
+                losses[rows], by_normed = self._loss_backward(normed.detach(), labels[rows], weights[rows])
+            with uncast(part):
+                normed.backward(by_normed.to(normed.dtype))
+            assert part.grad is not None
+            gradient[0, rows] = part.grad
+        return losses, gradient
+
+    def _loss_backward(
+        self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a chunk's losses and the gradient of the head's input, and add to the head's own; without a graph.
+
+        Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
+        takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
+        """
+        logits = nn.functional.linear(normed, self.head.weight, self.head.bias)
+        factor, cap = self.logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        slope: torch.Tensor | float = factor
+        if factor != 1:
+            wide *= factor
+        if cap is not None:
+            wide.div_(cap).tanh_()
+            slope = wide.square().neg_().add_(1).mul_(factor)
+            wide *= cap
+        targets = labels.clamp_min(0)[:, None]
+        wide -= wide.amax(-1, keepdim=True)
+        at_target = wide.gather(1, targets)[:, 0]
+        total = wide.exp_().sum(-1)
+        losses = (total.log() - at_target) * (labels != IGNORED)
+        weights = weights.to(wide.dtype)
+        wide *= (weights / total)[:, None]
+        wide.scatter_add_(1, targets, -weights[:, None])
+        if factor != 1 or cap is not None:
+            wide *= slope
+        by_logits = logits.copy_(wide)
+        weight, bias = self.head.weight, self.head.bias
+        if weight.requires_grad:
+            add_product(weight, by_logits, normed.to(by_logits.dtype))
+        if bias is not None and bias.requires_grad:
+            _gradient(bias).add_(by_logits.sum(0))
+        return losses, by_logits @ weight
+
+
+def check_model(model: Any, kernels: Kernels) -> None:
+    """Refuse a model that isn't run in slices, and leave it as it is.
+
+    Args:
+        model: a transformers model.
+        kernels: what computes attention.
+
+    Raises:
+        ModelError: as for `Parts.of`.
+        SettingError: as for `Parts.of`.
+    """
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    Parts.of(model, kernels)
+    model.set_attn_implementation(before)
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's gradient, zeros at first."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+# `check_ends`: whether a model's embedding and head are what their weights say, since steps compute both themselves.
+#
+# A step multiplies by the head's weight and adds to the gradients of both ends where they stand, so that neither all
+# logits nor a gradient of the whole vocabulary is there at once. An adapter around them, or a hook on them, would be
+# passed by and never learn.
+
+_COPIES = "ModulesToSaveWrapper"
+"""Of peft: trains a copy of a module, and has the copy's weight as its own."""
+
+
+def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
+    """Refuse what a step would pass by: adapters and hooks at both ends, and what learns outside of the decoder.
+
+    Args:
+        name: of the family.
+        model: a transformers model.
+        embedding: of ids; without parameters where another stage holds it.
+        head: that gives logits; likewise.
+
+    Raises:
+        ModelError: says what, and the way out.
+    """
+    for what, end, kind in (("embedding", embedding, nn.Embedding), ("head", head, nn.Linear)):
+        if next(end.parameters(), None) is not None:
+            _check_end(name, what, end, kind)
+    inside = {id(p) for part in (model.get_decoder(), head) for p in part.parameters()}
+    outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise ModelError(
+            f"{outside[0]} stands outside of this {name} model's decoder and head "
+            f"({many(len(outside), 'parameter that learns does', 'parameters that learn do')}), and slices run these "
+            "alone, so it would have no gradient; freeze it by requires_grad_(False), or train the model unsliced"
+        )
+    stepped = [n for n, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if stepped:
+        raise ModelError(
+            f"{stepped[0]} has a hook that runs once its gradient is there "
+            f"({many(len(stepped), 'parameter has', 'parameters have')} one), and slices add to a gradient many "
+            "times a step; remove it, and step the optimizer after engine.step"
+        )
+
+
+def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
+    """Refuse an end that computes something else than its weight says, or that has hooks.
+
+    Raises:
+        ModelError: says what, and the way out.
+    """
+    owner = end
+    if type(end).__name__ == _COPIES:
+        owner = next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)
+    is_plain = isinstance(owner, kind) and owner._parameters.get("weight") is not None
+    is_plain = is_plain and "forward" not in vars(owner)
+    if what == "head" and is_plain:
+        is_plain = type(owner).forward is kind.forward
+    if not is_plain:
+        raise ModelError(
+            f"the {what} of this {name} model is a {type(owner).__module__}.{type(owner).__qualname__} that computes "
+            f"more than its weight says, and slices compute the {what} by its weight; leave it out of an adapter's "
+            'target_modules, and name it in "modules_to_save" if it is to learn'
+        )
+    hooks = len(getattr(owner.weight, "_backward_hooks", None) or ())
+    if what == "head" and not isinstance(owner, FSDPModule):
+        hooks += len(owner._forward_hooks) + len(owner._forward_pre_hooks)
+    if hooks:
+        raise ModelError(
+            f"the {what} of this {name} model has {many(hooks, 'hook', 'hooks')} on what it gives or on its "
+            "gradient, which slices, computing both by its weight, would pass by; remove what registered them"
+        )

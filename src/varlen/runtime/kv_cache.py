@@ -1,0 +1,429 @@
+"""DocumentCache and KeptRows: what a document's tasks on this stage leave for its later ones, layer by layer.
+
+Keys and values of the whole document stand in one buffer a layer, allocated once, so that a slice neither copies nor
+concatenates what came before it. Their gradients are gathered beside them while the document's slices run backward,
+last to first. What went into layers is kept in the pieces that forward slices came in. All of it is given back while
+the backward passes, and however many slices a document is cut into, what is copied meanwhile is linear in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from varlen.runtime.clock import in_host_memory
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Of keys and of values: `[1, key_heads, tokens, dim]`, neighbouring tokens side by side in memory."""
+FREE_SHARE: Final = 1 / 16
+"""A buffer is copied into a smaller one once this share of it is free: then all its copies together are at most
+15 of it, and what is free but not given back is at most a 16th."""
+
+
+@dataclass(slots=True)
+class DocumentCache:
+    """Keys and values of one document, and the gradients that its later slices have sent to them."""
+
+    length: int
+    pairs: dict[int, Pair] = field(default_factory=dict)
+    """By layer."""
+    gradients: dict[int, Pair] = field(default_factory=dict)
+    """By layer: float32 or wider, of the tokens before the last slice that ran backward first."""
+
+    def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """Keep a slice's keys and values, and return those of the document up to the slice's end.
+
+        Args:
+            layer: its index.
+            start: of the slice within the document.
+            key: `[1, key_heads, rows, dim]`.
+            value: as `key`.
+        """
+        if layer not in self.pairs:
+            self.pairs[layer] = (
+                _tokens(key, self.length, key.dtype),
+                _tokens(value, self.length, value.dtype),
+            )
+        stop = start + key.shape[2]
+        keys, values = self.pairs[layer]
+        keys[:, :, start:stop] = key
+        values[:, :, start:stop] = value
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def read(self, layer: int, stop: int) -> Pair:
+        """Return the keys and values of the tokens before `stop`."""
+        keys, values = self.pairs[layer]
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def earlier_gradients(self, layer: int, start: int) -> Pair | None:
+        """Return where the gradients of the tokens before a slice are gathered; None for a document's first slice.
+
+        The first call, by the last slice, allocates them.
+        """
+        if start == 0:
+            return None
+        if layer not in self.gradients:
+            pair = self.pairs[layer]
+            wide = torch.promote_types(pair[0].dtype, torch.float32)
+            keys, values = (_tokens(x, start, wide).zero_() for x in pair)
+            self.gradients[layer] = (keys, values)
+        keys, values = self.gradients[layer]
+        return keys[:, :, :start], values[:, :, :start]
+
+    def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:
+        """Return what later slices have sent to this slice's keys and values; None where there are none."""
+        if layer not in self.gradients or self.gradients[layer][0].shape[2] < stop:
+            return None
+        keys, values = self.gradients[layer]
+        return keys[:, :, start:stop], values[:, :, start:stop]
+
+    def release(self, layer: int, start: int) -> None:
+        """Give the memory of a slice back, after its backward: that of all tokens from `start` on.
+
+        Once `FREE_SHARE` of a buffer is free, what stays moves into one of its own size, one layer at a time.
+        """
+        for held in (self.pairs, self.gradients):
+            if start == 0:
+                held.pop(layer, None)
+            elif layer in held and held[layer][0].shape[2] - start >= FREE_SHARE * held[layer][0].shape[2]:
+                keys, values = held.pop(layer)
+                keys = _copied(keys, start)  # so that not both stand twice
+                held[layer] = keys, _copied(values, start)
+
+
+class KeptRows:
+    """What went into a layer on a document's rows, in the pieces that forward slices came in; taken from the end."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+        self._none: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Keep the next rows.
+
+        Args:
+            rows: `[rows, hidden]`; it is not copied, so nobody may write to it.
+        """
+        self._pieces.append(rows)
+        self._none = rows.new_empty(0, rows.shape[1]) if self._none is None else self._none
+
+    def take(self, count: int) -> list[torch.Tensor]:
+        """Return the last rows that are still there, in pieces, and keep them no longer.
+
+        A piece's memory is given back with its first row.
+
+        Args:
+            count: of rows; at most as many as are there.
+        """
+        taken: list[torch.Tensor] = []
+        while count:
+            piece = self._pieces.pop()
+            if len(piece) > count:
+                self._pieces.append(piece[:-count])
+                piece = piece[-count:]
+            taken.append(piece)
+            count -= len(piece)
+        assert self._none is not None
+        return taken[::-1] or [self._none]
+
+
+def _copied(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the first tokens in memory of their own."""
+    return _tokens(tokens, length, tokens.dtype).copy_(tokens[:, :, :length])
+
+
+def _tokens(like: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate `[1, heads, length, dim]` whose tokens lie side by side, as a model's projections write them."""
+    _, heads, _, dim = like.shape
+    return torch.empty(1, length, heads, dim, dtype=dtype, device=like.device).transpose(1, 2)
+
+
+# `HostCache`: a document's keys, values and their gradients in host memory, with two layers' worth on the device.
+#
+# While one layer runs, those of the layer that comes next are fetched, so the order in which a task visits
+# layers is told beforehand. On CUDA copies run in a stream of their own between pinned memory and two buffers
+# that take turns; on the CPU the same steps are plain copies, so that what they compute and how many bytes
+# they need is tested there.
+
+
+class Visit(NamedTuple):
+    """One layer that a task is going to run."""
+
+    layer: int
+    has_own: bool
+    """Whether the task's own keys and values are fetched too, since no forward of the layer makes them again."""
+    is_backward: bool
+    """Whether gradients of keys and values are gathered there."""
+
+
+class HostLink:
+    """The way between a device and host memory, in the order asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Open it.
+
+        Args:
+            device: where layers run.
+        """
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def copy(self, into: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Any:
+        """Copy tensors once what is computed so far is there; return what `wait` takes.
+
+        Args:
+            into: on one side of the link.
+            rows: of the same shapes, on the other. What is on the device must stay until `wait` was called.
+        """
+        if self._stream is None:
+            for target, source in zip(into, rows, strict=True):
+                target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(into, rows, strict=True):
+                target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        """Let what is computed from here on see copies.
+
+        Args:
+            copied: what `copy` returned.
+        """
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+    def here(self, like: Pair, tokens: int, dtype: torch.dtype | None = None) -> Pair:
+        """Allocate a pair on the device, tokens side by side.
+
+        Args:
+            like: a pair of any number of tokens.
+            tokens: how many.
+            dtype: of the result; None for that of `like`.
+        """
+        keys, values = (
+            torch.empty(
+                1,
+                tokens,
+                x.shape[1],
+                x.shape[3],
+                dtype=x.dtype if dtype is None else dtype,
+                device=self.device,
+            ).transpose(1, 2)
+            for x in like
+        )
+        return keys, values
+
+    def there(self, like: Pair, tokens: int) -> Pair:
+        """Allocate a pair in host memory, tokens side by side; pinned on CUDA.
+
+        Args:
+            like: a pair of any number of tokens.
+            tokens: how many.
+        """
+        keys, values = (
+            self._empty((1, tokens, x.shape[1], x.shape[3]), x.dtype).transpose(1, 2) for x in like
+        )
+        return keys, values
+
+    def sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory, there once what follows on this link is.
+
+        Args:
+            rows: on the device; theirs is the memory until they are copied.
+        """
+        there = self._empty(rows.shape, rows.dtype)
+        self.copy([there], [rows])
+        if self._stream is not None:
+            rows.record_stream(self._stream)
+        return there
+
+    def fetched(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device.
+
+        Args:
+            rows: in host memory.
+        """
+        here = torch.empty_like(rows, device=self.device)
+        self.wait(self.copy([here], [rows]))
+        return here
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with in_host_memory():
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._stream is not None)
+
+
+@dataclass(slots=True)
+class _Near:
+    """Of one layer, what stands on the device; its memory serves one layer of a task after the other."""
+
+    layer: int = -1
+    pair: Pair | None = None
+    """Of the tokens before the task's last row."""
+    gradients: Pair | None = None
+    gathered: int = 0
+    """Tokens whose gradients are there."""
+    copied: Any = None
+    """The last copy from here or to here."""
+
+
+@dataclass(slots=True)
+class HostCache(DocumentCache):
+    """As `DocumentCache`, whose `pairs` and `gradients` stand in host memory, whole until the document is done."""
+
+    link: HostLink = field(kw_only=True)
+    _near: list[_Near] = field(default_factory=list, init=False)
+    """The layer that runs, and the one that is being fetched."""
+    _visits: deque[Visit] = field(default_factory=deque, init=False)
+    _start: int = field(default=0, init=False)
+    _stop: int = field(default=0, init=False)
+    _is_new: bool = field(default=False, init=False)
+
+    def begin(self, start: int, stop: int, visits: Iterable[Visit], *, is_new: bool) -> None:
+        """Begin a task.
+
+        Args:
+            start: of the task's first row of this document.
+            stop: behind its last.
+            visits: layers in the order in which they run.
+            is_new: whether its keys and values aren't in host memory yet.
+        """
+        self._near, self._visits = [_Near(), _Near()], deque(visits)
+        self._start, self._stop, self._is_new = start, stop, is_new
+
+    def end(self) -> None:
+        """End a task: what it had on the device is given back once all is copied."""
+        for near in self._near:
+            self.link.wait(near.copied)
+        self._near = []
+
+    def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+        """Keep a slice's keys and values, as `DocumentCache.write`; what a backward pass makes again stays here."""
+        near, pair = self._arrive(layer, (key, value))
+        stop = start + key.shape[2]
+        for kept, rows in zip(pair, (key, value)):
+            kept[:, :, start:stop] = rows
+        if self._is_new:
+            if layer not in self.pairs:
+                self.pairs[layer] = self.link.there((key, value), self.length)
+            near.copied = self.link.copy(_rows(self.pairs[layer], start, stop), _rows(pair, start, stop))
+        return _rows(pair, 0, stop)
+
+    def read(self, layer: int, stop: int) -> Pair:
+        """Return keys and values, as `DocumentCache.read`."""
+        return _rows(self._arrive(layer, self.pairs[layer])[1], 0, stop)
+
+    def earlier_gradients(self, layer: int, start: int) -> Pair | None:
+        """Return where gradients are gathered, as `DocumentCache.earlier_gradients`."""
+        if start == 0:
+            return None
+        near, _ = self._arrive(layer, self.pairs[layer])
+        if not near.gathered:
+            for total in self._gradients(near, start):
+                total[:, :, :start].zero_()
+            near.gathered = start
+        assert near.gradients is not None
+        return _rows(near.gradients, 0, start)
+
+    def own_gradients(self, layer: int, start: int, stop: int) -> Pair | None:
+        """Return what later slices have sent, as `DocumentCache.own_gradients`."""
+        near, _ = self._arrive(layer, self.pairs[layer])
+        if near.gradients is None or near.gathered < stop:
+            return None
+        return _rows(near.gradients, start, stop)
+
+    def release(self, layer: int, start: int) -> None:
+        """Send the gradients of earlier tokens to host memory after a layer's backward.
+
+        What the slice itself had there is given back with the rest of the document.
+        """
+        if start == 0:
+            self.pairs.pop(layer, None)
+            self.gradients.pop(layer, None)
+        elif start == self._start:  # else the task holds an earlier slice of the document
+            near, _ = self._arrive(layer, self.pairs[layer])
+            assert near.gradients is not None
+            if layer not in self.gradients:
+                self.gradients[layer] = self.link.there(near.gradients, start)
+            near.copied = self.link.copy(
+                _rows(self.gradients[layer], 0, start), _rows(near.gradients, 0, start)
+            )
+
+    def _arrive(self, layer: int, like: Pair) -> tuple[_Near, Pair]:
+        """Return what a layer has on the device, and fetch what the next one needs."""
+        near, after = self._near
+        if near.layer != layer:
+            visit = self._visits.popleft()
+            assert visit.layer == layer, f"layer {layer} runs where {visit.layer} was told"
+            near, after = self._near = [after, near]
+            if near.layer != layer:
+                self._fetch(near, visit, like)
+            self.link.wait(near.copied)
+            if self._visits and self._visits[0].layer in self.pairs:
+                self._fetch(after, self._visits[0], self.pairs[self._visits[0].layer])
+        assert near.pair is not None
+        return near, near.pair
+
+    def _fetch(self, near: _Near, visit: Visit, like: Pair) -> None:
+        """Begin to fetch what a layer needs, into the memory of one that has run."""
+        near.layer, near.gathered = visit.layer, 0
+        if near.pair is None or any(_is_other(x, y) for x, y in zip(near.pair, like)):
+            self.link.wait(near.copied)
+            near.pair, near.gradients = self.link.here(like, self._stop), None
+        known = self._stop if visit.has_own else self._start
+        into, rows = [], []
+        if known:
+            into, rows = [*_rows(near.pair, 0, known)], [*_rows(self.pairs[visit.layer], 0, known)]
+        if visit.is_backward and visit.layer in self.gradients:
+            totals = self._gradients(near, self._stop)
+            into += _rows(totals, 0, self._stop)
+            rows += _rows(self.gradients[visit.layer], 0, self._stop)
+            near.gathered = self._stop
+        if into:
+            near.copied = self.link.copy(into, rows)
+
+    def _gradients(self, near: _Near, tokens: int) -> Pair:
+        """Return where a layer's gradients of so many tokens are gathered."""
+        if near.gradients is None or near.gradients[0].shape[2] < tokens:
+            assert near.pair is not None
+            self.link.wait(near.copied)
+            near.gradients = self.link.here(
+                near.pair, tokens, torch.promote_types(near.pair[0].dtype, torch.float32)
+            )
+        return near.gradients
+
+
+class HostRows(KeptRows):
+    """As `KeptRows`, in host memory."""
+
+    def __init__(self, link: HostLink) -> None:
+        """Keep none at first.
+
+        Args:
+            link: to host memory.
+        """
+        super().__init__()
+        self._link = link
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Send the next rows to host memory."""
+        super().add(self._link.sent(rows))
+
+    def take(self, count: int) -> list[torch.Tensor]:
+        """Fetch the last rows that are there."""
+        return [self._link.fetched(piece) for piece in super().take(count)]
+
+
+def _rows(pair: Pair, start: int, stop: int) -> Pair:
+    return pair[0][:, :, start:stop], pair[1][:, :, start:stop]
+
+
+def _is_other(held: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether memory for one layer doesn't serve another, whose heads or dtype differ."""
+    return (held.shape[1], held.shape[3], held.dtype) != (wanted.shape[1], wanted.shape[3], wanted.dtype)

@@ -1,0 +1,169 @@
+"""`Channels`: what chunks of layers give each other goes between processes, on a channel for each pair and direction.
+
+Messages of a channel follow the MicroPacks of their pass on both ends, and MicroPacks of which a rank has no row send
+none, as both ends know from the plan. So no message carries a name, no order of tasks can lock where the plan itself
+doesn't, and the next message of every channel is received while its receiver computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from varlen.runtime.mesh.failures import Lookout, PeerLostError
+from varlen.runtime.mesh.process_groups import Group, Groups
+from varlen.runtime.mesh.shared_documents import SharedDocument, num_rows
+from varlen.runtime.stage_run import keys_of
+from varlen.step_plan import BACKWARD, FORWARD, StepPlan
+
+
+class Channel:
+    """One direction between two processes during one step."""
+
+    def __init__(self, group: Group, like: torch.Tensor, rows: Sequence[int], lookout: Lookout) -> None:
+        """Take the connection, and the rows of the pass.
+
+        Args:
+            group: of the two.
+            like: `[hidden]`: of the dtype and on the device of what is sent.
+            rows: of each MicroPack, in order.
+            lookout: is told of waiting.
+        """
+        self._group, self._like, self._lookout = group, like, lookout
+        self._other = 1 - group.index
+        self._rows = rows
+        self._coming = deque((n, count) for n, count in enumerate(rows) if count)
+        self._going = deque(n for n, _ in self._coming)
+        self._received: tuple[torch.Tensor, Any] | None = None
+        self._sent: deque[tuple[torch.Tensor, Any]] = deque()
+
+    def expect(self) -> None:
+        """Begin to receive the next message, if one is left."""
+        if self._coming:
+            rows = self._like.new_empty(1, self._coming[0][1], len(self._like))
+            self._received = (rows, self._guarded(self._group.receive, rows, self._other))
+
+    def take(self, micropack: int) -> torch.Tensor:
+        """Return the rows of a MicroPack once they are there, `[1, rows, hidden]`, and begin to receive the next.
+
+        Args:
+            micropack: the next one.
+
+        Raises:
+            PeerLostError: nothing comes.
+        """
+        if not self._rows[micropack]:
+            return self._like.new_empty(1, 0, len(self._like))
+        assert self._received is not None
+        assert self._coming.popleft()[0] == micropack
+        rows = self._received[0]
+        self._guarded(self._received[1].wait)
+        self._received = None
+        self.expect()
+        return rows
+
+    def give(self, micropack: int, rows: torch.Tensor) -> None:
+        """Begin to send the rows of the next MicroPack.
+
+        Args:
+            micropack: the next one.
+            rows: `[1, rows, hidden]`.
+
+        Raises:
+            PeerLostError: nobody takes.
+        """
+        if not self._rows[micropack]:
+            return
+        assert self._going.popleft() == micropack
+        while self._sent and self._sent[0][1].is_completed():
+            self._sent.popleft()
+        rows = rows.contiguous()
+        self._sent.append((rows, self._guarded(self._group.send, rows, self._other)))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken.
+
+        Raises:
+            PeerLostError: nobody takes.
+        """
+        while self._sent:
+            self._guarded(self._sent[0][1].wait)
+            self._sent.popleft()
+
+    def drop(self) -> None:
+        """Forget what is under way, which holds the connection open."""
+        self._received = None
+        self._sent.clear()
+
+    def _guarded(self, work: Any, *arguments: Any) -> Any:
+        """Do something with the connection.
+
+        Raises:
+            PeerLostError: it is broken, or nothing came in time.
+        """
+        try:
+            with self._lookout.waiting(self._group.ranks[self._other]):
+                return work(*arguments)
+        except RuntimeError as error:
+            raise PeerLostError(self._group.ranks[self._other], str(error)) from None
+
+
+class Channels:
+    """The channels of one process during one step; see `Wires`."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        plan: StepPlan,
+        like: torch.Tensor,
+        lookout: Lookout,
+        shared: Mapping[int, SharedDocument] | None = None,
+    ) -> None:
+        """Begin to receive the first message of each channel that brings some.
+
+        Args:
+            groups: of this process.
+            plan: of the step.
+            like: `[hidden]`: of the dtype and on the device of what layers give each other.
+            lookout: is told of waiting.
+            shared: documents that the rank shares with others, by `shared_documents`; None for none.
+
+        Raises:
+            PeerLostError: a connection is broken.
+        """
+        seat, pp = groups.seat, groups.seat.mesh.pp
+        rows = {
+            kind: [num_rows(key, shared or {}) for key in keys_of(packs, seat.dp_rank)]
+            for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
+        }
+        self._of = {
+            name: Channel(group, like, rows[name[0]], lookout) for name, group in groups.channels.items()
+        }
+        for (_, takes), channel in self._of.items():
+            if takes % pp == seat.stage:
+                channel.expect()
+
+    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Send rows, as `Wires.give`."""
+        self._of[kind, chunk].give(micropack, rows)
+
+    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return rows, as `Wires.take`."""
+        return self._of[kind, chunk].take(micropack)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken.
+
+        Raises:
+            PeerLostError: nobody takes.
+        """
+        for channel in self._of.values():
+            channel.finish()
+
+    def drop(self) -> None:
+        """Forget what is under way, which holds connections open."""
+        for channel in self._of.values():
+            channel.drop()

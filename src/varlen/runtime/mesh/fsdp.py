@@ -1,0 +1,262 @@
+"""`Shards`: a stage whose parameters FSDP2 has divided among its replicas, gathered for each task or once a step.
+
+FSDP2's own hooks reduce gradients after every backward pass of a module, which here is every MicroPack. So modules
+are called past their hooks: they are gathered and let go by hand, whole gradients add up through the step, and are
+summed and divided once at its end. (FSDP2: Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls
+`unshard` and `reshard`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from varlen.errors import ModelError, SettingError
+from varlen.runtime.decoder import Parts
+from varlen.runtime.mesh.gradients import known_to_any, scattered
+from varlen.runtime.mesh.process_groups import Group
+
+Gathered = Literal["unit", "step"]
+"""When sharded parameters are whole: during each task, or all through the step."""
+
+
+class Unhooked:
+    """A module that is called past its hooks; what else is asked of it, it answers."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the module's own forward."""
+        return self._module.forward(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP2 has divided any of a model's parameters.
+
+    Args:
+        model: whole or a stage.
+    """
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def waiting_at_most(seconds: float, model: nn.Module) -> Iterator[None]:
+    """Let the groups that a model is divided among wait for others no longer than that, and then as long as before.
+
+    They are the user's, and may be that of all processes, which waits for half an hour at checkpoints and elsewhere.
+
+    Args:
+        seconds: the longest wait.
+        model: whole or a stage; with nothing divided, nothing is changed.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    before = [
+        (group, group._get_backend(torch.device(mesh.device_type)).options._timeout)
+        for mesh in meshes.values()
+        for group in mesh.get_all_groups()
+    ]
+    for group, _ in before:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+    try:
+        yield
+    finally:
+        for group, timeout in before:
+            _set_pg_timeout(timeout, group)
+
+
+class Shards:
+    """The sharded modules of a stage during one step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Parts,
+        replicas: Group,
+        gathered: Gathered,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Take a stage.
+
+        Args:
+            model: the stage.
+            parts: the stage taken apart.
+            replicas: among which it is divided.
+            gathered: when parameters are whole.
+            waiting: entered while parameters are gathered, for which others are waited for.
+
+        Raises:
+            ModelError: shards within layers, or of one of embedding and head that share their weight.
+            SettingError: divided among others than the replicas.
+        """
+        self._parts, self._replicas, self._gathered, self._waiting = parts, replicas, gathered, waiting
+        config: Any = model.config
+        self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        self._check()
+        self._own = {id(module): list(_own(model, module)) for module in self._modules}
+        self._whole: dict[str, nn.Parameter] = {}
+        """Parameters that were gathered: PyTorch gives the same object, and its gradient, each time."""
+        self._wide: dict[str, torch.Tensor] = {}
+        """Gradients that are summed in another dtype than computed."""
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The divided ones by name."""
+        return self._sharded
+
+    @property
+    def parts(self) -> Parts:
+        """The stage taken apart, called past its hooks."""
+        parts = self._parts
+        return replace(
+            parts,
+            embedding=_unhooked(parts.embedding),
+            layers=tuple(_unhooked(layer) for layer in parts.layers),
+            norm=_unhooked(parts.norm),
+            head=_unhooked(parts.head),
+        )
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Hold what is to be whole all through a step."""
+        modules = self._modules if self._gathered == "step" else []
+        self._gather(modules)
+        try:
+            yield
+        finally:
+            self._let_go(modules)
+
+    @contextmanager
+    def unit(self, layers: range) -> Iterator[None]:
+        """Hold the parameters of a chunk during a task; all replicas do so for the same tasks.
+
+        Args:
+            layers: of the chunk.
+        """
+        modules = self._of_chunk(layers) if self._gathered == "unit" else []
+        self._gather(modules)
+        try:
+            yield
+        finally:
+            self._let_go(modules)
+
+    def whole_dtype(self, layers: range) -> torch.dtype:
+        """Return the dtype of layers' matrices when gathered; all replicas ask at once.
+
+        Args:
+            layers: of a chunk.
+        """
+        with self.unit(layers):
+            held = (p for layer in layers for p in self._parts.layers[layer].parameters() if p.ndim > 1)
+            return next(held).dtype
+
+    def reduce(self) -> None:
+        """Sum the step's whole gradients over replicas, and give each its part; all do so at once."""
+        found = dict(self._wide)
+        for name, parameter in self._whole.items():
+            if parameter.grad is not None:
+                found[name] = parameter.grad + found[name] if name in found else parameter.grad
+                parameter.grad = None
+        for name in known_to_any(self._sharded, dict.fromkeys(found, True), self._replicas):
+            sharded = self._sharded[name]
+            whole = found.pop(name, None)
+            if whole is None:
+                whole = torch.zeros(sharded.shape, dtype=sharded.dtype, device=self._replicas.device)
+            sharded.grad = scattered(whole.to(sharded.dtype), sharded)
+        self._wide.clear()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        for parameter in self._whole.values():
+            parameter.grad = None
+        self._wide.clear()
+
+    def _gather(self, modules: Sequence[Any]) -> None:
+        for module in modules:
+            with self._waiting():
+                module.unshard()
+            for name, owner, key in self._own[id(module)]:
+                self._whole[name] = getattr(owner, key)
+
+    def _let_go(self, modules: Sequence[Any]) -> None:
+        for module in modules:
+            for name, _, _ in self._own[id(module)]:
+                self._keep_wide(name)
+            module.reshard()
+
+    def _keep_wide(self, name: str) -> None:
+        """Add a gradient in half precision to what it is summed in, that of the divided parameter."""
+        whole, dtype = self._whole[name], self._sharded[name].dtype
+        if whole.grad is None or whole.grad.dtype == dtype:
+            return
+        if name in self._wide:
+            self._wide[name] += whole.grad
+        else:
+            self._wide[name] = whole.grad.to(dtype)
+        whole.grad = None
+
+    def _of_chunk(self, layers: range) -> list[Any]:
+        """The modules with the parameters that a chunk's tasks use, in one order on all replicas."""
+        parts = self._parts
+        used: list[nn.Module] = [parts.layers[layer] for layer in layers]
+        used += [parts.embedding] if layers.start == 0 else []
+        used += [parts.norm, parts.head] if layers.stop == len(parts.layers) else []
+        inside = {id(inner) for module in used for inner in module.modules()}
+        return [m for m in self._modules if any(id(owner) in inside for _, owner, _ in self._own[id(m)])]
+
+    def _check(self) -> None:
+        within = [
+            name
+            for layer in self._parts.layers
+            for name, module in layer.named_modules()
+            if module is not layer and isinstance(module, FSDPModule)
+        ]
+        if within:
+            raise ModelError(
+                f"{within[0]} is sharded within its layer ({len(within):,} modules are); call fully_shard on whole "
+                "layers and on the model"
+            )
+        one, other = (getattr(end, "weight", None) for end in (self._parts.embedding, self._parts.head))
+        if self._ties and one is not None and other is not None and one is not other:
+            raise ModelError(
+                "embedding and head share their weight, and fully_shard was called on one of them, which took it "
+                "from the other; call it on whole layers and on the model, which keeps them one"
+            )
+        others = [n for n, p in self._sharded.items() if p.device_mesh.size() != self._replicas.size]
+        if others:
+            raise SettingError(
+                f"{others[0]} is divided among {self._sharded[others[0]].device_mesh.size()} processes, and the "
+                f"stage has {self._replicas.size} replicas; give fully_shard the device mesh of the stage's replicas"
+            )
+
+
+def _unhooked(module: Any) -> Any:
+    return Unhooked(module) if isinstance(module, FSDPModule) else module
+
+
+def _own(model: nn.Module, sharded: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield what a sharded module divides itself: name in the model, the module that has it, its key."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen: set[int] = set()
+    waiting: list[nn.Module] = [sharded]
+    while waiting:
+        module = waiting.pop()
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen and id(parameter) in names:
+                seen.add(id(parameter))
+                yield names[id(parameter)], module, key
+        waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]

@@ -1,0 +1,201 @@
+"""Gradients between processes: one sum over replicas a step, one over the two ends of a tied weight, and the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from varlen.counts import many
+from varlen.runtime.mesh.process_groups import Group
+
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are sent as one: enough for the full rate of a link."""
+
+
+@contextmanager
+def apart(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Compute and sum gradients by themselves, and add them to those of earlier batches, which stay where that fails.
+
+    Args:
+        parameters: by name.
+    """
+    earlier = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for name, parameter in parameters.items():
+            parameter.grad = earlier.get(name)
+        raise
+    for name, gradient in earlier.items():
+        parameter = parameters[name]
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+@contextmanager
+def whole_or_none(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Drop the gradients that a step began and didn't end, so that another one may be tried.
+
+    Gradients that were there before have a part of it then, which the error is noted with.
+
+    Args:
+        parameters: of the model.
+    """
+    new, added = [], 0
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            new.append(parameter)
+        added += parameter.grad is not None
+    try:
+        yield
+    except BaseException as error:
+        for parameter in new:
+            parameter.grad = None
+        if added:
+            error.add_note(
+                f"gradients of earlier batches have a part of this step's added ({many(added, 'does', 'do')}); call "
+                "optimizer.zero_grad before another step"
+            )
+        raise
+
+
+def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:
+    """Return the parameters of which any member has a gradient, in the order given.
+
+    Args:
+        parameters: by name, the same on all members.
+        has: whether this member has one, by name.
+        group: of replicas.
+    """
+    names = list(parameters)
+    flags = torch.tensor([has.get(name, False) for name in names], dtype=torch.uint8, device=group.device)
+    if names:
+        group.most(flags)
+    return [name for name, flag in zip(names, group.on_host(flags).tolist()) if flag]
+
+
+def sum_replicas(parameters: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Put the sum over replicas in place of every gradient; a replica without one counts as zeros.
+
+    Args:
+        parameters: whole ones, by name, the same on all replicas.
+        group: of the replicas.
+    """
+    if group.size == 1:
+        return
+    has = {name: p.grad is not None for name, p in parameters.items()}
+    gradients = []
+    for name in known_to_any(parameters, has, group):
+        parameter = parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    for bucket in buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        group.sum(flat)
+        for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket])):
+            gradient.copy_(part.view_as(gradient))
+
+
+def buckets(gradients: list[torch.Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[torch.Tensor]]:
+    """Yield gradients in order, as many of one dtype at a time as go into a message.
+
+    Args:
+        gradients: of any shapes.
+        most_bytes: of a message; a larger gradient is one by itself.
+    """
+    held: list[torch.Tensor] = []
+    size = 0
+    for gradient in gradients:
+        if held and (gradient.dtype != held[0].dtype or size + gradient.nbytes > most_bytes):
+            yield held
+            held, size = [], 0
+        held.append(gradient)
+        size += gradient.nbytes
+    if held:
+        yield held
+
+
+def sum_tied(weight: torch.Tensor, group: Group) -> None:
+    """Put the sum of both ends' gradients of a tied weight in place of each.
+
+    Args:
+        weight: of the embedding on one end and of the head on the other; whole, or sharded alike.
+        group: of the two.
+    """
+    if not weight.requires_grad:
+        return
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    gradient = local(weight.grad)
+    total = gradient.contiguous()
+    group.sum(total)
+    if total is not gradient:
+        gradient.copy_(total)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor.
+
+    Args:
+        tensor: whole or sharded.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the sum over shards' processes of their whole gradients, sharded as a parameter is.
+
+    Args:
+        whole: this process's gradient of the whole parameter.
+        like: the sharded parameter.
+    """
+    mesh = like.device_mesh
+    partial = DTensor.from_local(whole, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return partial.redistribute(placements=like.placements)
+
+
+def squares(parameters: Mapping[str, torch.Tensor], *, counts_whole: bool) -> float:
+    """Return this process's part of the sum of all gradients' squares.
+
+    Args:
+        parameters: by name, those of a tied weight once.
+        counts_whole: whether this process counts what all replicas hold.
+    """
+    total = 0.0
+    for parameter in parameters.values():
+        if parameter.grad is None:
+            continue
+        held = local(parameter.grad)
+        wide = torch.promote_types(held.dtype, torch.float32)
+        square = float(torch.linalg.vector_norm(held, dtype=wide)) ** 2
+        if isinstance(parameter.grad, DTensor):
+            mesh = parameter.grad.device_mesh
+            copies = [mesh.size(n) for n, how in enumerate(parameter.grad.placements) if how.is_replicate()]
+            for count in copies:
+                square /= count
+            total += square
+        elif counts_whole:
+            total += square
+    return total
+
+
+def clip(parameters: Mapping[str, torch.Tensor], norm: float, most: float) -> None:
+    """Scale gradients so that their norm over all processes is at most a number; as `torch.nn.utils` does.
+
+    Args:
+        parameters: by name.
+        norm: of all gradients now.
+        most: that it may be.
+    """
+    factor = most / (norm + 1e-6)
+    if factor >= 1:
+        return  # not so where the norm is no number: gradients become what will be noticed
+    for parameter in parameters.values():
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)

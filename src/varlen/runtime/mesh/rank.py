@@ -1,0 +1,359 @@
+"""`Member`: one process of a mesh, which runs its stage's part of every step and adds up with the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from varlen.cost.memory import Saved
+from varlen.errors import PlanError, SettingError, VarlenError
+from varlen.plan.check import check_plan as check_whole
+from varlen.plan.serialize import plan_fingerprint
+from varlen.runtime.choice import Kernels
+from varlen.runtime.chunk import StepData
+from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.decoder import IGNORED, Parts, check_model
+from varlen.runtime.mesh import gradients
+from varlen.runtime.mesh.channels import Channels
+from varlen.runtime.mesh.consistency import agree, batch_fingerprint, settings_fingerprint
+from varlen.runtime.mesh.failures import ANSWER_S, Lookout, Notes, naming_the_missing, wait_until
+from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
+from varlen.runtime.mesh.process_groups import Groups, Seat, open_groups, seat_of
+from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
+from varlen.runtime.split import cut_to_stage, stage_dtype
+from varlen.runtime.stage_run import Place
+from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
+from varlen.step_plan import Mesh, StepPlan
+
+_ENGINES = itertools.count()
+_WAY_OUT = "start the job again from its newest checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Totals:
+    """What all processes of a step did together."""
+
+    loss: float
+    peaks_bytes: npt.NDArray[np.int64]
+    """int64 `[num_gpus]`: the most bytes of tensors alive at once, of each rank; 0 where no meter was given."""
+    token_losses: torch.Tensor | None
+    """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
+
+
+class Member:
+    """One process of a mesh."""
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        rank: int,
+        *,
+        deadline_s: float,
+        gathered: Gathered,
+        kernels: Kernels = "auto",
+    ) -> None:
+        """Cut the model to this process's stage, and meet the others.
+
+        Args:
+            model: a transformers model, alike on all ranks; cut in place.
+            mesh: of the job.
+            rank: of this process.
+            deadline_s: longest wait for others in anything.
+            gathered: when parameters that FSDP2 has divided are whole.
+            kernels: what computes attention.
+
+        Raises:
+            SettingError: no such rank, or processes that don't fit the mesh.
+            ModelError: a model that can't be cut.
+            PlanError: fewer layers than chunks, or other models on other ranks.
+            VarlenError: another rank has refused its model.
+            WorkerDiedError: another process is gone.
+        """
+        self.seat = seat_of(mesh, rank)
+        store = _job_store(self.seat)
+        answer_s = min(ANSWER_S, deadline_s / 4)
+        self._timeout_s = deadline_s - answer_s
+        self._notes = Notes(
+            store=PrefixStore("notes", store),
+            rank=rank,
+            world_size=mesh.num_gpus,
+            name_of=self.seat.name_of,
+            answer_s=answer_s,
+        )
+        self._lookout = Lookout(self._notes, every_s=answer_s / 8)
+        self._gathered: Gathered = gathered
+        self._kernels: Kernels = kernels
+        self._dtype: torch.dtype | None = None
+        self._groups: Groups | None = None
+        fault, fingerprint = None, "0" * 64
+        with self._ending():
+            try:
+                check_model(model, kernels)
+                cut = cut_to_stage(model, mesh, self.seat.stage)
+                fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
+            except VarlenError as error:
+                fault = error
+            device = next(model.parameters()).device
+            with self._lookout.waiting():
+                self._groups = open_groups(self.seat, store, device, self._timeout_s, self._settle)
+                agree(self._groups.world, {"model": fingerprint}, fault, name_of=self.seat.name_of)
+
+    def run(
+        self,
+        model: Any,
+        prepared: tuple[StepPlan, StepData] | VarlenError,
+        *,
+        meter: Meter | None = None,
+        keeps_losses: bool = False,
+        saved: Saved = "layers",
+    ) -> tuple[StepRun, Totals]:
+        """Run this process's part of a step; all processes do so at once.
+
+        Args:
+            model: that of this member.
+            prepared: plan and tokens of the whole step; or why there are none, so that all ranks end.
+            meter: counts bytes task by task; already entered.
+            keeps_losses: whether the loss of every token is wanted.
+            saved: what layers are computed again from, as for `ChunkStep`.
+
+        Raises:
+            PlanError: a plan of another mesh, or other plans or batches on other ranks.
+            DeadlockError: stages would wait for each other.
+            WorkerDiedError: another process is gone, or failed; says which.
+        """
+        with self._ending():
+            groups = self._open()
+            fault = prepared if isinstance(prepared, VarlenError) else self._fault_of(model, prepared[0])
+            facts = dict.fromkeys(("plan", "batch", "settings document_losses, saved, gathered"), "0" * 64)
+            if fault is None and isinstance(prepared, tuple):
+                settings = {"document_losses": keeps_losses, "saved": saved, "gathered": self._gathered}
+                found = (plan_fingerprint(prepared[0]), batch_fingerprint(prepared[1]))
+                facts = dict(zip(facts, (*found, settings_fingerprint(settings))))
+            with self._lookout.waiting():
+                agree(groups.world, facts, fault, name_of=self.seat.name_of)
+            assert isinstance(prepared, tuple)
+            plan, data = prepared
+            with waiting_at_most(self._timeout_s, model):
+                run = self._run(
+                    model, groups, data, plan, meter, {"keeps_losses": keeps_losses, "saved": saved}
+                )
+            with self._lookout.waiting():
+                return run, self._total(groups, run)
+
+    def clip_grad_norm_(self, model: Any, max_norm: float) -> float:
+        """Scale the gradients of all stages and shards to a norm; all processes do so at once.
+
+        Args:
+            model: that of this member.
+            max_norm: that they may have together at most.
+
+        Raises:
+            WorkerDiedError: another process is gone.
+        """
+        with self._ending():
+            groups, parameters = self._open(), _trained(model)
+            counted = dict(parameters)
+            if self._is_tied and self.seat.stage == self.seat.mesh.pp - 1:
+                head = model.get_output_embeddings().weight
+                counted = {name: p for name, p in parameters.items() if p is not head}
+            square = gradients.squares(counted, counts_whole=self.seat.dp_rank == 0)
+            squares = torch.tensor([square], dtype=torch.float64, device=groups.device)
+            with self._lookout.waiting():
+                norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
+            gradients.clip(parameters, norm, max_norm)
+            return norm
+
+    def close(self) -> None:
+        """Leave all groups, so that whoever waits for this process is told."""
+        self._lookout.close()
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.close()
+
+    def _open(self) -> Groups:
+        if self._groups is None:
+            raise SettingError("the engine is closed, or a step of it has failed; make a new one")
+        return self._groups
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the part of this process in the job where something fails, and say who began it."""
+        with naming_the_missing(self._notes, _WAY_OUT):
+            try:
+                yield
+            except BaseException:
+                self.close()
+                raise
+
+    def _fault_of(self, model: Any, plan: StepPlan) -> VarlenError | None:
+        """What is wrong with a plan for this process."""
+        mine, its = self.seat.mesh, plan.mesh
+        shapes = [(m.dp, m.pp, m.virtual_stages) for m in (mine, its)]
+        if shapes[0] != shapes[1]:
+            return PlanError(
+                f"the plan is for (dp, pp, virtual_stages) = {shapes[1]} and the engine's mesh is {shapes[0]}; plan "
+                "the step for the engine's mesh"
+            )
+        if is_sharded(model) and self._gathered == "unit" and its.sharding != "parameters" and its.dp > 1:
+            return PlanError(
+                f'parameters are sharded, and the plan is for sharding="{its.sharding}", whose ranks run unequal '
+                'numbers of MicroPacks; plan for Mesh(sharding="parameters"), or make the engine with gathered="step"'
+            )
+        try:
+            if plan.num_merged or its.sharding == "parameters":
+                check_whole(plan)  # whose ranks wait for each other too
+            else:
+                check_order(plan, self.seat.dp_rank)
+        except VarlenError as error:
+            return error
+        return None
+
+    def _run(
+        self,
+        model: Any,
+        groups: Groups,
+        data: StepData,
+        plan: StepPlan,
+        meter: Meter | None,
+        kept: dict[str, Any],
+    ) -> StepRun:
+        """Run the tasks, and add up gradients."""
+        parts, mesh, stage = Parts.of(model, self._kernels), self.seat.mesh, self.seat.stage
+        waiting = self._lookout.waiting
+        shards = Shards(model, parts, groups.replicas, self._gathered, waiting) if is_sharded(model) else None
+        parts = parts if shards is None else shards.parts
+        layers = layers_of(model, mesh)
+        parameters = _trained(model)
+        shared = self._shared(groups, plan)
+        chunks = chunk_steps(parts, layers, data, plan, shared=shared, **kept)[stage :: mesh.pp]
+        with gradients.apart(parameters):
+            with nullcontext() if shards is None else shards.step():
+                like = torch.empty(
+                    model.config.get_text_config().hidden_size,
+                    dtype=self._hidden_dtype(parts, layers[stage], shards),
+                    device=groups.device,
+                )
+                channels = Channels(groups, plan, like, self._lookout, shared)
+                unit = {} if shards is None else {"unit": shards.unit}
+                place = Place(
+                    plan,
+                    self.seat.dp_rank,
+                    stage,
+                    chunks,
+                    channels,
+                    clock=Clock(groups.device),
+                    meter=meter,
+                    **unit,
+                )
+                try:
+                    while place.next_task:
+                        place.run_next()
+                    channels.finish()
+                except BaseException:
+                    channels.drop()
+                    if shards is not None:
+                        shards.forget()
+                    raise
+            with self._lookout.waiting():
+                self._settle(groups.device)
+                self._reduce(model, groups, parameters, shards)
+                self._settle(groups.device)
+        losses = [loss.double() for chunk in chunks for loss in chunk.losses]
+        return StepRun(
+            loss=float(torch.stack(losses).sum()) if losses else 0.0,
+            num_targets=int((data.labels != IGNORED).sum()),
+            places=[place.told()],
+            token_losses=_token_losses(chunks, data) if kept["keeps_losses"] else None,
+        )
+
+    def _settle(self, device: torch.device) -> None:
+        """On CUDA, wait for what was queued in a way that ends when another process has ended."""
+        if device.type == "cuda":
+            end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            end.record()
+            wait_until(end.query, self._notes, self._timeout_s)
+
+    def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
+        """The documents of a plan that this process shares with others of its stage."""
+        rank = self.seat.dp_rank
+        with self._lookout.waiting():
+            peers = peers_of(plan, rank, groups.peers, self._lookout.waiting)
+        return shared_documents(plan, rank, peers, groups.device)
+
+    def _hidden_dtype(self, parts: Parts, layers: range, shards: Shards | None) -> torch.dtype:
+        """The dtype of what chunks give each other; of shards it is seen once."""
+        if self._dtype is None:
+            own = [parts.layers[layer] for layer in layers]
+            self._dtype = stage_dtype(own) if shards is None else shards.whole_dtype(layers)
+        return self._dtype
+
+    def _reduce(
+        self, model: Any, groups: Groups, parameters: dict[str, torch.Tensor], shards: Shards | None
+    ) -> None:
+        """Sum gradients over replicas, and those of a tied weight over both ends."""
+        if shards is not None:
+            shards.reduce()
+            parameters = {name: p for name, p in parameters.items() if name not in shards.parameters}
+        gradients.sum_replicas(parameters, groups.replicas)
+        if self._is_tied and groups.ends is not None:
+            end = model.get_input_embeddings() if self.seat.stage == 0 else model.get_output_embeddings()
+            gradients.sum_tied(end.weight, groups.ends)
+
+    def _total(self, groups: Groups, run: StepRun) -> Totals:
+        peak = int(run.places[0].peak_bytes.max(initial=0))
+        mine = torch.tensor([run.loss, peak], dtype=torch.float64, device=groups.device)
+        every = groups.world.on_host(groups.world.gathered(mine))
+        if run.token_losses is not None:
+            groups.world.sum(run.token_losses)
+        return Totals(
+            loss=float(every[:, 0].sum()),
+            peaks_bytes=every[:, 1].numpy().astype(np.int64),
+            token_losses=run.token_losses,
+        )
+
+
+def _token_losses(chunks: Any, data: StepData) -> torch.Tensor:
+    """The losses of this process's tokens, and 0 elsewhere."""
+    found = [chunk.token_losses for chunk in chunks if chunk.token_losses is not None]
+    return found[0].contiguous() if found else torch.zeros_like(data.weights)
+
+
+def _trained(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters that have gradients, by name; one that stands in two places, once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _job_store(seat: Seat) -> Any:
+    """Return the job's store, under a prefix of the engine that is made now.
+
+    Raises:
+        SettingError: processes that don't fit the mesh.
+    """
+    mesh, number = seat.mesh, next(_ENGINES)
+    if mesh.num_gpus == 1:
+        return HashStore()
+    if not dist.is_initialized():
+        raise SettingError(
+            f"a mesh of {mesh.num_gpus:,} GPUs needs as many processes, and torch.distributed has none here; start "
+            f"them by torchrun --nproc-per-node, and call torch.distributed.init_process_group"
+        )
+    if dist.get_world_size() != mesh.num_gpus or dist.get_rank() != seat.rank:
+        raise SettingError(
+            f"this is process {dist.get_rank()} of {dist.get_world_size():,}, and the engine was given rank "
+            f"{seat.rank} of dp={mesh.dp} x pp={mesh.pp} = {mesh.num_gpus:,}; start as many processes as the mesh "
+            "has GPUs, and give each its own rank"
+        )
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return PrefixStore(f"varlen engine {number}", _get_default_store())

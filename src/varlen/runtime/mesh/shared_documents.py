@@ -1,0 +1,429 @@
+"""Documents that data-parallel ranks share (DP-Merge): which rows this rank has, and what its group gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from varlen.runtime.mesh.process_groups import Group
+from varlen.step_plan import StepPlan
+from varlen.types import Int32Array, IntArray
+
+Key = tuple[tuple[int, int, int], ...]
+"""A MicroPack as its slices: document, start, stop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedDocument:
+    """A document whose rows this rank has some of."""
+
+    dealing: Dealing
+    peers: Peers
+    owners: torch.Tensor
+    """int32 `[tokens]`, on the model's device: who has the row of each token."""
+    places: torch.Tensor
+    """int32 `[tokens]`: its place among that rank's rows."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the document."""
+        return len(self.owners)
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank."""
+        return self.dealing.before(self.tokens)[self.peers.rank]
+
+    def kept(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which of this rank's rows of the document are those of a slice: the first, and one past the last.
+
+        Args:
+            start: of the slice.
+            stop: of the slice.
+        """
+        return self.dealing.before(start)[self.peers.rank], self.dealing.before(stop)[self.peers.rank]
+
+    def share(self, start: int, stop: int) -> Share:
+        """Return this rank's share of a slice.
+
+        Args:
+            start: of the slice.
+            stop: of the slice.
+        """
+        ranges = self.dealing.ranges(self.peers.rank, start, stop)
+        first, last = self.kept(start, stop)
+        return Share(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
+
+
+class Span(NamedTuple):
+    """The tokens that are gathered for a slice: neighbours, up to its end."""
+
+    start: int
+    stop: int
+    first: int
+    """Of this rank's rows of the document, the first among them."""
+    width: int
+    """The most of them that one rank has."""
+    shifts: torch.Tensor
+    """int64 `[ranks]`: what makes a place among a rank's rows one among all that are gathered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Share:
+    """The rows of a slice that this rank computes; there may be none, and it takes part all the same."""
+
+    document: SharedDocument
+    start: int
+    """Of the slice."""
+    stop: int
+    ranges: Ranges
+    """Their tokens."""
+    first: int
+    """Of this rank's rows of the document, the first of the slice."""
+    last: int
+    """One past the last."""
+    spans: dict[int | None, Span] = field(default_factory=dict)
+    """By window."""
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.last - self.first
+
+    def span(self, window: int | None) -> Span:
+        """Return which tokens are gathered, worked out once a slice.
+
+        Args:
+            window: tokens that a row sees at most; None for all.
+        """
+        if window not in self.spans:
+            dealing, rank = self.document.dealing, self.document.peers.rank
+            start = 0 if window is None else max(0, self.start - window + 1)
+            firsts, stops = (np.array(dealing.before(token)) for token in (start, self.stop))
+            width = int((stops - firsts).max())
+            shifts = np.arange(dealing.num_ranks) * width - firsts
+            on_device = torch.from_numpy(shifts).to(self.document.owners.device)
+            self.spans[window] = Span(start, self.stop, int(firsts[rank]), width, on_device)
+        return self.spans[window]
+
+    def order(self, span: Span) -> torch.Tensor:
+        """Return where each token of a span is among what ranks give, int64 `[tokens]`.
+
+        It is made anew in each layer, from 8 bytes a token of the document: kept for every slice, it would grow with
+        the square of the document.
+
+        Args:
+            span: by `span`.
+        """
+        owners, places = (x[span.start : span.stop] for x in (self.document.owners, self.document.places))
+        return span.shifts[owners] + places
+
+
+def shared_documents(
+    plan: StepPlan, rank: int, groups: Mapping[tuple[int, int], Peers], device: torch.device
+) -> dict[int, SharedDocument]:
+    """Return the documents of a plan that a rank shares, at one stage.
+
+    Args:
+        plan: of the step.
+        rank: data-parallel.
+        groups: that it shares them with, by first rank and size; by `PeerGroups.of`.
+        device: of the model.
+
+    Cost: O(tokens of these documents), and 8 bytes each on the device.
+    """
+    found = {}
+    for document in np.flatnonzero(plan.num_ranks > 1).tolist():
+        first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
+        if first <= rank < first + size:
+            dealing = deal(_cuts_of(plan, rank, document), size)
+            owners, places = (torch.from_numpy(x).to(device) for x in dealing.places())
+            found[document] = SharedDocument(
+                dealing=dealing, peers=groups[first, size], owners=owners, places=places
+            )
+    return found
+
+
+def tokens_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
+    """Return which tokens' rows of a MicroPack this rank computes, as slices; one of no token if there are none.
+
+    Args:
+        key: the MicroPack.
+        shared: by `shared_documents`.
+    """
+    if not any(document in shared for document, _, _ in key):
+        return key
+    found = []
+    for document, start, stop in key:
+        if document in shared:
+            ranges = shared[document].dealing.ranges(shared[document].peers.rank, start, stop)
+            found += [(document, *own) for own in ranges]
+        else:
+            found.append((document, start, stop))
+    return tuple(found) or ((key[0][0], 0, 0),)
+
+
+def rows_of(key: Key, shared: Mapping[int, SharedDocument]) -> Key:
+    """Return where a MicroPack's slices are among the rows that this rank keeps of their documents.
+
+    A slice of which it has no row is there too, as long as 0.
+
+    Args:
+        key: the MicroPack.
+        shared: by `shared_documents`.
+    """
+    return tuple((d, *shared[d].kept(a, b)) if d in shared else (d, a, b) for d, a, b in key)
+
+
+def num_rows(key: Key, shared: Mapping[int, SharedDocument]) -> int:
+    """Return how many rows of a MicroPack this rank computes: those of what stages send each other; may be 0.
+
+    Args:
+        key: the MicroPack.
+        shared: by `shared_documents`.
+    """
+    return sum(stop - start for _, start, stop in rows_of(key, shared))
+
+
+def with_idle_row(hidden: torch.Tensor) -> torch.Tensor:
+    """Return `[1, 1, hidden]` for no row, `[1, 0, hidden]`: layers can't be run on none.
+
+    A rank that has no row of a MicroPack runs them all the same, since its peers gather from it in each. The row is
+    0, as is its gradient, and so is what it adds to those of parameters.
+
+    Args:
+        hidden: `[1, 0, hidden]`.
+    """
+    return torch.cat([hidden, hidden.new_zeros(1, 1, hidden.shape[2])], 1)
+
+
+def _cuts_of(plan: StepPlan, rank: int, document: int) -> list[int]:
+    """Where a document's slices on a rank begin and end, in both passes; those of its group are cut alike."""
+    cuts = [0, int(plan.lengths[document])]
+    for packs in (plan.forward, plan.backward):
+        first, last = packs.slice_offsets[packs.rank_offsets[rank : rank + 2]].tolist()
+        at = first + np.flatnonzero(packs.document_ids[first:last] == document)
+        cuts += [*packs.starts[at].tolist(), *packs.stops[at].tolist()]
+    return cuts
+
+
+# Which rows of a shared document are whose: what neighbouring cuts enclose is dealt to a group's ranks in zigzag.
+#
+# Causal rows cost more the later they stand. Cut in twice as many chunks as there are ranks, of which each takes one
+# from the front and the one as far from the back, every slice is the same work for all (as Llama 3 deals context
+# parallelism; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2). What a rank keeps of a document stays on it, so the
+# cuts of both passes decide together: a slice of either is whole pieces, of each of which every rank has as much.
+
+Ranges = tuple[tuple[int, int], ...]
+"""Tokens `[start, stop)` of a document, first to last, apart from each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Dealing:
+    """The rows of one document, dealt to a group of ranks.
+
+    The rows of a rank, in the order of their tokens, are its own document in little: those before any token are the
+    first ones.
+    """
+
+    starts: IntArray
+    """int64 `[num_chunks]`: the first token of each chunk; chunks follow each other, and some may be empty."""
+    stops: IntArray
+    """int64 `[num_chunks]`."""
+    owners: IntArray
+    """int64 `[num_chunks]`: who computes each, counted within the group."""
+    num_ranks: int
+
+    def before(self, token: int) -> list[int]:
+        """Return how many rows of each rank stand before a token.
+
+        Args:
+            token: of the document.
+
+        Cost: O(chunks), which are `2 * num_ranks` a piece.
+        """
+        rows = np.clip(token - self.starts, 0, self.stops - self.starts)
+        return np.bincount(self.owners, weights=rows, minlength=self.num_ranks).astype(np.int64).tolist()  # type: ignore[no-any-return]
+
+    def ranges(self, rank: int, start: int, stop: int) -> Ranges:
+        """Return the tokens of a slice whose rows are a rank's, neighbours joined; any slice of either pass.
+
+        Args:
+            rank: within the group.
+            start: of the slice.
+            stop: of the slice.
+        """
+        firsts, lasts = np.maximum(self.starts, start), np.minimum(self.stops, stop)
+        mine = (self.owners == rank) & (firsts < lasts)
+        found: list[tuple[int, int]] = []
+        for first, last in zip(firsts[mine].tolist(), lasts[mine].tolist()):
+            if found and found[-1][1] == first:
+                first = found.pop()[0]
+            found.append((first, last))
+        return tuple(found)
+
+    def places(self) -> tuple[Int32Array, Int32Array]:
+        """Return where the row of each token is: its rank, and its place among that rank's; both int32 `[tokens]`."""
+        sizes = self.stops - self.starts
+        owners, places = np.repeat(self.owners, sizes), np.zeros(int(sizes.sum()), np.int32)
+        for rank in range(self.num_ranks):
+            mine = owners == rank
+            places[mine] = np.arange(np.count_nonzero(mine), dtype=np.int32)
+        return owners.astype(np.int32), places
+
+
+def deal(cuts: Iterable[int], num_ranks: int) -> Dealing:
+    """Deal a document's rows.
+
+    Args:
+        cuts: where slices of either pass begin and end, in any order, the document's ends among them.
+        num_ranks: of the group.
+
+    >>> dealing = deal([0, 8, 12], 2)
+    >>> dealing.ranges(0, 0, 12), dealing.ranges(1, 0, 12)
+    (((0, 2), (6, 9), (11, 12)), ((2, 6), (9, 11)))
+    """
+    ends = np.array(sorted(set(cuts)), np.int64)
+    parts = np.arange(2 * num_ranks + 1)
+    bounds = ends[:-1, np.newaxis] + parts * np.diff(ends)[:, np.newaxis] // (2 * num_ranks)
+    owners = np.minimum(parts[:-1], parts[:-1][::-1])
+    return Dealing(
+        starts=bounds[:, :-1].ravel(),
+        stops=bounds[:, 1:].ravel(),
+        owners=np.tile(owners, len(ends) - 1),
+        num_ranks=num_ranks,
+    )
+
+
+# `Peers`: the ranks that share a document, and what they tell each other of its keys and values.
+
+
+class Peers(Protocol):
+    """A group of neighbouring data-parallel ranks at one stage. All of them call the same, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Of who calls, within the group."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what every rank gives, `[size, ...]`.
+
+        Args:
+            rows: `[...]`, of one shape and dtype on all ranks.
+        """
+
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of what they have for this one, `[...]`.
+
+        Args:
+            parts: `[size, ...]`: for each rank, of one shape and dtype on all ranks.
+        """
+
+
+class ProcessPeers:
+    """Peers in processes of their own; on CUDA their communicator is theirs alone.
+
+    From the CPU each sends each other one what is for it. That is as many bytes as gloo's own collectives move, in
+    one turn and at the rate of plain messages, of which gloo's reduce-scatter reaches a third.
+    """
+
+    def __init__(
+        self, group: Group, waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Take a group.
+
+        Args:
+            group: with this process in it, which is asked for its connection at each call, so that a group that is
+                closed is left by all.
+            waiting: entered around every call of the group, in which the others are waited for.
+        """
+        self._group, self._waiting = group, waiting
+        self._rank, self._size = group.index, group.size
+
+    @property
+    def rank(self) -> int:
+        """As `Peers.rank`."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """As `Peers.size`."""
+        return self._size
+
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """As `Peers.all_gather`."""
+        rows = rows.contiguous()
+        out = rows.new_empty(self._size, *rows.shape)
+        with self._waiting():
+            if rows.is_cuda:
+                self._group.backend._allgather_base(out.flatten(0, 1), rows).wait()
+            else:
+                others = [(self.rank + turn) % self.size for turn in range(1, self.size)]
+                works = [self._group.receive(out[other], other) for other in others]
+                works += [self._group.send(rows, other) for other in others]
+                out[self.rank].copy_(rows)
+                for work in works:
+                    work.wait()
+        return out
+
+    def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
+        """As `Peers.reduce_scatter`; from the CPU, parts are overwritten."""
+        parts = parts.contiguous()
+        out = parts.new_empty(parts.shape[1:])
+        with self._waiting():
+            if parts.is_cuda:
+                self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1)).wait()
+            else:
+                into = out
+                for turn in range(1, self.size):
+                    after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
+                    works = [self._group.receive(into, before), self._group.send(parts[after], after)]
+                    for work in works:
+                        work.wait()
+                    out.add_(parts[self.rank] if turn == 1 else into)
+                    into = parts[after]  # has been sent, so that no more memory is needed
+        return out
+
+
+def peers_of(
+    plan: StepPlan,
+    rank: int,
+    group_of: Callable[[int, int], Group],
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[tuple[int, int], Peers]:
+    """Return the groups in which a rank shares documents of a plan, by first data-parallel rank and size.
+
+    Called by all processes of a stage before they run the plan: where members wait for each other to make a new
+    group, it is for no one else. Groups are aligned, so that of two that have a process in common one holds the
+    other; the larger is asked for first everywhere, and no two wait for each other.
+
+    Args:
+        plan: of the step.
+        rank: data-parallel.
+        group_of: returns what `ProcessPeers` takes, of neighbouring data-parallel ranks of this stage: given the
+            first one, and how many; made once in a job, and not once a step.
+        waiting: as for `ProcessPeers`.
+    """
+    return {key: ProcessPeers(group_of(*key), waiting) for key in groups_of(plan, rank)}
+
+
+def groups_of(plan: StepPlan, rank: int) -> list[tuple[int, int]]:
+    """Return the groups that share documents with a rank: first rank and size of each, the largest first.
+
+    Args:
+        plan: of the step.
+        rank: data-parallel.
+    """
+    first, size = plan.first_ranks, plan.num_ranks
+    mine = (size > 1) & (first <= rank) & (rank < first + size)
+    pairs = set(zip(first[mine].tolist(), size[mine].tolist()))
+    return sorted(pairs, key=lambda pair: -pair[1])

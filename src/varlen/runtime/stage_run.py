@@ -1,0 +1,217 @@
+"""`Place`: one stage of one data-parallel rank, which runs its tasks in the order of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from varlen.runtime.chunk import ChunkStep
+from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.mesh.shared_documents import Key
+from varlen.runtime.running_out import Took, is_out_of_memory, ran_out
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, StepPlan
+from varlen.types import FloatArray, Int32Array
+
+
+class Wires(Protocol):
+    """How what chunks of layers give reaches the next ones. Messages are named by pass, MicroPack and receiver."""
+
+    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Send the rows of a MicroPack, without waiting for who takes them.
+
+        Args:
+            kind: FORWARD or BACKWARD.
+            micropack: number within the rank's of that pass.
+            chunk: that takes them.
+            rows: `[1, rows, hidden]`: what layers made, or its gradient.
+        """
+
+    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they are there.
+
+        Args:
+            kind: FORWARD or BACKWARD.
+            micropack: number within the rank's of that pass.
+            chunk: that takes them.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TaskRun:
+    """What the tasks of a place took, in the order run."""
+
+    kinds: npt.NDArray[np.uint8]
+    """uint8 `[num_tasks]`: FORWARD, BACKWARD or WEIGHT."""
+    chunks: Int32Array
+    """int32 `[num_tasks]`: chunk of layers, of all."""
+    micropacks: Int32Array
+    """int32 `[num_tasks]`: number within the rank's of that pass."""
+    seconds: FloatArray
+    """float64 `[num_tasks]`, waiting for what it takes included. Norm, head and loss run, forward and backward, at
+    the start of backward tasks."""
+    live_bytes: npt.NDArray[np.int64]
+    """int64 `[num_tasks]`: bytes of tensors alive after each task; 0 where no meter was given."""
+    peak_bytes: npt.NDArray[np.int64]
+    """int64 `[num_tasks]`: the most alive at once during each."""
+
+
+PASSES = ("forward", "backward", "weight gradients")
+"""By kind of task, for people."""
+
+
+def _nothing(_: range) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class Place:
+    """One stage of one data-parallel rank during one step."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        rank: int,
+        stage: int,
+        chunks: Sequence[ChunkStep],
+        wires: Wires,
+        *,
+        clock: Clock,
+        meter: Meter | None = None,
+        unit: Callable[[range], AbstractContextManager[Any]] = _nothing,
+    ) -> None:
+        """Take the tasks of a stage.
+
+        Args:
+            plan: of the step.
+            rank: data-parallel.
+            stage: of the pipeline.
+            chunks: those of the stage, first to last.
+            wires: to the other stages of the rank's pipeline.
+            clock: marks when tasks end.
+            meter: counts bytes task by task; already entered.
+            unit: entered around every task, those of MicroPacks without slices too, with the layers of its chunk.
+        """
+        first, last = plan.task_offsets[rank * plan.mesh.pp + stage :][:2].tolist()
+        self._codes: list[int] = plan.tasks[first:last].tolist()
+        self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
+        self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
+        self._chunks, self._wires, self._clock, self._meter = chunks, wires, clock, meter
+        self._rank, self._unit, self._is_alone = rank, unit, plan.mesh.num_gpus == 1
+        self._live_at_first = meter.live if meter is not None else 0
+        self._done = np.zeros(KINDS * len(chunks), np.int32)
+        self._run: list[tuple[int, int, int, int, int]] = []
+
+    @property
+    def next_task(self) -> tuple[int, int, int] | None:
+        """Kind, chunk of all and MicroPack of the task that comes next; None where all are done."""
+        if len(self._run) == len(self._codes):
+            return None
+        code = self._codes[len(self._run)]
+        return code % KINDS, code // KINDS * self._pp + self._stage, int(self._done[code])
+
+    def needs(self) -> tuple[int, int, int] | None:
+        """Return the message that the next task waits for: kind, MicroPack, chunk; None where it waits for none."""
+        task = self.next_task
+        if task is None:
+            return None
+        kind, chunk, micropack = task
+        if kind == WEIGHT or not self._packs[kind][micropack]:
+            return None
+        return None if chunk == (0 if kind == FORWARD else self._last) else (kind, micropack, chunk)
+
+    def run_next(self) -> None:
+        """Run the next task; one of a MicroPack without slices does nothing, and is waited for by none."""
+        task = self.next_task
+        assert task is not None
+        kind, chunk, micropack = task
+        if self._meter is not None:
+            self._meter.begin_peak()
+        key = self._packs[min(kind, BACKWARD)][micropack]
+        self._clock.mark()
+        try:
+            with self._unit(self._chunks[chunk // self._pp].layers):
+                if key:
+                    self._compute(kind, chunk, micropack, key)
+        except Exception as error:
+            layers = self._chunks[chunk // self._pp].layers
+            where = f"MicroPack {micropack}, layers {layers.start}-{layers.stop - 1}"
+            error.add_note(f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, {where}")
+            if is_out_of_memory(error):
+                named = f"{PASSES[kind]} of {where}, of stage {self._stage} of pipeline {self._rank}"
+                took, room = self._took(kind, chunk), self._room()
+                raise ran_out(error, named, key, took, room, is_alone=self._is_alone) from error
+            raise
+        self._clock.mark()
+        live, peak = (self._meter.live, self._meter.peak) if self._meter is not None else (0, 0)
+        self._run.append((kind, chunk, micropack, live, peak))
+        self._done[self._codes[len(self._run) - 1]] += 1
+
+    def _took(self, kind: int, chunk: int) -> list[Took]:
+        """Return what the tasks of a pass and chunk took that have run."""
+        before, took = self._live_at_first, []
+        for each, at, micropack, live, peak in self._run:
+            key = self._packs[min(each, BACKWARD)][micropack]
+            rows = sum(stop - start for _, start, stop in key)
+            if (each, at) == (kind, chunk) and rows:
+                took.append(Took(rows=rows, bytes=peak - before if self._meter is not None else 0))
+            before = live
+        return took
+
+    def _room(self) -> int:
+        """Return bytes beside those alive when the task began: what was ever alive at once did fit; 0 unmetered."""
+        if self._meter is None:
+            return 0
+        before = self._run[-1][3] if self._run else self._live_at_first
+        return max([self._meter.peak, *(peak for *_, peak in self._run)]) - before
+
+    def _compute(self, kind: int, chunk: int, micropack: int, key: Key) -> None:
+        step = self._chunks[chunk // self._pp]
+        if kind == WEIGHT:
+            step.weight(key)
+            return
+        needed = self.needs()
+        given = None if needed is None else self._wires.take(*needed)
+        if kind == FORWARD:
+            rows = step.forward(key, given)
+            if chunk < self._last:
+                self._wires.give(kind, micropack, chunk + 1, rows)
+        else:
+            gradient = step.backward(key, given)
+            if gradient is not None:
+                self._wires.give(kind, micropack, chunk - 1, gradient)
+
+    def told(self) -> TaskRun:
+        """Return what the tasks took; on CUDA, waits for the last."""
+        columns = np.array(self._run, np.int64).reshape(-1, 5).T
+        return TaskRun(
+            kinds=columns[0].astype(np.uint8),
+            chunks=columns[1].astype(np.int32),
+            micropacks=columns[2].astype(np.int32),
+            seconds=self._clock.seconds()[::2],
+            live_bytes=columns[3].copy(),
+            peak_bytes=columns[4].copy(),
+        )
+
+
+def keys_of(packs: MicroPacks, rank: int) -> list[Key]:
+    """Return a rank's MicroPacks as tuples of their slices, in the order in which their rows stand.
+
+    It is the same in both passes, by whose slices graphs are found again, and rows come behind those that they attend
+    to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Those that
+    begin their documents are neighbours, which kernels compute in one call.
+
+    Args:
+        packs: of a pass.
+        rank: data-parallel.
+    """
+    first, last = packs.rank_offsets[rank : rank + 2].tolist()
+    bounds = packs.slice_offsets[first : last + 1].tolist()
+    columns = (packs.document_ids, packs.starts, packs.stops)
+    rows = list(zip(*(column[bounds[0] : bounds[-1]].tolist() for column in columns)))
+    packed = [rows[start - bounds[0] : stop - bounds[0]] for start, stop in zip(bounds, bounds[1:])]
+    return [tuple(sorted(pack, key=lambda piece: (piece[1] > 0, piece))) for pack in packed]

@@ -1,0 +1,350 @@
+"""`run_step`: a planned step in one process, all ranks and stages of its mesh taking turns, with exact gradients.
+
+What several GPUs would run side by side runs here one task after the other: on one GPU a plan for one, and on a
+laptop a plan for any number of stages and ranks, to see that it runs and that its gradients are those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from varlen.cost.memory import Saved, layers_again
+from varlen.cost.shape import ModelShape, stages_of
+from varlen.counts import many
+from varlen.errors import DeadlockError, DocumentsError, PlanError
+from varlen.runtime.chunk import ChunkStep, StepData
+from varlen.runtime.clock import Clock, Meter
+from varlen.runtime.decoder import IGNORED, Parts
+from varlen.runtime.mesh.gradients import whole_or_none
+from varlen.runtime.mesh.shared_documents import SharedDocument
+from varlen.runtime.stage_run import Place, TaskRun, keys_of
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepRun:
+    """What a step in one process took; its gradients are in the model."""
+
+    loss: float
+    """Sum of target losses over targets."""
+    num_targets: int
+    places: Sequence[TaskRun]
+    """`[dp * pp]`: what each stage of each rank ran."""
+    token_losses: torch.Tensor | None = None
+    """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
+
+
+class LocalWires:
+    """Between the stages of one process: what was given lies here until it is taken."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def give(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
+        """Keep rows, as `Wires.give`."""
+        self._waiting[kind, micropack, chunk] = rows
+
+    def take(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
+        """Return rows, as `Wires.take`."""
+        return self._waiting.pop((kind, micropack, chunk))
+
+    def has(self, message: tuple[int, int, int] | None) -> bool:
+        """Return whether a message is there, or none is needed."""
+        return message is None or message in self._waiting
+
+
+def run_step(
+    model: Any,
+    input_ids: torch.Tensor,
+    plan: StepPlan,
+    *,
+    labels: torch.Tensor | None = None,
+    meter: Meter | None = None,
+    saved: Saved = "layers",
+) -> StepRun:
+    """Run a step's tasks in the plan's order, and add to every parameter's gradient.
+
+    The gradients are those of the mean loss over the step's targets, as the uncut documents would give them.
+
+    Args:
+        model: a transformers decoder of `Parts`; its attention is set to that of slices.
+        input_ids: int64 `[num_tokens]`, documents one behind the other in the order of `plan.lengths`.
+        plan: in which no ranks share documents; tp and cp are 1.
+        labels: int64 `[num_tokens]`: the token after each, -100 where there is none to learn; None: the next token
+            of the document.
+        meter: counts bytes task by task; already entered.
+        saved: what layers are computed again from, as for `ChunkStep`.
+
+    Raises:
+        DocumentsError: tokens or labels don't match the plan, or nothing is to learn.
+        PlanError: ranks share documents, passes are cut apart without recomputation, or slices stand out of turn.
+        DeadlockError: stages wait for each other.
+        ModelError: a family that isn't run in slices.
+    """
+    check_plan(plan)
+    return run_places(
+        model, Parts.of(model), step_data(plan, input_ids, labels), plan, meter=meter, saved=saved
+    )
+
+
+def run_places(
+    model: Any,
+    parts: Parts,
+    data: StepData,
+    plan: StepPlan,
+    *,
+    meter: Meter | None = None,
+    keeps_losses: bool = False,
+    saved: Saved = "layers",
+) -> StepRun:
+    """Run the tasks of all stages of all ranks in this process; see `run_step`.
+
+    Args:
+        model: whose attention is that of slices.
+        parts: the model taken apart.
+        data: the tokens of the step.
+        plan: that `check_plan` lets pass.
+        meter: counts bytes task by task; already entered.
+        keeps_losses: whether the loss of every token is wanted.
+        saved: what layers are computed again from, as for `ChunkStep`.
+
+    Raises:
+        PlanError: slices stand out of turn.
+        DeadlockError: stages wait for each other.
+    """
+    mesh, device = plan.mesh, data.input_ids.device
+    layers = layers_of(model, mesh)
+    kept: dict[str, Any] = {"keeps_losses": keeps_losses, "saved": saved}
+    chunks = [chunk_steps(parts, layers, data, plan, **kept) for _ in range(mesh.dp)]
+    wires = [LocalWires() for _ in range(mesh.dp)]
+    places = [
+        Place(
+            plan, rank, stage, chunks[rank][stage :: mesh.pp], wires[rank], clock=Clock(device), meter=meter
+        )
+        for rank in range(mesh.dp)
+        for stage in range(mesh.pp)
+    ]
+    with whole_or_none(model.parameters()):
+        take_turns(places, [wires[rank] for rank in range(mesh.dp) for _ in range(mesh.pp)])
+    losses = [loss for of_rank in chunks for chunk in of_rank for loss in chunk.losses]
+    return StepRun(
+        loss=float(torch.stack(losses).sum()),
+        num_targets=int((data.labels != IGNORED).sum()),
+        places=[place.told() for place in places],
+        token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
+    )
+
+
+def take_turns(places: Sequence[Place], wires: Sequence[LocalWires]) -> None:
+    """Run the tasks of places, each as far as messages let it, until all are done.
+
+    Args:
+        places: of one process.
+        wires: of each.
+
+    Raises:
+        DeadlockError: none can go on.
+    """
+    while any(place.next_task for place in places):
+        has_run = False
+        for place, of_place in zip(places, wires):
+            while place.next_task and of_place.has(place.needs()):
+                place.run_next()
+                has_run = True
+        if not has_run:
+            waiting = [number for number, place in enumerate(places) if place.next_task]
+            raise DeadlockError(
+                f"{len(waiting):,} stages wait for each other; the first has come to {places[waiting[0]].next_task} "
+                "(kind, chunk, MicroPack); varlen.plan.check.check_plan names the circle"
+            )
+
+
+class _Unrun(ChunkStep):
+    """A chunk whose tasks take nothing and give nothing, to see in which order they can be run."""
+
+    def __init__(self) -> None:
+        self.layers = range(1)
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Give nothing."""
+        return _NOTHING
+
+    def backward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Give nothing."""
+        return _NOTHING
+
+    def weight(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+_NOTHING = torch.empty(0)
+
+
+def check_order(plan: StepPlan, rank: int) -> None:
+    """Require that the stages of a pipeline don't wait for each other in a circle.
+
+    Args:
+        plan: of the step.
+        rank: data-parallel.
+
+    Raises:
+        DeadlockError: they do.
+
+    Cost: some 5 microseconds a task.
+    """
+    pp, wires = plan.mesh.pp, LocalWires()
+    chunks = [_Unrun()] * plan.mesh.virtual_stages
+    places = [Place(plan, rank, stage, chunks, wires, clock=Clock(_NOTHING.device)) for stage in range(pp)]
+    take_turns(places, [wires] * pp)
+
+
+def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | None) -> StepData:
+    """Return the tokens of a step, each target weighing the same.
+
+    Args:
+        plan: of the step.
+        input_ids: int64 `[num_tokens]`.
+        labels: as for `run_step`.
+
+    Raises:
+        DocumentsError: they don't match the plan, or nothing is to learn.
+    """
+    offsets = np.concatenate([[0], np.cumsum(plan.lengths, dtype=np.int64)])
+    if input_ids.shape != (plan.num_tokens,) or (labels is not None and labels.shape != input_ids.shape):
+        seen = [tuple(x.shape) for x in (input_ids, labels) if x is not None]
+        raise DocumentsError(
+            f"tokens and labels of shapes {seen}; the plan has {plan.num_tokens:,} tokens in a row"
+        )
+    labels = next_tokens(input_ids, offsets) if labels is None else labels
+    known = labels != IGNORED
+    num_targets = int(known.sum())
+    if num_targets == 0:
+        raise DocumentsError(f"none of {plan.num_tokens:,} tokens has a label to learn; leave this step out")
+    return StepData(input_ids=input_ids, labels=labels, weights=known.double() / num_targets, offsets=offsets)
+
+
+def layers_of(model: Any, mesh: Mesh) -> list[range]:
+    """Return the layers of each chunk, as the cost model cuts them.
+
+    Args:
+        model: a transformers model.
+        mesh: how it is cut.
+    """
+    sizes = stages_of(ModelShape.from_config(model.config), mesh).layers.astype(int)
+    return [range(stop - size, stop) for size, stop in zip(sizes.tolist(), np.cumsum(sizes).tolist())]
+
+
+def chunk_steps(
+    parts: Parts,
+    layers: Sequence[range],
+    data: StepData,
+    plan: StepPlan,
+    *,
+    keeps_losses: bool = False,
+    shared: Mapping[int, SharedDocument] | None = None,
+    saved: Saved = "layers",
+) -> list[ChunkStep]:
+    """Return the chunks of one rank's pipeline.
+
+    Args:
+        parts: the model taken apart.
+        layers: of each chunk.
+        data: of the step.
+        plan: says what is computed again, and what waits in host memory.
+        keeps_losses: whether the loss of every token is wanted.
+        shared: documents that the rank shares with others, by `shared_documents`; None for none.
+        saved: what layers are computed again from.
+    """
+    share = plan.recompute_share if plan.recompute == "full" else 0.0
+    again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
+    return [
+        ChunkStep(
+            parts,
+            each,
+            data,
+            layers_again=count,
+            splits_backward=plan.splits_backward,
+            saved=saved,
+            is_selective=plan.recompute != "none",
+            offload=plan.offload,
+            keeps_losses=keeps_losses,
+            shared=shared,
+        )
+        for each, count in zip(layers, again)
+    ]
+
+
+def _added(heads: Sequence[ChunkStep]) -> torch.Tensor:
+    """The losses of all ranks' tokens; each rank has those of its documents, and 0 elsewhere."""
+    return torch.stack([head.token_losses for head in heads if head.token_losses is not None]).sum(0)
+
+
+def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Return each token's next one within its document, -100 at the last; int64 `[num_tokens]`."""
+    labels = torch.roll(input_ids, -1)
+    ends = offsets[1:][np.diff(offsets) > 0] - 1
+    labels[torch.from_numpy(ends).to(labels.device)] = IGNORED
+    return labels
+
+
+def check_plan(plan: StepPlan, *, shares: bool = False) -> None:
+    """Refuse what slices don't run.
+
+    Args:
+        plan: of a step.
+        shares: whether each rank is a process of its own, so that ranks may share documents.
+
+    Raises:
+        PlanError: says what, and what would run.
+    """
+    if plan.mesh.tp > 1 or plan.mesh.cp > 1:
+        raise PlanError(
+            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine runs whole layers on whole documents, so "
+            "both must be 1"
+        )
+    if plan.num_merged and not shares:
+        raise PlanError(
+            f"a plan of {plan.num_merged:,} documents that ranks share; one process alone runs documents that none "
+            "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "
+            f"{plan.mesh.num_gpus:,} processes"
+        )
+    _check_within(plan.forward, FORWARD)
+    _check_within(plan.backward, BACKWARD)
+    if plan.recompute != "full" or plan.recompute_share < 1:
+        for rank in range(plan.mesh.dp):
+            apart = set(keys_of(plan.backward, rank)) ^ set(keys_of(plan.forward, rank))
+            if apart:
+                raise PlanError(
+                    f"{len(apart)} MicroPacks stand in one pass alone, such as {min(apart)}; passes may be cut apart "
+                    'only with recompute="full" of all layers'
+                )
+
+
+def _check_within(packs: MicroPacks, kind: int) -> None:
+    """Require that a document's slices stand in the order of the pass within a MicroPack too.
+
+    Raises:
+        PlanError: names some that don't.
+    """
+    of_slice, documents, starts = packs.micropack_of_slice, packs.document_ids, packs.starts
+    order = np.lexsort((documents, of_slice))  # stable, so that the plan's own order is left
+    one, other = order[:-1], order[1:]
+    steps = (starts[other] - starts[one]) * (1 if kind == FORWARD else -1)
+    wrong = np.flatnonzero(
+        (of_slice[one] == of_slice[other]) & (documents[one] == documents[other]) & (steps < 0)
+    )
+    if wrong.size:
+        a, b = int(one[wrong[0]]), int(other[wrong[0]])
+        name, way = ("forward", "first to last") if kind == FORWARD else ("backward", "last to first")
+        found = many(wrong.size, "slice is", "slices are")
+        raise PlanError(
+            f"{name} slice {starts[b]:,}-{packs.stops[b]:,} of document {documents[b]} is out of turn: it stands "
+            f"behind {starts[a]:,}-{packs.stops[a]:,} in a MicroPack ({found} so), and the {name} pass runs a "
+            f"document's slices {way}"
+        )

@@ -1,0 +1,1 @@
+"""Proofs of batches: what would go wrong with one, before it does."""

@@ -1,0 +1,407 @@
+"""Whether documents are kept apart: what each kind of attention would make of a batch's arguments.
+
+transformers has two detectors of boundaries that disagree. Eager, sdpa and FlexAttention look at positions
+while a mask is built, unless a mask or a cache is there; FlashAttention takes cu_seqlens if all four arguments
+are given, else looks at the positions of a single row, unless a mask has holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from varlen.counts import many
+from varlen.verify.batches.finding import Detector, Finding, Kind, Level, ModelFacts, finding
+from varlen.verify.batches.reading import (
+    BOUNDARIES,
+    LONGEST,
+    BoolArray,
+    GivenBatch,
+    Segments,
+    breaks,
+    segment_mask,
+    usable_ends,
+)
+
+NAMED = {
+    "mask": "eager, sdpa and FlexAttention",
+    "flash": "FlashAttention",
+    "varlen": 'the "varlen" attention',
+}
+WITH_MODEL_INPUTS = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**inputs)"
+ONE_A_ROW = "one document a row, padded on the right, with a 0/1 attention_mask"
+ALL_FOUR = 'pass "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q" and "max_length_k", all four'
+RESTART = "restart position_ids at 0 with every document and every piece of one"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """One batch before one kind of attention."""
+
+    given: GivenBatch
+    segments: Segments
+    facts: ModelFacts | None
+    detector: Detector
+    level: Level
+
+    @property
+    def who(self) -> str:
+        """The attention, in words."""
+        known = self.facts is not None and self.facts.detector == self.detector
+        return self.facts.attention if self.facts and known else NAMED[self.detector]
+
+    def lost(self, kind: Kind, why: str, fix: str, lost: BoolArray | None = None) -> Iterator[Finding]:
+        """Yield a finding if boundaries are lost: by default, all that there are."""
+        lost = self.segments.needed if lost is None else lost
+        if lost.any():
+            seen = f"{why}, so {many(int(lost.sum()), 'document sees', 'documents see')} tokens of others"
+            yield finding(kind, self.level, seen, fix, lost, "the document that begins at")
+
+
+def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
+    """Yield what lets documents see each other.
+
+    Args:
+        given: the batch.
+        segments: where its documents begin.
+        facts: of the model; None where it isn't known, and then findings with the attention that the batch
+            isn't made for are warnings.
+    """
+    if facts is not None and facts.refusal and segments.is_packed:
+        yield _refused(given, segments, facts)
+        return
+    if given.packed is not None:
+        if facts is not None and facts.detector == "unknown":
+            what = f'varlen doesn\'t know the attention "{facts.attention}", so model_inputs refuses it'
+            fix = 'model.set_attn_implementation("sdpa")'
+            yield finding("model_family", "error", what, fix, place="the model")
+        return
+    yielded: set[Kind] = set()
+    for detector, level in _detectors(given, facts):
+        case = _Case(given=given, segments=segments, facts=facts, detector=detector, level=level)
+        check = {"mask": _by_mask, "flash": _by_flash, "varlen": _by_varlen}[detector]
+        found = [one for one in check(case) if one.kind not in yielded]
+        yielded |= {one.kind for one in found}
+        yield from found
+
+
+def _detectors(given: GivenBatch, facts: ModelFacts | None) -> list[tuple[Detector, Level]]:
+    """Return the kinds of attention to think of, the likeliest first, and how bad a leak in each is."""
+    if facts is not None and facts.detector != "unknown":
+        return [(facts.detector, "error")]
+    if facts is not None:
+        return [("mask", "warning"), ("flash", "warning")]
+    if _has_all_four(given):
+        return [("flash", "error"), ("mask", "warning")]
+    return [("mask", "error"), ("flash", "warning")]
+
+
+def _has_all_four(given: GivenBatch) -> bool:
+    return all(name in given.arrays for name in BOUNDARIES) and all(name in given.longest for name in LONGEST)
+
+
+def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Finding:
+    told = facts.reads_boundaries and "seq_idx" in given.arrays and "cu_seq_lens_q" in given.arrays
+    why = f"varlen can't vouch for it, although it reads seq_idx and cu_seqlens: {facts.refusal}"
+    return finding(
+        "model_family",
+        "warning" if told else "error",
+        why if told else str(facts.refusal),
+        ONE_A_ROW,
+        segments.needed,
+        "the document that begins at",
+    )
+
+
+def _by_mask(case: _Case) -> Iterator[Finding]:
+    """Eager, sdpa and FlexAttention: positions, if nothing stands in the way."""
+    given, facts = case.given, case.facts
+    if given.finished_mask is not None:
+        yield from _open_mask(case)
+        return
+    in_the_way = False
+    if "attention_mask" in given.arrays:
+        in_the_way = True
+        yield from case.lost("attention_mask", _mask_in_words(case), 'del batch["attention_mask"]')
+    if _cache_is_on(given, facts):
+        in_the_way = True
+        said = (
+            "use_cache is on"
+            if given.use_cache
+            else "use_cache isn't given and the model's config turns it on"
+        )
+        said = "a cache is given" if given.has_cache else said
+        why = f"{said}, and with a cache no boundaries are looked for in position_ids ({case.who})"
+        fix = "model.config.use_cache = False  # transformers' Trainer does it by itself"
+        absent = given.use_cache is None and not given.has_cache
+        yield from case.lost("use_cache", why, fix if absent else 'batch["use_cache"] = False')
+    if facts is not None and not facts.reads_positions:
+        in_the_way = True
+        why = f"{facts.name} never looks at position_ids when it builds its {facts.attention} mask"
+        yield from case.lost("model_family", why, WITH_MODEL_INPUTS)
+    yield from _by_positions(case, in_the_way)
+
+
+def _by_positions(case: _Case, in_the_way: bool) -> Iterator[Finding]:
+    """What positions by themselves tell eager, sdpa and FlexAttention."""
+    given = case.given
+    positions = given.by_token("position_ids")
+    if positions is None:
+        if "position_ids" not in given.arrays:
+            why = f"boundaries are read from position_ids alone ({case.who}), and there are none{_unread(given)}"
+            yield from case.lost("positions_missing", why, RESTART)
+    elif _loses_text_positions(case):
+        yield from _mrope(case)
+    elif not in_the_way:
+        told = breaks(positions, 1)
+        why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
+        yield from case.lost("positions_run_on", why, RESTART, case.segments.needed & ~told)
+        if not _has_all_four(given):
+            yield from _mid_document(case, "warning", "With FlashAttention they would belong to no segment")
+
+
+def _by_flash(case: _Case) -> Iterator[Finding]:
+    """FlashAttention: a mask with holes, else cu_seqlens, else the positions of a single row."""
+    given, needed = case.given, case.segments.needed
+    if given.finished_mask is not None:
+        yield finding(
+            "attention_mask",
+            case.level,
+            f"{case.who} takes no finished (4-D) mask, only boundaries",
+            WITH_MODEL_INPUTS,
+            place="attention_mask",
+        )
+        return
+    mask = given.arrays.get("attention_mask")
+    if mask is not None and not mask.all():
+        yield from case.lost("attention_mask", _mask_in_words(case), 'del batch["attention_mask"]')
+        return
+    drops = case.facts is not None and case.facts.drops_boundaries
+    if _has_all_four(given) and not drops:
+        yield from _by_ends(case)
+        return
+    positions = given.by_token("position_ids")
+    some = [name for name in (*BOUNDARIES, *LONGEST) if name in given.arrays or name in given.longest]
+    incomplete = [] if drops else some
+    if positions is None or given.rows > 1 or _loses_text_positions(case):
+        if incomplete:
+            why = f"{case.who} reads boundaries only if all four are given, and there is {', '.join(incomplete)}"
+            yield from case.lost("incomplete_boundaries", why, ALL_FOUR)
+        elif given.rows > 1:
+            why = f"{case.who} looks for boundaries in position_ids of a single row, and there are {given.rows:,}"
+            fix = f'{ALL_FOUR} (of the flattened rows), or collate with layout="flat"'
+            if case.facts is not None and case.facts.drops_boundaries:
+                why = f"{case.facts.name} hands cu_seq_lens_q on to no layer, so {why}"
+                fix = 'collate with layout="flat", or model.set_attn_implementation("sdpa")'
+            yield from case.lost("packed_rows", why, fix)
+        elif positions is None and "position_ids" not in given.arrays:
+            why = f"{case.who} is told no boundaries that it reads{_unread(given)}"
+            yield from case.lost("positions_missing", why, ALL_FOUR)
+        elif positions is not None:
+            yield from _mrope(case)
+        return
+    told, first = breaks(positions, 1), positions == positions.min()
+    packed = bool(told[:, 1:].any())
+    kept = first if packed else np.zeros_like(first)
+    why = f"position_ids run on where another argument, which isn't read ({case.who}), begins a document"
+    yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~told)
+    why = f"{case.who} begins a segment only at the smallest position ({int(positions.min()):,}), and pieces go on"
+    yield from case.lost("positions_continue", why, f"{RESTART}, or {ALL_FOUR}", needed & told & ~kept)
+    if packed:
+        yield from _mid_document(
+            case, case.level, f"{case.who} leaves them out of every segment: nothing is computed"
+        )
+
+
+def _by_ends(case: _Case) -> Iterator[Finding]:
+    """FlashAttention with all four arguments: cu_seqlens decide, over the flattened rows."""
+    ends = usable_ends(case.given)
+    if ends is None:
+        return  # they are findings of their own
+    kept = case.segments.starts_by["cu_seq_lens_q"]
+    needed = case.segments.needed.copy()
+    needed[1:, 0] = True  # rows lie one behind the other
+    why = "cu_seq_lens_q begin no segment there"
+    fix = "let cu_seq_lens_q hold every start of a document, over the flattened rows"
+    yield from case.lost("boundaries_disagree", why, fix, needed & ~kept)
+
+
+def _by_varlen(case: _Case) -> Iterator[Finding]:
+    """Our attention: cu_seqlens alone; whatever else is told makes it raise an error."""
+    mask = case.given.arrays.get("attention_mask")
+    if case.given.finished_mask is not None or (mask is not None and not mask.all()):
+        why = f"{case.who} takes boundaries and no mask, and raises an error when given one"
+        yield finding("attention_mask", case.level, why, WITH_MODEL_INPUTS, place="attention_mask")
+    if "cu_seq_lens_q" not in case.given.arrays:
+        why = f"{case.who} reads boundaries from cu_seq_lens_q alone, and raises an error without them"
+        yield finding("boundaries_missing", case.level, why, WITH_MODEL_INPUTS, place="the batch")
+    else:
+        yield from _by_ends(case)
+
+
+def _cache_is_on(given: GivenBatch, facts: ModelFacts | None) -> bool:
+    if given.has_cache:
+        return True
+    wanted = given.use_cache if given.use_cache is not None else bool(facts and facts.uses_cache)
+    return wanted and not (facts and facts.drops_cache)
+
+
+def _unread(given: GivenBatch) -> str:
+    """Say which boundaries are there under a name that no model looks at."""
+    return f" (models don't look at {', '.join(given.unread)})" if given.unread else ""
+
+
+def _loses_text_positions(case: _Case) -> bool:
+    """Return whether the positions are of a shape in which a model with M-RoPE finds no text positions."""
+    positions = case.given.arrays["position_ids"]
+    if positions.ndim == 3:
+        return len(positions) != 4
+    return case.facts is not None and case.facts.mrope == "text_row"
+
+
+def _mrope(case: _Case) -> Iterator[Finding]:
+    shape = list(case.given.arrays["position_ids"].shape)
+    why = (
+        f"position_ids have the shape {shape}, in which models with M-RoPE find no text positions and so no "
+        "boundaries"
+    )
+    fix = "put text positions in front: torch.cat([text_position_ids[None], position_ids]), [4, rows, width]"
+    yield from case.lost("mrope_positions", why, fix)
+
+
+def _mask_in_words(case: _Case) -> str:
+    """Say what kind of mask it is and what it does to boundaries."""
+    given = case.given
+    mask = given.arrays["attention_mask"]
+    masked = int((mask == 0).sum())
+    if segment_mask(given) is not None:
+        kind = f"attention_mask numbers segments (1 to {int(mask.max()):,}), which models take for true and false"
+    elif masked == 0:
+        kind = "attention_mask is all ones"
+    else:
+        kind = f"attention_mask is 0 at {many(masked, 'position')}"
+    return f"{kind}; under such a mask no boundaries are looked for ({case.who})"
+
+
+def _open_mask(case: _Case) -> Iterator[Finding]:
+    masks = case.given.finished_mask
+    absent = [kind for kind, mask in masks.items() if mask is None] if isinstance(masks, Mapping) else []
+    # Recurrent layers have no mask, and are called linear attention.
+    if absent := [kind for kind in map(str, absent) if "attention" in kind and "linear" not in kind]:
+        why = f"attention_mask holds no mask for layers of kind {', '.join(absent)}, which then attend to all before"
+        yield from case.lost("open_mask", why, WITH_MODEL_INPUTS)
+        return
+    across = opened_across(case.given, case.segments)
+    if across is not None and across.any():
+        many_tokens = many(int(across.sum()), "token")
+        yield finding(
+            "open_mask",
+            case.level,
+            f"the finished attention_mask lets {many_tokens} see other documents than their own",
+            WITH_MODEL_INPUTS,
+            across,
+            "the token at",
+        )
+
+
+def _mid_document(case: _Case, level: Level, then: str) -> Iterator[Finding]:
+    """Rows whose first position isn't the smallest: they begin in the middle of a document."""
+    positions = case.given.by_token("position_ids")
+    if positions is None or not case.segments.is_packed:
+        return
+    before = np.logical_and.accumulate(positions != positions.min(), axis=1) & ~case.segments.padding
+    if not before.any() or before.all(axis=1).all():
+        return
+    rows = many(int(before[:, 0].sum()), "row begins", "rows begin")
+    what = f"{rows} mid-document, {many(int(before.sum()), 'token')} before the first restart. {then}"
+    yield finding("row_starts_mid_document", level, what, RESTART, before, "the token at")
+
+
+# Finished attention masks, read token by token: who sees another document.
+
+CLOSED_BELOW = -1e3
+"""Numbers added to scores that are lower close a position: even in half precision its weight is then 0."""
+BLOCK = 1024
+"""Queries looked at together, so that little memory is used beside the mask's own."""
+
+
+def opened_across(given: GivenBatch, segments: Segments) -> BoolArray | None:
+    """Return the tokens that a finished mask lets see another document, or None where it can't be read.
+
+    Masks on a GPU and FlexAttention's block masks aren't read. Cost: the mask is gone through once.
+
+    Args:
+        given: the batch, with a finished mask.
+        segments: where its documents begin.
+
+    Returns:
+        bool `[rows, width]`.
+    """
+    if not segments.starts_by:
+        return None
+    numbers = segments.numbers().reshape(given.rows, given.width)
+    across = None
+    for mask in _readable(given):
+        if mask.ndim != 4 or mask.shape[2:] != (given.width, given.width):
+            continue
+        if mask.shape[0] not in (1, given.rows):
+            continue
+        across = np.zeros((given.rows, given.width), dtype=bool) if across is None else across
+        for row in range(given.rows):
+            own = mask[min(row, len(mask) - 1)]
+            for start in range(0, given.width, BLOCK):
+                block = slice(start, start + BLOCK)
+                seen = own[:, block] if own.dtype == bool else own[:, block] > CLOSED_BELOW
+                other = numbers[row, block, None] != numbers[row]
+                across[row, block] |= (seen.any(axis=0) & other).any(axis=1)
+    return None if across is None else across & ~segments.padding
+
+
+def _readable(given: GivenBatch) -> Iterator[Any]:
+    """Yield the masks that are arrays in host memory; integers are numbers to add, as floats are."""
+    masks = (
+        given.finished_mask.values() if isinstance(given.finished_mask, Mapping) else [given.finished_mask]
+    )
+    for mask in masks:
+        if isinstance(mask, np.ndarray):
+            yield mask
+        elif hasattr(mask, "detach") and mask.device.type == "cpu":
+            yield mask.detach().float().numpy() if mask.is_floating_point() else mask.detach().numpy()
+
+
+# Whether recurrent and convolving layers are told where documents begin: no mask and no position reaches them.
+
+_FIX = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**inputs)"
+
+
+def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
+    """Yield what lets a state run on from one document into the next.
+
+    Args:
+        given: the batch.
+        segments: where its documents begin.
+        facts: of the model; None where it isn't known.
+    """
+    if facts is None or not facts.recurrent_read or not segments.is_packed:
+        return
+    if facts.recurrent_in_one_row and given.rows > 1:
+        what = (
+            f"the recurrent layers of {facts.name} take the segments of one row, and there are {given.rows:,}"
+        )
+        yield finding("packed_rows", "error", what, 'collate with layout="flat"', place="the batch")
+    if given.packed is not None:
+        return  # model_inputs tells them
+    for name in facts.recurrent_read:
+        told = segments.starts_by.get(name)
+        lost = segments.needed if told is None else segments.needed & ~told
+        if lost.any():
+            seen = "there is none" if told is None else "it begins no segment there"
+            what = (
+                f"the recurrent layers of {facts.name} read boundaries from {name} and {seen}, so their state runs "
+                f"on into {many(int(lost.sum()), 'document')}"
+            )
+            yield finding("model_family", "error", what, _FIX, lost, "the document that begins at")
+            return

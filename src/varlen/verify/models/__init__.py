@@ -1,0 +1,1 @@
+"""Proofs of models: change one document, and see what else moves."""

@@ -1,0 +1,467 @@
+"""verify: try a model on packed documents, with every backend, layout and way of calling it, and say what leaks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from numbers import Integral
+from typing import Any, get_args
+
+import torch
+import transformers
+
+from varlen import __version__
+from varlen.adapters import hf
+from varlen.adapters.hf.mixing import check_family, found_apart, trying
+from varlen.adapters.hf.recurrent import TOLD
+from varlen.batch.packed import Layout, PackedBatch
+from varlen.errors import DocumentsError, ModelError, SettingError
+from varlen.verify.batches.check import check_batch
+from varlen.verify.batches.isolation import ONE_A_ROW, WITH_MODEL_INPUTS
+from varlen.verify.models import backends
+from varlen.verify.models.attention import AttentionPicture, attention_picture, kernels_of
+from varlen.verify.models.backends import CPU_BACKENDS, attending, backends_for, first_sentence
+from varlen.verify.models.calls import CALLS, Call
+from varlen.verify.models.error_text import named
+from varlen.verify.models.isolation import IsolationReport, Verdict, check_isolation
+from varlen.verify.models.loading import LoadedModel, load_model
+from varlen.verify.models.parity import gradient_parity, in_training, own_loss
+from varlen.verify.models.report import CallCell, Cell, ModelVerdict, VerifyReport
+from varlen.verify.models.trial import CAPACITY, Trial, sample_batch, untouched
+
+_WINDOWS = (
+    *("sliding_window", "attention_chunk_size"),
+    *("window_size", "sliding_window_size", "attention_window_size"),
+)
+"""How configurations call the width of their windows and chunks."""
+_WIDEST_WINDOW = 256
+"""Tokens; rows are made long enough for windows up to this one to matter."""
+_CHANGED, _BY_CALL = 16, 2
+"""At most so many documents are changed, one at a time, in a cell."""
+
+
+def verify(
+    model: Any,
+    *,
+    backends: Sequence[str] | None = None,
+    layouts: Sequence[Layout] = ("rows", "flat"),
+    batch: PackedBatch | None = None,
+    calls: bool = True,
+    gradients: bool = True,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> VerifyReport:
+    """Find out whether a model keeps packed documents apart, with which attention, and called how.
+
+    For each attention backend and layout, with the arguments of `varlen.adapters.hf.model_inputs`: one document's
+    tokens are changed, and every other document's logits must stay the same to the bit; logits, loss and gradients
+    must be those of each document alone; the same change without boundaries must be seen, so that a blind check
+    can't pass; eager attention's weights across documents must be exactly 0; the kernels that ran are named. Then
+    the model is called in the ways that other collators call it.
+
+    Args:
+        model: a family's name, such as "llama" (a tiny model with random weights); a checkpoint folder; a
+            transformers configuration; or a model, bare or wrapped, on any device, which is left as it was.
+        backends: of "eager", "sdpa", "flex_attention", "varlen", "flash_attention_2" and "flash_attention_3"; None
+            for all of this device. Where a kernel needs a GPU, plain PyTorch stands in for it behind transformers'
+            own dispatch, and the cell says so.
+        layouts: of "rows" and "flat".
+        batch: documents to try, instead of ten short ones of random tokens; it then decides the layout.
+        calls: whether to try other ways of calling the model too.
+        gradients: whether to compare gradients; it takes memory for them twice.
+        tokenizer: refused if it has ids that the model doesn't embed; None for a folder's own.
+        dtype: of weights that are made or loaded.
+        device: for the model, where verify makes or loads it; a live one stays where it is.
+        seed: of the tokens.
+
+    Returns:
+        A report with a cell for every backend and layout, none of them silent: isolated, leaks, coupled (something
+        is computed over the whole batch, such as a router's loss), refuses, or not run, and why.
+        `print(report)` shows it all; `report.ok` if nothing leaks or is coupled: then `model_inputs` takes the model.
+
+    Raises:
+        ModelError: no such family or folder, a model that needs code of its own, a tokenizer that doesn't fit, or
+            something that isn't a transformers model.
+        SettingError: backends or layouts that there are not.
+        DocumentsError: `batch` isn't a PackedBatch.
+
+    Cost: some 60 forward passes of a hundred tokens for each backend and layout; seconds for a tiny model.
+
+    >>> import varlen as vl
+    >>> report = vl.verify("llama", backends=["eager"], layouts=["rows"], calls=False)
+    >>> report.verdict, report.cell("eager").kernels
+    ('isolated', (('softmax', 2),))
+    """
+    layouts = _checked_layouts(layouts, batch)
+    if not isinstance(seed, Integral) or seed < 0:
+        wanted = "at least 0" if isinstance(seed, Integral) else "a whole number"
+        raise SettingError(f"seed must be {wanted}, got {seed!r}")
+    loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    model, names = loaded.model, backends_for(loaded.model, backends)
+    if batch is not None:  # whose weights say nothing of what sees what
+        batch = batch.replace(columns={})
+    batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}
+    models = {name: _with_attention(loaded, name) for name in names}
+    cells = [
+        _cell(models[name], name, batches[layout], gradients, seed) for name in names for layout in layouts
+    ]
+    base = hf.unwrap(model)
+    report = VerifyReport(
+        model=type(base).__name__,
+        family=hf.model_type(model),
+        weights=sum(weight.numel() for weight in base.parameters()),
+        dtype=str(base.dtype).removeprefix("torch."),
+        device=str(base.device),
+        versions=(
+            ("varlen", __version__),
+            *((each.__name__, str(each.__version__)) for each in (transformers, torch)),
+        ),
+        notes=(*loaded.notes, *_notes(model, batches)),
+        cells=tuple(cells),
+        calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
+        attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
+    )
+    found_apart(model, report.ok)
+    return report
+
+
+def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
+    """Return the layouts to try.
+
+    Raises:
+        SettingError: none, or one that there isn't.
+        DocumentsError: a batch that is no PackedBatch.
+    """
+    if batch is not None:
+        if not isinstance(batch, PackedBatch):
+            raise DocumentsError(
+                f"batch must be a PackedBatch, as vl.collate returns it; got {type(batch).__name__}"
+            )
+        return (batch.layout,)
+    chosen: tuple[Any, ...] = (
+        (layouts,) if isinstance(layouts, str) or not isinstance(layouts, Sequence) else (*layouts,)
+    )
+    if (
+        not chosen
+        or len(set(chosen)) != len(chosen)
+        or any(layout not in get_args(Layout) for layout in chosen)
+    ):
+        known = ", ".join(get_args(Layout))
+        raise SettingError(f"layouts must be one or more of {known}, each once; got {layouts!r}")
+    return chosen
+
+
+def _batch(model: Any, layout: Layout, seed: int) -> PackedBatch:
+    """Return documents that are longer than the model's windows, and no longer than its positions."""
+    capacity = max([CAPACITY, *(width + 16 for width in _windows(model) if width <= _WIDEST_WINDOW)])
+    positions = getattr(hf.text_config(model), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        capacity = min(capacity, max(1, positions - hf.first_position(model)))
+    size = min(hf.vocabulary_size(model), hf.logits_size(model))
+    return sample_batch(size, seed, layout=layout, capacity=capacity)
+
+
+def _windows(model: Any) -> list[int]:
+    """Return how wide the model's windows and chunks are."""
+    config = hf.text_config(model)
+    widths = (getattr(config, name, None) for name in _WINDOWS)
+    return [width for width in widths if isinstance(width, int) and width > 0]
+
+
+def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
+    """Return what the check couldn't see."""
+    longest = max(batch.max_seqlen for batch in batches.values())
+    found = [
+        f"windows of {width:,} tokens are wider than the longest document of this check ({longest:,} tokens), so "
+        "nothing was seen of where they end; pass batch= with longer documents"
+        for width in _windows(model)
+        if width >= longest
+    ]
+    if limit := _rope_limit(model):
+        found.append(
+            f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, "
+            "dynamic), packed or not; the check's are shorter, or see it"
+        )
+    return found
+
+
+def _rope_limit(model: Any) -> int | None:
+    """Return the length from which one document changes the positions of a whole batch; None where none does."""
+    config = hf.text_config(model)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") not in ("longrope", "dynamic"):
+        return None
+    limit = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _with_attention(loaded: LoadedModel, backend: str) -> Any:
+    """Return the model, made anew where its attention can't be set afterwards; or the error that says why not."""
+    try:
+        with attending(loaded.model, backend):
+            return loaded.model
+    except ModelError as error:
+        if loaded.remade is None:
+            return error
+        try:
+            return loaded.remade(backend)
+        except Exception as failure:  # whatever stands in the way of another attention
+            cause = failure.__cause__ or failure
+            told = isinstance(cause, (ValueError, ImportError))
+            name = type(hf.unwrap(loaded.model)).__name__
+            return ModelError(first_sentence(cause) if told else f'{name} has no attention "{backend}"')
+
+
+@trying()
+def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: int) -> Cell:
+    """Try one backend and layout with varlen's own arguments."""
+    try:
+        if isinstance(model, ModelError):
+            raise model
+        with attending(model, backend) as missing:
+            found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+            if found.verdict == "refuses" and hf.model_type(model) in TOLD:
+                with backends.recurrence(model) as recurrent:
+                    again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+                    if again.verdict != "refuses":
+                        return _judged(model, backend, batch, again, (*missing, *recurrent), gradients, seed)
+            return _judged(model, backend, batch, found, missing, gradients, seed)
+    except ModelError as error:
+        return Cell(backend=backend, layout=batch.layout, verdict="refuses", reason=str(error))
+
+
+def _judged(
+    model: Any,
+    backend: str,
+    batch: PackedBatch,
+    found: IsolationReport,
+    missing: tuple[str, ...],
+    gradients: bool,
+    seed: int,
+) -> Cell:
+    """Look at kernels, gradients and the model's own loss, and decide the cell."""
+    cell = Cell(
+        backend=backend,
+        layout=batch.layout,
+        verdict=_verdict_of(found.verdict),
+        reason=found.reason,
+        stand_in=missing,
+        isolation=found,
+    )
+    if found.verdict in ("refuses", "blind"):
+        return replace(cell, stand_in=())
+    trial = Trial(model, batch, hf.model_inputs, seed)
+    with untouched(model):
+        logits, kernels = kernels_of(lambda: trial.logits(batch))
+        loss = own_loss(trial)
+        parity = gradient_parity(trial, found.computed_in) if gradients else None
+    cell = replace(cell, kernels=kernels, gradients=parity, own_loss=None if loss is None else loss.loss)
+    if cell.verdict == "isolated" and parity is not None and parity.fault:
+        return replace(cell, verdict="leaks", reason=parity.fault)
+    if cell.verdict == "isolated" and loss is not None and loss.coupling:
+        return replace(cell, verdict="coupled", reason=loss.coupling)
+    if cell.verdict == "isolated":
+        told = in_training(trial, logits, found)
+        verdict = _verdict_of(told.verdict)
+        return replace(cell, verdict=verdict, reason=told.reason, training=told.unjudged)
+    return cell
+
+
+def _verdict_of(verdict: Verdict) -> ModelVerdict:
+    return "not run" if verdict == "blind" else verdict
+
+
+def _call_cells(
+    models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
+) -> list[CallCell]:
+    """Call the model in every other way, wherever its attention can be set at all."""
+    found = []
+    for cell in cells:
+        batch, model = batches[cell.layout], models[cell.backend]
+        try:
+            if isinstance(model, ModelError):
+                raise model
+            with attending(model, cell.backend), _recurrence(model, cells):
+                tried = _called_in_turn(model, cell, batch, seed)
+            found += _explained(tried, _refusal(model))
+        except ModelError as error:
+            found += [
+                CallCell(
+                    call=call.name,
+                    backend=cell.backend,
+                    layout=cell.layout,
+                    verdict="refuses",
+                    reason=str(error),
+                )
+                for call in CALLS
+            ]
+    return found
+
+
+def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any]:
+    """Let plain PyTorch stand in for the kernels of recurrent layers where it did in any cell."""
+    missing = {name for cell in cells for name in cell.stand_in}
+    return backends.recurrence(model) if missing - {backends.FLASH} else nullcontext()
+
+
+def _refusal(model: Any) -> str:
+    """Return why no argument keeps the model's documents apart; empty where some do."""
+    try:
+        check_family(model)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _explained(cells: list[CallCell], refusal: str) -> list[CallCell]:
+    """Say why calls leak whatever their arguments.
+
+    No argument helps a model that is refused. And where positions alone leak, they are why every call leaks: without
+    a cache or a mask it would leak as well.
+    """
+    plain = cells[0]
+    if refusal:
+        return [
+            replace(cell, kind="model_family", why=refusal, fix=ONE_A_ROW)
+            if cell.verdict == "leaks"
+            else cell
+            for cell in cells
+        ]
+    if plain.verdict != "leaks":
+        return cells
+    why = plain.why or "boundaries aren't read from position_ids"
+    fix = plain.fix or WITH_MODEL_INPUTS
+    passed_over = ("use_cache", "attention_mask", "")
+    return [
+        replace(cell, kind=plain.kind, why=why, fix=fix)
+        if cell.verdict == "leaks" and cell.kind in passed_over and cell.call != CALLS[-1].name
+        else cell
+        for cell in cells
+    ]
+
+
+def _called_in_turn(model: Any, cell: Cell, batch: PackedBatch, seed: int) -> list[CallCell]:
+    """Try every way of calling the model; how far plain rows move each other is asked once."""
+    known, found = cell.isolation if cell.kernels else None, []
+    alone: dict[int, torch.Tensor] = {}
+    for call in CALLS:
+        report = check_isolation(
+            model, batch, inputs=call.inputs, max_changed=_BY_CALL, seed=seed, known=known, alone=alone
+        )
+        found.append(_called(model, call, cell.backend, batch, report))
+        coupling = report.movements.row_coupling
+        if known is not None and coupling is not None:
+            known = replace(known, movements=replace(known.movements, row_coupling=coupling))
+    return found
+
+
+def _called(model: Any, call: Call, backend: str, batch: PackedBatch, report: IsolationReport) -> CallCell:
+    """Return what came of one way of calling the model, and let `check_batch` explain where it leaks."""
+    cell = CallCell(
+        call=call.name,
+        backend=backend,
+        layout=batch.layout,
+        verdict=_verdict_of(report.verdict),
+        reason=report.reason,
+    )
+    if report.verdict == "refuses":
+        return cell
+    moved = report.movements
+    cell = replace(
+        cell, difference=max(moved.largest_difference, moved.padding_difference, moved.alone_difference)
+    )
+    if report.verdict != "leaks":
+        return cell
+    errors = check_batch(call.inputs(batch, model), model).errors
+    if not errors:
+        return replace(cell, why=call.why)
+    return replace(cell, kind=errors[0].kind, why=errors[0].what, fix=errors[0].fix)
+
+
+@trying()
+def _picture(
+    model: Any, cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
+) -> AttentionPicture | None:
+    """Read the attention weights of a row, in the first layout that ran."""
+    ran = [cell.layout for cell in cells if cell.backend == "eager" and cell.kernels]
+    if not ran:
+        return None
+    trial = Trial(model, batches[ran[0]], hf.model_inputs, seed)
+    try:
+        with attending(model, "eager"), _recurrence(model, cells), untouched(model):
+            return attention_picture(trial)
+    except (ModelError, NotImplementedError, ValueError):  # the cell of eager says why
+        return None
+
+
+# The compatibility matrix: every causal family of the installed transformers, verified, as one mapping for JSON.
+#
+# Each verdict comes from a run of a tiny model with random weights; nothing is known beforehand about any family.
+
+FAULT = "the check itself failed"
+
+
+def matrix_row(family: str) -> dict[str, Any]:
+    """Verify one family, and return all verdicts.
+
+    Args:
+        family: `config.model_type`.
+
+    Returns:
+        `model`, `verdict` and `weights`; `cells`, by backend and layout: `verdict`, `reason`, `stand_in`,
+        `gradients`, `moved`, `control`, `kernels`; `calls`, by way of calling, backend and layout, a verdict each.
+        Where no tiny model can be made, `reason` says why and every cell is "not run".
+
+    Cost: some seconds.
+    """
+    torch.set_num_threads(1)  # models this small lose more by waking a second thread than it computes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # families warn of their own settings
+        try:
+            return _row(verify(family))
+        except ModelError as error:
+            return _not_run(str(error))
+        except Exception as error:  # one family must not cost the others; a test looks for these words
+            return _not_run(f"{FAULT}: {named(error)}")
+
+
+def _not_run(reason: str) -> dict[str, Any]:
+    cell = {"verdict": "not run", "reason": reason}
+    cells = {backend: {"rows": cell, "flat": cell} for backend in CPU_BACKENDS}
+    return {"verdict": "not run", "reason": reason, "cells": cells, "calls": {}}
+
+
+def _row(report: VerifyReport) -> dict[str, Any]:
+    cells: dict[str, dict[str, Any]] = {}
+    for cell in report.cells:
+        found: dict[str, Any] = {"verdict": cell.verdict}
+        if cell.reason:
+            found["reason"] = cell.reason
+        if cell.stand_in:
+            found["stand_in"] = list(cell.stand_in)
+        if cell.isolation is not None and cell.kernels:
+            moved = cell.isolation.movements
+            found["moved"] = _rounded(max(moved.largest_difference, moved.padding_difference))
+            found["control"] = _rounded(moved.control_difference)
+            found["kernels"] = [name for name, _ in cell.kernels]
+        if cell.gradients is not None:
+            found["gradients"] = _rounded(cell.gradients.difference)
+        cells.setdefault(cell.backend, {})[cell.layout] = found
+    row: dict[str, Any] = {"verdict": report.verdict, "model": report.model, "weights": report.weights}
+    return row | {"cells": cells, "calls": _calls(report.calls)}
+
+
+def _calls(calls: Sequence[CallCell]) -> dict[str, dict[str, dict[str, str]]]:
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for cell in calls:
+        found.setdefault(cell.call, {}).setdefault(cell.backend, {})[cell.layout] = cell.verdict
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    """Keep two digits: more would change from machine to machine."""
+    return None if value is None else float(f"{value:.1e}")

@@ -1,0 +1,354 @@
+"""Attention backends: which there are, and a model set to one of them for a while, by a stand-in where it must be."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from varlen.adapters import hf
+from varlen.adapters.hf import attention
+from varlen.adapters.hf.per_document import attend
+from varlen.adapters.hf.rules import LayerRules
+from varlen.errors import ModelError, SettingError
+
+CPU_BACKENDS = ("eager", "sdpa", "flex_attention", attention.NAME, "flash_attention_2")
+"""What is tried where nothing is said; FlashAttention's kernels need a GPU, so on CPU a stand-in runs."""
+_FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""The packages behind FlashAttention's names in transformers."""
+
+
+def backends_for(model: Any, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the backends to try.
+
+    Args:
+        model: decides on which device.
+        names: as transformers names them; None for all that varlen knows on this device.
+
+    Raises:
+        SettingError: none, a name twice, or one that varlen gives no arguments for.
+    """
+    if names is None:
+        newer = ("flash_attention_3",) if _has_kernel(model, "flash_attention_3") else ()
+        return CPU_BACKENDS + newer
+    if isinstance(names, str):
+        names = (names,)
+    if not isinstance(names, Sequence):
+        raise SettingError(f"backends must be a list of names, got {names!r}")
+    unknown = [name for name in names if name not in (*CPU_BACKENDS, *_FLASH_PACKAGES)]
+    if unknown or not names or len(set(names)) != len(names):
+        fault = f"{unknown[0]!r} is none" if unknown else "got " + (", ".join(names) or "none")
+        known = ", ".join(dict.fromkeys((*CPU_BACKENDS, *_FLASH_PACKAGES)))
+        raise SettingError(f"backends must be one or more of {known}, each once; {fault}")
+    return tuple(names)
+
+
+@contextmanager
+def attending(model: Any, backend: str) -> Iterator[tuple[str, ...]]:
+    """Set a model to a backend, and afterwards back to what it was set to.
+
+    Args:
+        model: a transformers model, bare or wrapped.
+        backend: one of `backends_for`.
+
+    Yields:
+        What stands in for a kernel that this machine doesn't have: nothing, or the name of the kernel.
+
+    Raises:
+        ModelError: transformers doesn't let this model have that attention.
+    """
+    from transformers.utils import logging
+
+    hf.register()
+    configs = _configs(model)
+    before = [
+        (config, config._attn_implementation_internal, config._experts_implementation_internal)
+        for config in configs
+    ]
+    verbosity = logging.get_verbosity()
+    with ExitStack() as stack:
+        # Compiled anew for every shape of mask, kernels would take minutes; and what a compiled model computes
+        # is what its modules say.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        logging.set_verbosity(40)  # errors only: what it warns of is in the report
+        try:
+            yield _set(model, backend, configs, stack)
+        finally:
+            logging.set_verbosity(verbosity)
+            for config, name, experts in before:
+                config._attn_implementation_internal = name
+                config._experts_implementation_internal = experts
+
+
+def _set(model: Any, backend: str, configs: list[Any], stack: ExitStack) -> tuple[str, ...]:
+    """Set the attention; return what stands in."""
+    if hf.unwrap(model).dtype is torch.float64 and hf.has_experts(model):
+        for config in configs:  # one by one: their grouped products know no float64
+            config._experts_implementation_internal = "eager"
+    if backend == "flex_attention":
+        stack.enter_context(_uncompiled_flex_attention())
+    if backend in _FLASH_PACKAGES and not _has_kernel(model, backend):
+        base = hf.unwrap(model)
+        if not getattr(base, "_supports_flash_attn", False):
+            raise ModelError(f"{type(base).__name__} doesn't support FlashAttention, says transformers")
+        stack.enter_context(flash_attention())
+        for config in configs:
+            config._attn_implementation_internal = backend
+        return (FLASH,)
+    base = hf.unwrap(model)
+    if hf.implementation(model) == backend:
+        return ()
+    try:
+        base.set_attn_implementation(backend)
+    except (ImportError, ValueError) as error:
+        raise ModelError(first_sentence(error)) from None
+    if hf.implementation(model) != backend:
+        raise ModelError(
+            f'{type(base).__name__} keeps the attention that it was made with, "{hf.implementation(model)}"; make it '
+            f'with attn_implementation="{backend}"'
+        )
+    return ()
+
+
+@contextmanager
+def _uncompiled_flex_attention() -> Iterator[None]:
+    """Let FlexAttention run without compiling, which it otherwise warns of."""
+    from torch.nn.attention import flex_attention
+
+    module: Any = flex_attention
+    before = module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # PyTorch's own, when its compiler is imported
+            yield
+    finally:
+        module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+def _has_kernel(model: Any, backend: str) -> bool:
+    """Return whether FlashAttention itself can run: on a GPU, with its package."""
+    on_gpu = hf.unwrap(model).device.type == "cuda"
+    return on_gpu and importlib.util.find_spec(_FLASH_PACKAGES[backend]) is not None
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return every configuration in the model that says which attention to use, each once."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in hf.unwrap(model).modules()]
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    return list(found.values())
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return what transformers says, without the advice to open issues.
+
+    Args:
+        error: that it raised.
+    """
+    text = " ".join(str(error).split())
+    return text.split(" Please ")[0].split(". ")[0].rstrip(".")
+
+
+# Stand-ins for kernels that need a GPU: transformers' own dispatch runs, and behind it each document by itself.
+#
+# They prove that boundaries reach the place where a kernel would read them, and what a model does with the
+# result. They say nothing about the kernels themselves.
+
+FLASH = "flash_attn_varlen_func"
+"""What FlashAttention's package calls the kernel that `flash_attention` stands in for."""
+_OF_FLA = ("delta",)
+"""Kernels of flash-linear-attention are told `cu_seqlens`; those of causal-conv1d and mamba-ssm `seq_idx`."""
+
+
+@contextmanager
+def flash_attention() -> Iterator[None]:
+    """Put kernels that need no GPU where transformers looks for FlashAttention's.
+
+    Raises:
+        ModelError: within: tokens that no segment covers, or segments longer than was said.
+    """
+    from transformers import modeling_flash_attention_utils
+    from transformers.integrations import flash_attention as integration
+
+    flash: Any = modeling_flash_attention_utils
+    dtype_of: Any = integration.get_target_dtype
+
+    def dtype_for(query: torch.Tensor, module: torch.nn.Module) -> torch.dtype | None:
+        try:
+            return dtype_of(query, module)  # type: ignore[no-any-return]
+        except (
+            StopIteration
+        ):  # asked in float32 alone, which the kernel wouldn't take, of layers without nn.Linear
+            return None
+
+    process = flash._lazy_define_process_function(_varlen_kernel)
+    padding = flash._pad_input, flash._unpad_input  # transformers' own, for masks with holes
+    # transformers 5.23 unpacks a function for the cache's kernel beside it, 5.17 knows none
+    arguments = (process, dict) if hasattr(flash, "_process_with_kvcache_kwargs_fn") else process
+    kernels = (_dense_kernel, _varlen_kernel, None, *padding), arguments
+    with (
+        patch.object(flash, "lazy_import_flash_attention", lambda *_, **__: kernels),
+        patch.object(integration, "get_target_dtype", dtype_for),
+    ):
+        yield
+
+
+def _varlen_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    **rest: Any,
+) -> torch.Tensor:
+    """Attend as `flash_attn_varlen_func` does, in Python."""
+    if not causal:
+        raise ModelError(
+            "the stand-in for FlashAttention is causal, and the model attends in both directions"
+        )
+    if not torch.equal(cu_seqlens_q, cu_seqlens_k) or int(cu_seqlens_q[-1]) != len(q) or int(cu_seqlens_q[0]):
+        raise ModelError(
+            f"FlashAttention would be told segments from {int(cu_seqlens_q[0]):,} to {int(cu_seqlens_q[-1]):,} of "
+            f"{len(q):,} tokens, and leave the others uncomputed"
+        )
+    longest = int(cu_seqlens_q.diff().max())
+    if max(max_seqlen_q, max_seqlen_k) < longest:
+        raise ModelError(
+            f"FlashAttention would be told that the longest segment has {max_seqlen_q:,} tokens, and it has "
+            f"{longest:,}"
+        )
+    sinks = rest.get("s_aux", rest.get("learnable_sink"))
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    rules = LayerRules(scale=softmax_scale, window=window, softcap=softcap or None, sinks=sinks)
+    return attend(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules)
+
+
+def _dense_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Attend as `flash_attn_func` does: each row is a segment."""
+    rows, width = q.shape[:2]
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * width
+    out = _varlen_kernel(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, width, width, **options
+    )
+    return out.view(rows, width, *out.shape[1:])
+
+
+@contextmanager
+def recurrence(model: Any) -> Iterator[tuple[str, ...]]:
+    """Let a model's convolutions and recurrences keep segments apart where they are told them, as their kernels do.
+
+    transformers' own fallbacks refuse boundaries. Each segment is given to them by itself here. A function that is
+    told no boundaries runs over whole rows, as it would anywhere.
+
+    Args:
+        model: a transformers model.
+
+    Yields:
+        The names of the functions that stand in.
+    """
+    homes = {sys.modules[type(module).__module__] for module in model.modules()}
+    found: list[str] = []
+    with ExitStack() as stack:
+        for home in homes:
+            for name, function in inspect.getmembers(home, _is_fallback):
+                stack.enter_context(patch.object(home, name, _by_segment(function)))
+                found.append(name)
+        yield tuple(sorted(found))
+
+
+def _is_fallback(value: Any) -> bool:
+    """Whether this is a function that transformers replaces by a kernel where its package is installed."""
+    return (
+        callable(value)
+        and hasattr(value, "__wrapped__")
+        and getattr(value.__wrapped__, "__module__", "").startswith("transformers.models.")
+    )
+
+
+def _by_segment(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fallback that takes segments in the form that its kernel takes, and runs over each by itself."""
+    plain = inspect.unwrap(function)
+    takes_ends = any(word in plain.__name__ for word in _OF_FLA)
+
+    @wraps(plain)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        numbers, ends = kwargs.pop("seq_idx", None), kwargs.pop("cu_seqlens", None)
+        numbers, ends = (None, ends) if takes_ends else (numbers, None)  # the other form is passed over
+        if numbers is None and ends is None:
+            return plain(*args, **kwargs)
+        axis = 2 if plain.__name__.startswith("causal_conv1d") else 1
+        given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+        first = next(iter(given.values()))
+        rows, width = first.shape[0], first.shape[axis]
+        cut = partial(_cut, rows=rows, width=width, axis=axis)
+        outputs = []
+        for row, start, stop in _segments(numbers, ends, rows, width):
+            parts = {name: cut(v, row, start, stop, is_first=v is first) for name, v in given.items()}
+            named = {name: part for name, part in parts.items() if isinstance(name, str)}
+            outputs.append((row, plain(*(parts[i] for i in range(len(args))), **named)))
+        if any(out is None for _, out in outputs):
+            return None  # a way round that kernels alone have: in training mode a layer's whole work in one
+        return _joined(outputs, rows, axis)
+
+    return apart
+
+
+def _segments(numbers: Any, ends: Any, rows: int, width: int) -> list[tuple[int, int, int]]:
+    """Return the row, the first token and the end of every segment."""
+    if numbers is not None:
+        changes = [
+            [*torch.cat([torch.ones(1), line.diff()]).nonzero()[:, 0].tolist(), width]
+            for line in numbers.cpu()
+        ]
+        return [(row, a, b) for row, at in enumerate(changes) for a, b in zip(at, at[1:])]
+    bounds = ends.tolist()
+    if rows != 1 or bounds[0] != 0 or bounds[-1] != width:
+        raise ModelError(
+            f"segments from {bounds[0]:,} to {bounds[-1]:,} were told of {rows:,} rows of {width:,} tokens; a "
+            'recurrence takes them of one row alone: pass layout="flat"'
+        )
+    return [(0, a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
+
+
+def _cut(
+    value: Any, row: int, start: int, stop: int, *, is_first: bool, rows: int, width: int, axis: int
+) -> Any:
+    """Return the part of an argument that belongs to a segment: all of it, unless it has a value for every token."""
+    if not torch.is_tensor(value):
+        return value
+    if axis == 2:
+        return value[row : row + 1, :, start:stop] if is_first else value
+    if value.ndim >= 3 and value.shape[:2] == (rows, width):
+        return value[row : row + 1, start:stop]
+    return value
+
+
+def _joined(outputs: list[tuple[int, Any]], rows: int, axis: int) -> Any:
+    """Return the segments' outputs side by side; of what comes with them, such as a last state, the last one's."""
+    parts = [out[0] if isinstance(out, tuple) else out for _, out in outputs]
+    lines = [torch.cat([p for (r, _), p in zip(outputs, parts) if r == row], dim=axis) for row in range(rows)]
+    whole = torch.cat(lines, dim=0)
+    last = outputs[-1][1]
+    return (whole, *last[1:]) if isinstance(last, tuple) else whole

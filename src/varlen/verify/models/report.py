@@ -1,0 +1,404 @@
+"""VerifyReport: what was found about a model, one cell for each backend, layout and way of calling it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import fill
+from typing import Any, Literal
+
+from varlen.batch.packed import Layout
+from varlen.counts import many
+from varlen.verify.models.attention import AttentionPicture
+from varlen.verify.models.isolation import IsolationReport
+from varlen.verify.models.parity import GradientParity
+
+ModelVerdict = Literal["isolated", "coupled", "leaks", "refuses", "not run"]
+_ORDER: tuple[ModelVerdict, ...] = ("leaks", "coupled", "isolated", "refuses", "not run")
+"""Of several verdicts, the first of these counts: nothing that was refused was trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A backend and a layout, called with the arguments of `varlen.adapters.hf.model_inputs`."""
+
+    backend: str
+    layout: Layout
+    verdict: ModelVerdict
+    reason: str = ""
+    """Why the verdict isn't "isolated"; empty if it is."""
+    stand_in: tuple[str, ...] = ()
+    """Kernels that this machine doesn't have, and that plain PyTorch stood in for."""
+    kernels: tuple[tuple[str, int], ...] = ()
+    """Attention kernels that ran in one forward pass, and how often."""
+    isolation: IsolationReport | None = None
+    """What moved; None where nothing ran."""
+    gradients: GradientParity | None = None
+    """None where they weren't asked for, or nothing ran."""
+    own_loss: float | None = None
+    """The loss that the model itself returned."""
+    training: str = ""
+    """Why nothing can be said of training mode; empty where it was judged, or wasn't reached."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallCell:
+    """A backend and a layout, called in another way."""
+
+    call: str
+    backend: str
+    layout: Layout
+    verdict: ModelVerdict
+    difference: float | None = None
+    """How far other documents' logits moved, or those of a document alone differed; None where nothing ran."""
+    reason: str = ""
+    """What was seen; empty where documents are isolated."""
+    kind: str = ""
+    """The finding of `vl.check_batch` that explains it; empty where there is none."""
+    why: str = ""
+    """What in the call makes them leak; empty where that isn't known."""
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """All that was found about one model."""
+
+    model: str
+    """Name of the model's class."""
+    family: str
+    """`config.model_type` of the text decoder."""
+    weights: int
+    dtype: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+    cells: tuple[Cell, ...] = ()
+    """With varlen's own arguments."""
+    calls: tuple[CallCell, ...] = ()
+    """Called in other ways; empty where nobody asked."""
+    attention: AttentionPicture | None = None
+    """Attention weights with boundaries and without; None where eager attention wasn't tried or shows none."""
+
+    @property
+    def verdict(self) -> ModelVerdict:
+        """The gravest verdict of all cells with varlen's own arguments."""
+        found = {cell.verdict for cell in self.cells}
+        return next((verdict for verdict in _ORDER if verdict in found), "not run")
+
+    @property
+    def ok(self) -> bool:
+        """Whether documents are isolated wherever varlen gives arguments; somewhere at least."""
+        return self.verdict == "isolated"
+
+    @property
+    def leaks(self) -> tuple[CallCell, ...]:
+        """Ways of calling the model in which its documents see each other."""
+        return tuple(cell for cell in self.calls if cell.verdict == "leaks")
+
+    def cell(self, backend: str, layout: Layout = "rows") -> Cell:
+        """Return one cell.
+
+        Args:
+            backend: that was tried.
+            layout: that was tried.
+
+        Raises:
+            KeyError: it wasn't.
+        """
+        for cell in self.cells:
+            if (cell.backend, cell.layout) == (backend, layout):
+                return cell
+        tried = ", ".join(f"{cell.backend} {cell.layout}" for cell in self.cells)
+        raise KeyError(f"{backend} {layout} wasn't tried; there are {tried}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the picture as numbers, strings, lists and mappings."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "attention"
+        }
+        cells = [dataclasses.asdict(cell) for cell in self.cells]
+        for cell in cells:
+            if cell["isolation"] is not None:
+                cell["isolation"]["computed_in"] = str(cell["isolation"]["computed_in"]).removeprefix(
+                    "torch."
+                )
+        calls = [dataclasses.asdict(cell) for cell in self.calls]
+        return (
+            {"verdict": self.verdict}
+            | fields
+            | {
+                "versions": dict(self.versions),
+                "notes": list(self.notes),
+                "cells": cells,
+                "calls": calls,
+            }
+        )
+
+    def __str__(self) -> str:
+        """Say the verdict, what it rests on, and what else leaks, in a page of text."""
+        return report_text(self)
+
+
+# A VerifyReport in text: verdict, backends, other ways of calling the model, reasons, attention.
+
+
+WIDTH = 118
+_SHORT = {"flex_attention": "flex", "flash_attention_2": "flash 2", "flash_attention_3": "flash 3"}
+_KEPT = "position_ids, "
+_TOKENS = ("input_ids=", "labels=", "shift_labels=")
+
+
+def report_text(report: VerifyReport) -> str:
+    """Write a report for a terminal.
+
+    Args:
+        report: of one model.
+    """
+    parts = [
+        _head(report),
+        "\n".join(["Called with varlen.adapters.hf.model_inputs(batch, model)", *_backends(report)]),
+    ]
+    if told := [_wrapped(line) for line in arguments(report)]:
+        parts.append(
+            "\n".join(["Keyword arguments that keep documents apart, beside input_ids and labels", *told])
+        )
+    if report.calls:
+        parts.append("\n".join(["Called in other ways", *_calls(report)]))
+        parts += ["\n".join(["Why they leak", *explained])] if (explained := _whys(report)) else []
+    if report.attention is not None:
+        title = "Attention between the documents of a row (eager, the largest weight of any layer and head)"
+        parts.append("\n".join([title, *("  " + line for line in str(report.attention).splitlines())]))
+    return "\n\n".join(parts)
+
+
+def _head(report: VerifyReport) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions)
+    lines = [
+        f"{report.verdict}: {report.model} ({report.family}), {many(report.weights, 'weight')}, {report.dtype} on "
+        f"{report.device}",
+        f"  {versions}",
+        *(_wrapped(told) for told in (tried(report), *report.notes) if told),
+    ]
+    leaking = {cell.call for cell in report.leaks}
+    if report.ok and leaking:
+        told = f"isolated with varlen's arguments; {len(leaking)} of the other ways of calling it leak"
+        lines.append(_wrapped(told))
+    return "\n".join(lines)
+
+
+def tried(report: VerifyReport) -> str:
+    """Return which documents were tried; empty where nothing ran.
+
+    Args:
+        report: of one model.
+    """
+    ran = {
+        each.layout: each for cell in report.cells if (each := cell.isolation) and each.verdict != "refuses"
+    }
+    if not ran:
+        return ""
+    first = next(iter(ran.values()))
+    longest = f", the longest of {many(first.longest, 'token')}" if first.longest else ""
+    return f"tried on {many(first.documents, 'document')} of {many(first.tokens, 'token')}{longest}: {', '.join(ran)}"
+
+
+def _backends(report: VerifyReport) -> list[str]:
+    """Return a line for every backend, and below them what must be said of their verdicts."""
+    said = (*stand_ins(report), *reasons(report))
+    return [*_aligned(backend_rows(report)), *map(_wrapped, said)]
+
+
+def backend_rows(report: VerifyReport) -> list[list[str]]:
+    """Return the cells of a table: a head, and a row for every backend.
+
+    Args:
+        report: of one model.
+    """
+    layouts = list(dict.fromkeys(cell.layout for cell in report.cells))
+    rows = [["backend", *layouts, "moved by", "control", "gradients", "kernel"]]
+    for backend, cells in _grouped(report.cells).items():
+        name = backend + (" *" if any(cell.stand_in for cell in cells) else "")
+        verdicts = {cell.layout: cell.verdict for cell in cells}
+        rows.append([name, *(verdicts.get(layout, "") for layout in layouts), *_measured(cells)])
+    return rows
+
+
+def stand_ins(report: VerifyReport) -> list[str]:
+    """Return a sentence about what stood in for kernels that weren't there, if anything did.
+
+    Args:
+        report: of one model.
+    """
+    missing = sorted({name for cell in report.cells for name in cell.stand_in})
+    if not missing:
+        return []
+    return [
+        f"* plain PyTorch stood in for {', '.join(missing)}, which this machine lacks: boundaries are followed as "
+        "far as the kernel, and no further"
+    ]
+
+
+def reasons(report: VerifyReport) -> list[str]:
+    """Return why backends aren't isolated, or what of them wasn't compared, each reason once.
+
+    Args:
+        report: of one model.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for cell in report.cells:
+        uncompared = cell.gradients.reason if cell.gradients else ""
+        for reason in (
+            cell.reason,
+            f"gradients weren't compared: {uncompared}" if uncompared else "",
+            f"training mode wasn't judged: {cell.training}" if cell.training else "",
+        ):
+            if reason:
+                found.setdefault(reason, {}).setdefault(cell.backend, []).append(cell.layout)
+    layouts = {cell.layout for cell in report.cells}
+
+    def named(backend: str, where: list[str]) -> str:
+        return backend if len(where) == len(layouts) else f"{backend} {' '.join(where)}"
+
+    return [
+        f"{', '.join(named(backend, where) for backend, where in places.items())}: {reason}"
+        for reason, places in found.items()
+    ]
+
+
+def arguments(report: VerifyReport) -> list[str]:
+    """Return what model_inputs gives for each backend that runs, in the first layout that does, each once.
+
+    Args:
+        report: of one model.
+    """
+    found: dict[str, str] = {}
+    for cell in report.cells:
+        if cell.isolation is not None and cell.verdict in ("isolated", "coupled"):
+            told = [each for each in cell.isolation.arguments if not each.startswith(_TOKENS)]
+            found.setdefault(cell.backend, ", ".join(told))
+    return [
+        f"{', '.join(backend for backend, other in found.items() if other == told)}: {told}"
+        for told in dict.fromkeys(found.values())
+    ]
+
+
+def _measured(cells: Sequence[Cell]) -> list[str]:
+    """Return what was measured in a backend's cells, the worst of its layouts."""
+    ran = [
+        cell for cell in cells if cell.isolation is not None and cell.verdict not in ("refuses", "not run")
+    ]
+    if not ran:
+        return ["", "", "", ""]
+    moves = [cell.isolation.movements for cell in ran if cell.isolation is not None]
+    controls = [moved.control_difference for moved in moves if moved.control_difference is not None]
+    differences = [
+        cell.gradients.difference for cell in ran if cell.gradients and cell.gradients.difference is not None
+    ]
+    kernels = list(dict.fromkeys(name for cell in ran for name, _ in cell.kernels))
+    return [
+        _number(max(max(moved.largest_difference, moved.padding_difference) for moved in moves)),
+        _number(min(controls)) if controls else "none",
+        _number(max(differences)) if differences else "not run",
+        ", ".join(kernels),
+    ]
+
+
+def _calls(report: VerifyReport) -> list[str]:
+    """Return a line for every way of calling, with what each backend made of it."""
+    rows = call_rows(report)
+    lines = _aligned(rows)
+    if any("/" in cell for row in rows[1:] for cell in row[1:]):
+        layouts = list(dict.fromkeys(cell.layout for cell in report.calls))
+        lines.append(f"  a/b: a in {layouts[0]}, b in {layouts[-1]}")
+    return lines
+
+
+def call_rows(report: VerifyReport) -> list[list[str]]:
+    """Return the cells of a table: a head, and a row for every way of calling.
+
+    Args:
+        report: of one model.
+    """
+    backends = list(dict.fromkeys(cell.backend for cell in report.calls))
+    rows = [["arguments", *(_SHORT.get(backend, backend) for backend in backends)]]
+    for call, cells in _by_call(report.calls).items():
+        found = [_verdicts([cell for cell in cells if cell.backend == backend]) for backend in backends]
+        rows.append([_shortened(call, rows), *found])
+    return rows
+
+
+def _whys(report: VerifyReport) -> list[str]:
+    lines = []
+    for what, remedy in explanations(report):
+        lines.append(_wrapped(what))
+        if remedy:
+            lines.append(_wrapped(f"  {remedy}"))
+    return lines
+
+
+def explanations(report: VerifyReport) -> list[tuple[str, str]]:
+    """Return each reason for a leak once, as the first backend saw it, with the fix, or an empty string.
+
+    Args:
+        report: of one model.
+    """
+    found: dict[str, list[CallCell]] = {}
+    for cell in report.leaks:
+        # The same reason names another attention and other counts in each cell.
+        alike = re.sub(r"\d[\d,]*", "", cell.why.replace(cell.backend, ""))
+        found.setdefault(f"{cell.kind}: {alike}", []).append(cell)
+    explained = []
+    for cells in found.values():
+        first = cells[0]
+        backends = dict.fromkeys(_SHORT.get(cell.backend, cell.backend) for cell in cells)
+        calls = "; ".join(dict.fromkeys(cell.call.removeprefix(_KEPT) for cell in cells))
+        what = f"{calls} ({', '.join(backends)}): {first.why or first.reason}"
+        explained.append((what, f"fix: {first.fix}" if first.fix else ""))
+    return explained
+
+
+def _verdicts(cells: Sequence[CallCell]) -> str:
+    """Return one verdict, or one for each layout where they differ."""
+    verdicts = [cell.verdict for cell in cells]
+    return verdicts[0] if len(set(verdicts)) == 1 else "/".join(verdicts)
+
+
+def _shortened(call: str, rows: Sequence[Sequence[str]]) -> str:
+    """Leave out what every line above says as well."""
+    return call if len(rows) == 1 or not call.startswith(_KEPT) else "  … " + call.removeprefix(_KEPT)
+
+
+def _grouped(cells: Iterable[Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.backend, []).append(cell)
+    return found
+
+
+def _by_call(cells: Iterable[CallCell]) -> dict[str, list[CallCell]]:
+    found: dict[str, list[CallCell]] = {}
+    for cell in cells:
+        found.setdefault(cell.call, []).append(cell)
+    return found
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with columns, two spaces in."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _wrapped(text: str) -> str:
+    inset = "  " + " " * (len(text) - len(text.lstrip()))
+    return fill(
+        text.strip(), WIDTH, initial_indent=inset, subsequent_indent=inset + "  ", break_long_words=False
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}"
