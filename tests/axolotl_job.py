@@ -15,7 +15,7 @@ def write_down(out):
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from varlen.adapters.axolotl.plugin import VarlenTrainer
+    from varlen.adapters.axolotl.trainer import VarlenTrainer
 
     rank = os.environ.get("RANK", "0")
     gradients, seen = Path(out, f"gradients-{rank}.pt"), Path(out, f"seen-{rank}.jsonl")

@@ -67,5 +67,5 @@ def put_stand_ins():
 
 
 put_stand_ins()
-for _name in ("axolotl.cli.train", "axolotl.core.builders", "varlen.adapters.axolotl.plugin"):
+for _name in ("axolotl.cli.train", "axolotl.core.builders", "varlen.adapters.axolotl.trainer"):
     importlib.import_module(_name)

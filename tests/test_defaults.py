@@ -9,12 +9,12 @@ import pytest
 from test_cli import asked
 
 import varlen as vl
-from varlen.adapters.axolotl.plugin import VarlenSettings
+from varlen.adapters.axolotl.settings import VarlenSettings
 from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.feed.indexed.windows import WindowSettings
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.streaming.feed import StreamingSettings
-from varlen.offline.pack import PackSettings
+from varlen.offline.settings import PackSettings
 from varlen.train.settings import DataSettings
 
 LONG = "5 documents of 40 documents"

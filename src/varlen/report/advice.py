@@ -14,7 +14,7 @@ from inspect import signature
 from varlen.counts import many
 from varlen.offline.pack import PackSettings
 from varlen.pack.api import pack
-from varlen.report.inspection import (
+from varlen.report.inspection_figures import (
     AdviceFigures,
     CapacityFigures,
     DistributionFigures,

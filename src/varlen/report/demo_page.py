@@ -8,7 +8,6 @@ from statistics import fmean, median
 from varlen.counts import many
 from varlen.report import drawing, pictures
 from varlen.report.demo import DemoFigures, MethodFigures, findings, headline, loss_gap, spread
-from varlen.report.drawing import pack_figure
 from varlen.report.page import (
     NARROW,
     WIDE,
@@ -22,6 +21,7 @@ from varlen.report.page import (
     table,
     twice,
 )
+from varlen.report.pictures import pack_figure
 from varlen.report.words import count, difference, memory, percent, times
 
 

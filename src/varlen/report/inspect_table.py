@@ -9,7 +9,7 @@ from rich.text import Text
 
 from varlen.counts import many
 from varlen.report.doors import MOST_STREAMED, MOST_STREAMED_PACKS, STEP_PACKS
-from varlen.report.inspection import CapacityFigures, Inspection, PackFigures
+from varlen.report.inspection_figures import CapacityFigures, Inspection, PackFigures
 from varlen.report.words import count, fill, share, times
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"

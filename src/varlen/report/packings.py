@@ -13,7 +13,7 @@ from varlen.pack.api import DEFAULT_WORK, pack
 from varlen.pack.bound import lower_bound
 from varlen.pack.score import length_correlation
 from varlen.report.doors import Given, Packed, by_index, by_lengths, by_pack, by_stream
-from varlen.report.inspection import CapacityFigures, Kind, PackFigures
+from varlen.report.inspection_figures import CapacityFigures, Kind, PackFigures
 from varlen.types import FloatArray, Int32Array, IntArray, Method, Overlong
 
 WINDOW = 1_000

@@ -6,28 +6,12 @@ number of steps, gives every rank its own batches, and keeps its place in the ch
 
 from __future__ import annotations
 
-import hashlib
-import math
-import os
-import shutil
-from inspect import signature
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import numpy as np
-from axolotl.core.trainers import AxolotlTrainer
-from axolotl.integrations.base import BasePlugin, PluginManager
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from axolotl.integrations.base import BasePlugin
 
-from varlen.adapters.features import WEIGHTS
+from varlen.adapters.axolotl.prepared import count_steps
 from varlen.adapters.hf.attention import use_varlen_attention
-from varlen.adapters.hf.trainer import PackedTraining, loader_for
-from varlen.adapters.hf.trainer_checks import Weighting
-from varlen.adapters.replicas import check_processes
-from varlen.counts import as_tokens
-from varlen.errors import SettingError
-from varlen.feed.loader import PackedLoader
-from varlen.types import Method, Overlong
 
 
 class VarlenPlugin(BasePlugin):  # type: ignore[misc]
@@ -44,7 +28,7 @@ class VarlenPlugin(BasePlugin):  # type: ignore[misc]
 
     def get_input_args(self) -> str:
         """Return where the settings are that a configuration may have."""
-        return "varlen.adapters.axolotl.plugin.VarlenArguments"
+        return "varlen.adapters.axolotl.settings.VarlenArguments"
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> Any:
         """Return axolotl's data sets with the exact number of steps, which warm-up and schedules go by.
@@ -90,214 +74,6 @@ class VarlenPlugin(BasePlugin):  # type: ignore[misc]
             cfg: axolotl's configuration; the trainer asks the plugin manager for it.
         """
         del cfg
+        from varlen.adapters.axolotl.trainer import VarlenTrainer
 
         return VarlenTrainer
-
-
-# What axolotl has prepared, as data for a PackedLoader: saved once, by one process, and counted in steps.
-
-_COLUMNS = ("input_ids", "labels")
-_ROWS_AT_ONCE = 10_000
-
-
-def saved(dataset: Any, folder: str | Path) -> Path:
-    """Return a folder that holds the ids and labels of a data set; it is written where it isn't there yet.
-
-    Every rank may call it at once: a copy is made beside it, and takes its place whole.
-
-    Cost: reading all tokens once, and where they aren't there yet, writing them.
-
-    Args:
-        dataset: of Hugging Face's `datasets`.
-        folder: for data that was prepared.
-
-    Raises:
-        SettingError: a data set without ids and labels, or without a length, or with weights.
-    """
-    missing = [name for name in _COLUMNS if name not in (getattr(dataset, "column_names", None) or ())]
-    if missing or not hasattr(dataset, "save_to_disk"):
-        raise SettingError(
-            f"varlen packs data sets of {' and '.join(_COLUMNS)} whose lengths are known, and axolotl has prepared a "
-            f"{type(dataset).__name__} without {' and '.join(missing) or 'a length'}"
-        )
-    if WEIGHTS in dataset.column_names:
-        raise SettingError(
-            f"the data set that axolotl has prepared has `{WEIGHTS}`, by which its trainer doesn't weigh labels; "
-            "leave the column out, or train on the rows by varlen train (data.row_weights)"
-        )
-    chosen = dataset.select_columns(list(_COLUMNS))
-    place = Path(folder) / f"varlen-{_digest(chosen)}"
-    if not place.exists():
-        made = place.with_name(f"{place.name}.{os.getpid()}")
-        chosen.save_to_disk(str(made), num_shards=1)
-        try:
-            made.rename(place)
-        except OSError:  # another rank was faster
-            shutil.rmtree(made)
-    return place
-
-
-def _digest(dataset: Any) -> str:
-    """Name what a data set holds, row by row, in the same way on every rank and in every run."""
-    found = hashlib.blake2b(digest_size=8)
-    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
-        for column in table.columns:
-            whole = column.combine_chunks()
-            for part in (whole.value_lengths(), whole.flatten()):
-                found.update(np.ascontiguousarray(part.to_numpy(zero_copy_only=False), np.int64).data)
-    return found.hexdigest()
-
-
-def loader_settings(cfg: Any) -> dict[str, Any]:
-    """Return what a configuration says to a PackedLoader, in the loader's own words.
-
-    Args:
-        cfg: axolotl's validated configuration.
-    """
-    told = {name: value for name, value in dict(cfg.varlen).items() if value is not None}
-    for name in ("attention", "loss_weighting"):
-        told.pop(name, None)
-    capacity = told.pop("capacity", None) or cfg.sequence_len
-    return {"capacity": capacity, "shuffle": not cfg.curriculum_sampling, "mode": "indexed", **told}
-
-
-def folder_of(cfg: Any) -> Path:
-    """Return the folder that axolotl keeps prepared data in.
-
-    Args:
-        cfg: axolotl's validated configuration.
-    """
-    return Path(cfg.dataset_prepared_path or Path(cfg.output_dir) / "prepared")
-
-
-def count_steps(cfg: Any, dataset: Any) -> int:
-    """Return the updates of a whole run.
-
-    Args:
-        cfg: axolotl's validated configuration.
-        dataset: that axolotl has prepared.
-    """
-    settings = loader_settings(cfg)
-    settings |= {"global_batch_size": settings.get("global_batch_size", cfg.batch_size), "worker": "thread"}
-    settings |= {"dp_rank": 0, "dp_world_size": 1, "epochs": math.ceil(cfg.num_epochs), "seed": cfg.seed or 0}
-    with PackedLoader(saved(dataset, folder_of(cfg)), **settings) as loader:
-        steps: int = math.ceil(len(loader) * cfg.num_epochs / math.ceil(cfg.num_epochs))
-    return min(steps, int(cfg.max_steps or steps))
-
-
-# What an axolotl configuration says to varlen, and which of axolotl's own settings contradict it.
-
-_CONTRADICT = {
-    "sample_packing": "axolotl would pack too",
-    "batch_flattening": "axolotl would flatten batches too",
-    "rl": "preference and rollout trainers have batches of their own",
-    "reward_model": "reward models have batches of their own",
-    "process_reward_model": "reward models have batches of their own",
-    "pretraining_dataset": "axolotl streams it without lengths; list it under `datasets`",
-    "streaming": "axolotl streams without lengths; leave it out",
-    "trainer_cls": "the plugin has a trainer class of its own",
-}
-"""Settings that must be off, and why."""
-
-
-def _as_capacity(given: Any) -> int | None:
-    return None if given is None else as_tokens(given, "varlen.capacity")
-
-
-class VarlenSettings(BaseModel):
-    """The mapping `varlen:` of a configuration; what isn't said here, axolotl's own settings say."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    capacity: Annotated[int | None, BeforeValidator(_as_capacity)] = None
-    """Tokens of a pack, such as 8192 or 8k; None for `sequence_len`."""
-    global_batch_size: int | None = None
-    """Packs of a step; None for `micro_batch_size` on every rank, `gradient_accumulation_steps` times. Say it where a
-    run is to go on with another number of ranks."""
-    attention: Literal["model", "varlen"] = "model"
-    """The attention that the model is set to, or varlen's own, which computes each document by itself."""
-    loss_weighting: Weighting = "token"
-    """As `PackedTraining` takes it."""
-    overlong: Overlong = "split"
-    """What becomes of documents longer than a pack, where `capacity` is less than `sequence_len`."""
-    method: Method = "best_fit"
-    window: int | None = None
-    scope: Literal["window", "all"] = "window"
-    max_documents: int | None = None
-    layout: Literal["rows", "flat"] = "rows"
-    worker: Literal["process", "thread"] = "process"
-    """As `PackedLoader` takes these."""
-
-
-class VarlenArguments(BaseModel):
-    """What the plugin adds to axolotl's own settings."""
-
-    varlen: VarlenSettings = Field(default_factory=VarlenSettings)
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_other_packers(cls, given: Any) -> Any:
-        """Require that nobody else makes batches.
-
-        Args:
-            given: the configuration as it was read.
-
-        Raises:
-            SettingError: names the settings to leave out; pydantic makes it part of its own error.
-        """
-        wrong = [name for name in _CONTRADICT if given.get(name)]
-        if (given.get("context_parallel_size") or 1) > 1:
-            raise SettingError(
-                f"context_parallel_size={given['context_parallel_size']} cuts rows without regard to documents; "
-                "leave it out"
-            )
-        if wrong:
-            told = "; ".join(f"`{name}` ({_CONTRADICT[name]})" for name in wrong)
-            raise SettingError(f"varlen packs this run, so leave out {told}")
-        return given
-
-
-# VarlenTrainer: axolotl's trainer, fed by a PackedLoader over the data that axolotl has prepared.
-
-
-class _ToldItems(AxolotlTrainer):  # type: ignore[misc]
-    """axolotl's trainer, whose model is told what its losses are divided by, wherever it takes that.
-
-    axolotl tells no model whose inner `forward` doesn't name `num_items_in_batch`, which is nearly all, and so takes
-    the mean of means; transformers tells all that pass it on to their loss.
-    """
-
-    def __init__(self, *given: Any, **rest: Any) -> None:
-        super().__init__(*given, **rest)
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        takes_any = (kind.kind is kind.VAR_KEYWORD for kind in signature(model.forward).parameters.values())
-        self.model_accepts_loss_kwargs = getattr(model, "accepts_loss_kwargs", any(takes_any))
-
-
-class VarlenTrainer(PackedTraining, _ToldItems):
-    """What axolotl's builder makes in the place of its own trainer.
-
-    Args:
-        args: axolotl's training arguments.
-        train_dataset: that axolotl has prepared.
-        rest: as axolotl's trainer takes it.
-
-    Raises:
-        SettingError: settings that contradict each other, or a data set without ids, labels or a length.
-    """
-
-    def __init__(self, *, args: Any, train_dataset: Any, **rest: Any) -> None:
-        cfg = PluginManager.get_instance().cfg
-        check_processes(args.world_size)  # before the data is written and a loader started
-        args.max_steps = (
-            cfg.max_steps or -1
-        )  # axolotl has written in how many steps there are; the loader knows
-        loader = loader_for(args, saved(train_dataset, folder_of(cfg)), **loader_settings(cfg))
-        super().__init__(
-            args=args,
-            train_dataset=train_dataset,
-            train_loader=loader,
-            loss_weighting=cfg.varlen.loss_weighting,
-            **rest,
-        )
