@@ -14,7 +14,7 @@ from varlen.adapters.megatron.packing.settings import MegatronPackSettings
 from varlen.feed.indexed.windows import WindowSettings
 from varlen.feed.settings import LoaderSettings
 from varlen.feed.streaming.feed import StreamingSettings
-from varlen.offline.settings import PackSettings
+from varlen.offline.pack import PackSettings
 from varlen.train.settings import DataSettings
 
 LONG = "5 documents of 40 documents"
